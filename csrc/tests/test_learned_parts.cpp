@@ -471,7 +471,7 @@ TEST(a_guard_that_compares_requests_counts_their_blocks) {
   CHECK(!guard.falls_back());
 }
 
-// The same as StateBudget, as a plain list of the blocks in the order of their insertion.
+// Compares a StateBudget with a plain list of the blocks in insertion order.
 TEST(the_victim_of_a_budget_is_the_least_valuable_end_of_a_class) {
   for (uint32_t seed = 1; seed <= 20; ++seed) {
     std::mt19937 random(seed);

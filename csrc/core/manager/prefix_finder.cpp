@@ -35,19 +35,21 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
       is_enabled_(options.enable_caching &&
                   std::any_of(groups_->begin(), groups_->end(),
                               [](const CacheGroup& group) { return group.is_cached; })) {
-  bool is_chain =
-      false;  // whether compared_unit_ is the block size of a group that keeps all tokens
   for (const CacheGroup& group : *groups_) {
     has_tokens_ |= group.rules->traits.appends && group.is_cached;
     keeps_any_ |= group.keeps_all && group.is_cached;
     if (!group.rules->traits.has_hits) continue;
-    if (group.is_cached && (compared_unit_ == 0 || (group.keeps_all && !is_chain))) {
-      compared_unit_ = group.block_size;
-      is_chain = group.keeps_all;
-    }
     const char* name = "the least common multiple of the groups' block sizes";
     unit_ = group.hit_unit;
     whole_unit_ = checked_size(name, std::lcm(whole_unit_, group.block_size), 1);
+  }
+  for (const bool keeps_all : {true, false}) {
+    for (const CacheGroup& group : *groups_) {
+      const bool is_hit = group.is_cached && group.rules->traits.has_hits;
+      if (compared_unit_ == 0 && is_hit && group.keeps_all == keeps_all) {
+        compared_unit_ = group.block_size;
+      }
+    }
   }
   limits_more_ = !std::all_of(groups_->begin(), groups_->end(),
                               [this](const CacheGroup& group) { return limits_shared(group); });

@@ -362,8 +362,8 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   return Status::kServed;
 }
 
-// Only hits that the policy can influence are compared, not hits that the request declines or for
-// which it limits the number of host blocks.
+// A hit is not compared if the request declines a part of it. If the request limits its host
+// blocks, only the hit on the device is compared.
 void RowServer::compare_hit(const NewRow& asked, const PrefixHit& hit, bool by_step) {
   SimulatedCache* simulated = c_.pool->simulated();
   if (simulated == nullptr || !asked.reads()) return;

@@ -309,9 +309,9 @@ class Transport(ABC):
     def close(self) -> None:
         """End all connections and threads, and stop listening.
 
-        Waits until no thread accesses registered memory. This includes NIXL's direct transfers,
-        which may not end over TCP as long as the peer hangs. Threads that only wait for a peer may
-        end later. Later calls only wait again.
+        Waits until no thread accesses registered memory. Direct transfers by NIXL count as accesses;
+        over TCP, they may not end while the peer hangs. Threads that only wait for a peer may end
+        after this call. If called again, only waits.
 
         Raises:
             TimeoutError: A thread still accessed registered memory after the transport's timeout.

@@ -14,8 +14,8 @@ namespace kvcache {
 // Counts the hits of the pool and the hits that it would have had with LRU. Let C be the number of
 // simulated blocks that an LRU cache of this size holds. The policy may lose C / 4 hits plus
 // its lead over LRU, but no more than C. It must then evict the oldest segment first, like LRU,
-// for the next 2 C uses. This period doubles each further time that the policy loses this many
-// hits. It is halved whenever the policy has gained 2 C hits over LRU since the last change.
+// for the next 2 C uses. Each further loss of this size doubles the period, and each gain of 2 C
+// hits over LRU since the last change halves it.
 //
 // By default, the guard simulates a sample of the blocks, and counts each use of a block. If a hit
 // needs more than a chain of device blocks, `compare_requests` makes it simulate all blocks and the

@@ -24,7 +24,7 @@ class StateBudget {
         blocks_(static_cast<size_t>(is_limited_ ? num_blocks : 0)) {}
 
   bool is_limited() const { return is_limited_; }
-  // The calls below require a limit, except for `clear` and `victim`. The block must not be listed.
+  // Adds a block that is not listed. This call, `remove` and `set_hit` require a limit.
   void insert(BlockId id, int reuse_class) {
     of(id).listed_as = ++num_inserted_;
     std::deque<Entry>& list = lists_[reuse_class];
