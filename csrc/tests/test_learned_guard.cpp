@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The guard of the learned policy compares the hits of requests with those of a simulated LRU
-// cache. In these tests the policy always follows LRU, so the simulated hits must be the real ones.
+// The guard of the learned policy compares the hits of requests with those of a simulated cache. In
+// these tests the policy and the simulated cache always evict in the same order, so the simulated
+// hits must be the real ones.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -25,17 +26,21 @@ struct Compared {
   int64_t num_requests = 0, num_blocks = 0, num_hit = 0, num_simulated = 0;
 };
 
+enum class Order { kLru, kValue };
+
 // Records the compared hits.
-class FollowsLru : public Learned {
+class OneOrder : public Learned {
  public:
-  FollowsLru(int64_t num_blocks, Compared* compared)
-      : Learned(num_blocks, /*double_cost_tokens=*/0), compared_(compared) {}
+  OneOrder(int64_t num_blocks, Order order, Compared* compared)
+      : Learned(num_blocks, /*double_cost_tokens=*/0), order_(order), compared_(compared) {}
 
   void compare_requests(int64_t num_host_blocks) override {
     Learned::compare_requests(num_host_blocks);
-    model()->guard().note_request(/*num_used=*/0, /*gain=*/-1'000'000);  // falls back
+    // After a failed trial, the guard simulates eviction by value.
+    if (order_ == Order::kValue) guard().note_request(0, 0, /*num_simulated=*/1'000'000);
+    model()->follow_lru(order_ == Order::kLru);
   }
-  // The guard is not notified, so it keeps falling back.
+  // The guard is not notified, so it does not change the order.
   void note_admission(int64_t num_blocks, int64_t num_hit, int64_t num_simulated) override {
     ++compared_->num_requests;
     compared_->num_blocks += num_blocks;
@@ -44,6 +49,7 @@ class FollowsLru : public Learned {
   }
 
  private:
+  Order order_;
   Compared* compared_;
 };
 
@@ -55,6 +61,7 @@ struct Setup {
   bool ends_at_checkpoints = true;     // whether steps end where states are kept
   int64_t last_block_size = 4;         // of the last group
   bool is_reset = false;               // whether the cache is cleared after every 100 requests
+  Order order = Order::kLru;
 };
 
 ManagerOptions options_of(const Setup& setup, Compared* compared) {
@@ -66,7 +73,9 @@ ManagerOptions options_of(const Setup& setup, Compared* compared) {
   options.num_host_blocks = setup.num_host_blocks;
   options.host_write = setup.host_write;
   options.retention_interval = setup.retention_interval;
-  options.eviction.make = [=](int64_t n) { return std::make_unique<FollowsLru>(n, compared); };
+  options.eviction.make = [=, order = setup.order](int64_t n) {
+    return std::make_unique<OneOrder>(n, order, compared);
+  };
   return options;
 }
 
@@ -169,6 +178,26 @@ TEST(the_simulated_hits_with_states_are_those_of_lru) {
   setup.ends_at_checkpoints = false;
   // The simulated cache keeps states for longer than a pool in which steps end anywhere.
   check_alike(setup, 0.15);
+}
+
+TEST(the_simulated_hits_by_value_are_those_of_the_policy) {
+  Setup setup{{full, state}};
+  setup.order = Order::kValue;
+  for (const int64_t interval : {-1, 0}) {
+    setup.retention_interval = interval;
+    for (const int64_t num_host : {0, 120}) {
+      setup.num_host_blocks = num_host;
+      setup.kinds = {full, state};
+      check_alike(setup, 0.04);
+      setup.kinds = {full, window};
+      check_alike(setup, 0.04);
+    }
+  }
+  setup.kinds = {full};
+  for (const int64_t num_host : {30, 200}) {
+    setup.num_host_blocks = num_host;
+    check_alike(setup, 0.04);
+  }
 }
 
 TEST(the_simulated_hits_with_windows_are_those_of_lru) {

@@ -20,7 +20,9 @@
 #include "core/eviction/learned/reuse_model.h"
 #include "core/eviction/learned/segments.h"
 #include "core/eviction/learned/shadow_lru.h"
+#include "core/eviction/learned/shadow_worth.h"
 #include "core/eviction/learned/state_budget.h"
+#include "core/eviction/learned/trials.h"
 #include "core/eviction/learned/worth_order.h"
 #include "tests/check.h"
 
@@ -335,40 +337,34 @@ TEST(the_shadow_cache_holds_the_keys_of_an_lru_cache) {
   }
 }
 
-// A cache that evicts the most recently used key while the policy is trusted. Compared with LRU,
-// this loses many hits on some workloads and gains many on others.
-struct GuardedCache {
-  explicit GuardedCache(size_t num_keys)
-      : capacity(num_keys), guard(static_cast<int64_t>(num_keys) + 1) {}
-
-  bool use(uint32_t key, bool is_guarded) {
+// A cache that evicts either the least or the most recently used key. Compared with LRU, the second
+// order loses many hits on some workloads and gains many on others.
+struct TwoOrders {
+  bool use(uint32_t key, bool follows_lru) {
     const auto at = std::find(keys.begin(), keys.end(), key);
     const bool is_hit = at != keys.end();
-    guard.note_use(key, is_hit);
     if (is_hit) {
       keys.erase(at);
     } else if (keys.size() == capacity) {
-      const bool is_lru = is_guarded && guard.falls_back();
-      keys.erase(is_lru ? keys.begin() : keys.end() - 1);
+      keys.erase(follows_lru ? keys.begin() : keys.end() - 1);
     }
     keys.push_back(key);
-    guard.note_release(key);
     return is_hit;
   }
 
   size_t capacity;
-  LruGuard guard;
   std::deque<uint32_t> keys;  // least recently used first
 };
 
+// The bound holds for every evidence, so in half of the runs there is always evidence for a trial.
 TEST(a_guarded_policy_loses_at_most_the_bound_to_lru) {
   constexpr int64_t kUses = 20'000;
   int num_exceeded = 0, num_ahead = 0;
-  for (uint32_t seed = 1; seed <= 24; ++seed) {
+  for (uint32_t seed = 1; seed <= 48; ++seed) {
     std::mt19937 random(seed);
     const size_t capacity = 4 + random() % 60;
-    GuardedCache guarded(capacity), unguarded(capacity);
-    PlainLru lru{capacity, {}, {}};
+    TwoOrders guarded{capacity, {}}, unguarded{capacity, {}}, lru{capacity, {}};
+    Trials trials(static_cast<int64_t>(capacity));
     int64_t behind = 0, behind_unguarded = 0;
     uint32_t span = 1;
     bool is_loop = false;
@@ -381,10 +377,12 @@ TEST(a_guarded_policy_loses_at_most_the_bound_to_lru) {
       // hits only with LRU.
       const uint32_t key =
           2 * static_cast<uint32_t>(is_loop ? n % span : n / 3 + random() % (capacity / 4));
-      const bool is_hit = lru.contains(key);
-      lru.release(key);
-      behind += int64_t{is_hit} - int64_t{guarded.use(key, true)};
-      behind_unguarded += int64_t{is_hit} - int64_t{unguarded.use(key, false)};
+      const auto is_hit = int64_t{lru.use(key, true)};
+      const int64_t gain = int64_t{guarded.use(key, trials.follows_lru())} - is_hit;
+      const int64_t gain_unguarded = int64_t{unguarded.use(key, false)} - is_hit;
+      trials.count(1, gain, seed <= 24 ? gain_unguarded : 1);
+      behind -= gain;
+      behind_unguarded -= gain_unguarded;
       const auto c = static_cast<double>(capacity);
       const double bound = 1.25 * c * (2 + std::log2(1 + static_cast<double>(n) / (2 * c)));
       CHECK(static_cast<double>(behind) <= bound);
@@ -392,33 +390,24 @@ TEST(a_guarded_policy_loses_at_most_the_bound_to_lru) {
     }
     num_ahead += behind < 0;
   }
-  CHECK(num_exceeded > 4);  // without the guard, the policy would lose far more hits
-  CHECK(num_ahead > 2);     // with the guard, the policy still gains hits on favorable workloads
+  CHECK(num_exceeded > 8);  // without the guard, the policy would lose far more hits
+  CHECK(num_ahead > 4);     // with the guard, the policy still gains hits on favorable workloads
 }
 
 TEST(a_policy_that_beats_lru_leaves_the_fallback_sooner) {
-  LruGuard guard(17);  // samples all keys, and 16 fit
+  Trials trials(16);
   const auto lose = [&] {
     int num = 0;
-    for (; !guard.falls_back(); ++num) {
-      guard.note_release(2);
-      guard.note_use(2, false);
-    }
+    for (; !trials.follows_lru(); ++num) trials.count(1, -1, 0);
     return num;
   };
-  const auto win = [&] {  // a hit that LRU does not have
-    guard.note_use(4, true);
-    guard.forget(4);
-  };
+  const auto win = [&] { trials.count(1, 1, 0); };
   const auto wait = [&] {
     int num = 0;
-    for (; guard.falls_back(); ++num) {
-      guard.note_use(4, false);
-      guard.forget(4);
-    }
+    for (; trials.follows_lru(); ++num) trials.count(1, 0, 1);
     return num;
   };
-  CHECK_EQ(lose(), 4);
+  CHECK_EQ(lose(), 2);
   CHECK_EQ(wait(), 32);
   CHECK_EQ(lose(), 4);
   CHECK_EQ(wait(), 64);
@@ -430,14 +419,28 @@ TEST(a_policy_that_beats_lru_leaves_the_fallback_sooner) {
   CHECK_EQ(wait(), 128);
 }
 
+TEST(a_policy_follows_lru_until_its_own_order_is_better) {
+  Trials trials(16);
+  trials.count(2, -2, 0);
+  CHECK(trials.follows_lru());
+  trials.count(1'000, 0, 3);
+  CHECK(trials.follows_lru());
+  trials.count(1'000, 0, -100);  // only the gain since it was furthest behind counts
+  trials.count(1'000, 0, 3);
+  CHECK(trials.follows_lru());
+  trials.count(1, 0, 1);
+  CHECK(!trials.follows_lru());
+}
+
 // With a second cache, an evicted key moves there, and a key that is loaded stays in both.
 TEST(the_simulated_host_receives_what_the_simulated_device_evicts) {
-  LruGuard guard(100);
+  ReuseModel model(100);
+  LruGuard guard(100, &model);
   CHECK(!guard.compares_requests());
   guard.compare_requests(/*num_blocks=*/3, /*num_host_blocks=*/4);  // 2 blocks and 3 pages
   const auto use = [&](uint32_t key) {
     guard.note_use(key, false);
-    guard.note_release(key);
+    guard.note_idle(key);
   };
   for (const uint32_t key : {2u, 4u, 6u, 8u}) use(key);  // 2 and 4 are on the host
   CHECK(guard.has(2, true) && guard.has(4, true) && guard.has(6, true) && guard.has(8, true));
@@ -455,20 +458,82 @@ TEST(the_simulated_host_receives_what_the_simulated_device_evicts) {
 }
 
 TEST(a_guard_that_compares_requests_counts_their_blocks) {
-  LruGuard guard(100);
-  guard.compare_requests(/*num_blocks=*/17, /*num_host_blocks=*/0);
+  ReuseModel model(100);
+  LruGuard guard(100, &model);
+  guard.compare_requests(/*num_blocks=*/33, /*num_host_blocks=*/0);
   guard.note_use(2, false);  // uses count only by request
-  guard.note_release(2);
+  guard.note_idle(2);
   for (int i = 0; i < 100; ++i) guard.note_use(2, false);
   CHECK(!guard.falls_back());
-  guard.note_request(/*num_used=*/10, /*gain=*/-3);
-  CHECK(!guard.falls_back());
-  guard.note_request(10, -9);
+  guard.note_request(/*num_used=*/10, /*num_hit=*/0, /*num_simulated=*/3);
+  CHECK(!guard.falls_back() && !model.follows_lru());
+  guard.note_request(10, 1, 2);
+  CHECK(guard.falls_back() && model.follows_lru());
+  CHECK(!guard.has(2, false));  // now the pool that evicts by value, which is still empty
+  guard.note_use(2, true);
+  CHECK(guard.has(2, false));
+  guard.note_request(63, 0, 8);
   CHECK(guard.falls_back());
-  guard.note_request(31, 0);
-  CHECK(guard.falls_back());
-  guard.note_request(10, 0);
-  CHECK(!guard.falls_back());
+  guard.note_request(10, 0, 0);
+  CHECK(!guard.falls_back() && !model.follows_lru());
+}
+
+// Calls every function in random order, which a pool never does.
+TEST(a_simulated_pool_by_value_never_exceeds_its_capacity) {
+  for (uint32_t seed = 1; seed <= 40; ++seed) {
+    std::mt19937 random(seed);
+    ReuseModel model(100);
+    const size_t capacity = 1 + random() % 9;
+    ShadowWorth shadow(static_cast<int64_t>(capacity), /*num_host=*/seed % 2 == 0 ? 5 : 0, &model);
+    std::set<uint32_t> held;
+    for (int step = 0; step < 1'000; ++step) {
+      model.set_now(500 * step);
+      const uint32_t key = 2 + 2 * (random() % 20);
+      const auto loose = static_cast<int>(ReuseClass::kLoose + random() % 4);
+      switch (random() % 12) {
+        case 0:
+          shadow.open(static_cast<int>(random() % 3), 0, 1);
+          break;
+        case 1:
+        case 2:
+          shadow.release(key);
+          break;
+        case 3:
+          shadow.assign_loose(key, loose);
+          break;
+        case 4:
+          shadow.remove(key);
+          CHECK(!shadow.contains(key, false));
+          held.erase(key);
+          break;
+        case 5:
+          shadow.note_end(key);
+          break;
+        case 6:
+          if (random() % 20 == 0) shadow.clear(), held.clear();
+          if (random() % 20 == 0) shadow.clear_host();
+          break;
+        case 7:
+        case 8:
+          shadow.hold(key);
+          held.insert(key);
+          CHECK(shadow.contains(key, false));
+          break;
+        default:
+          shadow.make_idle(key);
+          held.erase(key);
+      }
+      for (const uint32_t each : held) CHECK(shadow.contains(each, false));
+    }
+    for (uint32_t key = 2; key < 42; key += 2) shadow.make_idle(key);
+    size_t num = 0, num_on_host = 0;
+    for (uint32_t key = 2; key < 42; key += 2) {
+      num += shadow.contains(key, false);
+      num_on_host += shadow.contains(key, true) && !shadow.contains(key, false);
+    }
+    CHECK_EQ(num, capacity);
+    CHECK(num_on_host <= 5);
+  }
 }
 
 // Compares a StateBudget with a plain list of the blocks in insertion order.

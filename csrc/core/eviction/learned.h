@@ -22,6 +22,7 @@
 #include "core/eviction/given_priority.h"
 #include "core/eviction/learned/end_blocks.h"
 #include "core/eviction/learned/levels.h"
+#include "core/eviction/learned/lru_guard.h"
 #include "core/eviction/learned/reuse_class.h"
 #include "core/eviction/learned/reuse_model.h"
 #include "core/eviction/learned/segments.h"
@@ -41,6 +42,7 @@ class Learned : public EvictionPolicy, private SimulatedCache {
       : num_blocks_(num_blocks),
         double_cost_tokens_(double_cost_tokens),
         model_(std::make_shared<ReuseModel>(num_blocks)),
+        guard_(num_blocks, model_.get()),
         levels_(num_blocks, model_.get(), tenant_share),
         budget_(num_blocks, state_share) {}
 
@@ -49,11 +51,9 @@ class Learned : public EvictionPolicy, private SimulatedCache {
 
   void attach(const PublishedBlocks& blocks) override { blocks_ = blocks; }
   void compare_requests(int64_t num_host_blocks) override {
-    model_->guard().compare_requests(num_blocks_, num_host_blocks);
+    guard_.compare_requests(num_blocks_, num_host_blocks);
   }
-  SimulatedCache* simulated() override {
-    return model_->guard().compares_requests() ? this : nullptr;
-  }
+  SimulatedCache* simulated() override { return guard_.compares_requests() ? this : nullptr; }
   void insert(BlockId id) override {
     levels_.of(id).segments.insert(id);
     if (budget_.is_limited()) add_to_budget(id);
@@ -73,11 +73,11 @@ class Learned : public EvictionPolicy, private SimulatedCache {
     const uint32_t key = ReuseModel::key_of(*hash, group);
     if (is_side(group)) {
       // A recomputed window block or state does not count as a missed hit.
-      if (simulated() != nullptr) model_->guard().note_use(key, /*is_hit=*/false);
+      if (simulated() != nullptr) guard_.note_use(key, /*is_hit=*/false);
       return;
     }
     // If another block still caches this content, its recomputation was not caused by an eviction.
-    if (is_first) model_->guard().note_use(key, /*is_hit=*/false);
+    if (is_first) guard_.note_use(key, /*is_hit=*/false);
     model_->note_use(key);
   }
   void on_hit(const BlockId* ids, int64_t n) override {
@@ -87,8 +87,8 @@ class Learned : public EvictionPolicy, private SimulatedCache {
       const uint32_t key = ReuseModel::key_of(block->hash, block->group);
       model_->note_use(key);
       const bool is_side = this->is_side(block->group);
-      if (is_side) note_side_hit(ids[i]);
-      if (!is_side || simulated() != nullptr) model_->guard().note_use(key, /*is_hit=*/true);
+      if (!is_side || simulated() != nullptr) guard_.note_use(key, /*is_hit=*/true);
+      if (is_side) note_side_hit(ids[i], key);
     }
   }
   void on_retain(const BlockId* ids, int64_t n) override {
@@ -96,6 +96,9 @@ class Learned : public EvictionPolicy, private SimulatedCache {
       note_side(ids[i]);
       if (budget_.is_limited()) budget_.set_hit(ids[i], kUnknownHit);
       levels_.of(ids[i]).assign_loose(ids[i], ReuseClass::kLikely, model_->clock());
+      const Block* block = blocks_.find(ids[i]);
+      if (block == nullptr || simulated() == nullptr) continue;
+      guard_.note_loose(ReuseModel::key_of(block->hash, block->group), ReuseClass::kLikely);
     }
   }
   void on_release_ends(const BlockId* ids, const int64_t* hit_ends, int64_t n) override {
@@ -137,19 +140,24 @@ class Learned : public EvictionPolicy, private SimulatedCache {
   void on_idle(BlockId id) override {
     const Block* block = blocks_.find(id);
     const uint32_t key = block == nullptr ? 0 : ReuseModel::key_of(block->hash, block->group);
-    if (block != nullptr) model_->guard().note_release(key);
-    if (levels_.told().take_told(id)) return;
+    if (levels_.told().take_told(id)) {
+      if (block != nullptr) guard_.note_idle(key);
+      return;
+    }
     Levels::Level& level = levels_.of(id);
     const int32_t before = level.segments.of(id);
     const int reuse_class =
         before == kNone ? ReuseClass::kLoose : ReuseClass::idle(level.segments[before].reuse_class);
     level.assign_loose(id, reuse_class, model_->clock());
-    if (block == nullptr || !is_side(block->group)) return;
+    if (block == nullptr) return;
+    guard_.note_loose(key, reuse_class);
+    guard_.note_idle(key);
+    if (!is_side(block->group)) return;
     model_->note_release(key, model_->release_of(reuse_class, 0, kLooseBlocks), /*is_last=*/false,
                          /*is_end=*/false);
   }
   void on_forget(BlockId id, const Hash* hash, uint8_t group, bool evicted) override {
-    if (!evicted && hash != nullptr) model_->guard().forget(ReuseModel::key_of(*hash, group));
+    if (!evicted && hash != nullptr) guard_.forget(ReuseModel::key_of(*hash, group));
     levels_.forget(id);
     levels_.told().take_told(id);
     if (budget_.is_limited()) budget_.set_hit(id, 0);
@@ -161,28 +169,32 @@ class Learned : public EvictionPolicy, private SimulatedCache {
   void clear() override {
     levels_.clear();
     budget_.clear();
-    model_->guard().clear();
+    guard_.clear();
   }
   ReleasedAs released_as(BlockId id) const override { return levels_.released_as(id); }
   std::vector<double> learned() const override { return model_->hazards().counts(); }
   void learn(const std::vector<double>& counts) override { model_->set_counts(counts); }
-  bool falls_back() const override { return model_->guard().falls_back(); }
+  bool falls_back() const override { return guard_.falls_back(); }
   size_t num_bytes() const override {
-    return sizeof(*this) + model_->num_bytes() + levels_.num_bytes() + budget_.num_bytes() +
-           chain_.capacity() * sizeof(Released) + left_.capacity() * sizeof(BlockId);
+    return sizeof(*this) + model_->num_bytes() + guard_.num_bytes() + levels_.num_bytes() +
+           budget_.num_bytes() + chain_.capacity() * sizeof(Released) +
+           left_.capacity() * sizeof(BlockId);
   }
+
+ protected:
+  LruGuard& guard() { return guard_; }
 
  private:
   bool has(const Hash& hash, uint8_t group, bool on_host) const override {
-    return model_->guard().has(ReuseModel::key_of(hash, group), on_host);
+    return guard_.has(ReuseModel::key_of(hash, group), on_host);
   }
-  bool has_host() const override { return model_->guard().has_host(); }
-  void clear_host() override { model_->guard().clear_host(); }
+  bool has_host() const override { return guard_.has_host(); }
+  void clear_host() override { guard_.clear_host(); }
   void use_end(const Hash& hash, uint8_t group) override {
-    model_->guard().note_end(ReuseModel::key_of(hash, group));
+    guard_.note_end(ReuseModel::key_of(hash, group));
   }
   void note_admission(int64_t num_blocks, int64_t num_hit, int64_t num_simulated) override {
-    model_->guard().note_request(num_blocks, num_hit - num_simulated);
+    guard_.note_request(num_blocks, num_hit, num_simulated);
   }
 
   static constexpr int32_t kNone = Segments::kNone;
@@ -243,10 +255,9 @@ class Learned : public EvictionPolicy, private SimulatedCache {
     const Segments::Segment before = level.segments[s];
     const int64_t num_shared = release_shared(num_to_fork, features);
     // While the policy must follow LRU, blocks that no request released keep their place.
-    const bool is_left = s != kNone && !model_->guard().falls_back() &&
-                         ReuseClass::is_later_turn(before.reuse_class) &&
-                         level.segments[s].number == before.number &&
-                         level.segments[s].num_blocks > 0;
+    const bool is_left =
+        s != kNone && !model_->follows_lru() && ReuseClass::is_later_turn(before.reuse_class) &&
+        level.segments[s].number == before.number && level.segments[s].num_blocks > 0;
     if (is_left) leave_behind(s, &level.segments);
     return num_shared;
   }
@@ -307,6 +318,7 @@ class Learned : public EvictionPolicy, private SimulatedCache {
                               cost_of(first, stop));
       return s;
     };
+    guard_.open_segment(release.reuse_class, num_forks, cost_of(first, stop));
     if (!ends_.empty()) {
       const int64_t start = first == 0 ? 0 : chain_[first - 1].prefix_tokens;
       const bool is_last = stop == num_in_chain_;
@@ -322,6 +334,7 @@ class Learned : public EvictionPolicy, private SimulatedCache {
       Levels::Level& level = levels_.move(id, given_to(chain_[i], features), features.tenant);
       level.segments.release(id, segment_in(level));
       levels_.told().set_told(id);
+      guard_.note_release(chain_[i].key);
       model_->note_release(chain_[i].key, release, i + 1 == stop, i + 1 == num_in_chain_);
     }
   }
@@ -329,6 +342,10 @@ class Learned : public EvictionPolicy, private SimulatedCache {
   template <class SegmentIn>
   void release_end(const Released& block, const ReleaseFeatures& features, SegmentIn segment_in) {
     if (budget_.is_limited()) budget_.set_hit(block.id, block.prefix_tokens);
+    const Block* cached = blocks_.find(block.id);
+    if (cached != nullptr && simulated() != nullptr) {
+      guard_.note_release(ReuseModel::key_of(cached->hash, cached->group));
+    }
     const bool is_candidate = levels_.of(block.id).segments.is_candidate(block.id);
     if (is_candidate) levels_.of(block.id).segments.remove(block.id);
     Levels::Level& level = levels_.move(block.id, given_to(block, features), features.tenant);
@@ -347,12 +364,14 @@ class Learned : public EvictionPolicy, private SimulatedCache {
     note_side(id);
     ends_.add(id, hit_end);
   }
-  void note_side_hit(BlockId id) {
+  void note_side_hit(BlockId id, uint32_t key) {
     Levels::Level& level = levels_.of(id);
     const int32_t s = level.segments.of(id);
     if (s == kNone || level.segments.is_candidate(id)) return;
     if (budget_.is_limited()) budget_.set_hit(id, kUnknownHit);
-    level.assign_loose(id, ReuseClass::hit(level.segments[s].reuse_class), model_->clock());
+    const int reuse_class = ReuseClass::hit(level.segments[s].reuse_class);
+    level.assign_loose(id, reuse_class, model_->clock());
+    if (simulated() != nullptr) guard_.note_loose(key, reuse_class);
   }
   void add_to_budget(BlockId id) {
     budget_.remove(id);  // its class may have changed
@@ -368,8 +387,8 @@ class Learned : public EvictionPolicy, private SimulatedCache {
     const Levels::Level& level = levels_.of(id);
     const int32_t s = level.segments.of(id);
     if (s == kNone) return 0;
-    return model_->guard().falls_back() ? static_cast<double>(level.segments[s].time)
-                                        : level.order.worth(s) * static_cast<double>(num_hit);
+    return model_->follows_lru() ? static_cast<double>(level.segments[s].time)
+                                 : level.order.worth(s) * static_cast<double>(num_hit);
   }
   GivenPriority given_to(const Released& block, const ReleaseFeatures& features) const {
     if (features.num_retention == 0) return {};
@@ -389,6 +408,7 @@ class Learned : public EvictionPolicy, private SimulatedCache {
   int64_t num_blocks_;
   double double_cost_tokens_;
   std::shared_ptr<ReuseModel> model_;
+  LruGuard guard_;
   Levels levels_;
   StateBudget budget_;
   PublishedBlocks blocks_;

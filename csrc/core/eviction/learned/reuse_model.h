@@ -12,7 +12,6 @@
 #include "core/eviction/learned/ages.h"
 #include "core/eviction/learned/ghost_ring.h"
 #include "core/eviction/learned/hazards.h"
-#include "core/eviction/learned/lru_guard.h"
 #include "core/hash.h"
 
 namespace kvcache {
@@ -25,11 +24,7 @@ class ReuseModel {
   static constexpr double kFirstBucket = 2'000;  // ms
 
   explicit ReuseModel(int64_t num_blocks)
-      : num_blocks_(num_blocks),
-        ages_(kFirstBucket),
-        hazards_(ages_),
-        ghosts_(kNumGhosts),
-        guard_(num_blocks) {
+      : num_blocks_(num_blocks), ages_(kFirstBucket), hazards_(ages_), ghosts_(kNumGhosts) {
     sample();
   }
 
@@ -55,8 +50,9 @@ class ReuseModel {
     return is_sampled(key) || ghosts_.may_have_unsampled(key) ? ghosts_.find(key) : nullptr;
   }
 
-  // Compares the first tier's pool with LRU.
-  LruGuard& guard() { return guard_; }
+  // Whether both tiers must evict the oldest segment first, like LRU.
+  void follow_lru(bool follows) { follows_lru_ = follows; }
+  bool follows_lru() const { return follows_lru_; }
   // Records the use of a block, if it is sampled.
   void note_use(uint32_t key) {
     if (!is_sampled(key)) return;
@@ -107,15 +103,14 @@ class ReuseModel {
     return hazards_.gain(as.reuse_class, clock_ - as.time, double{as.cost}, price);
   }
   // Whether the values of blocks released since this time are reliable: the records must reach back
-  // at least twice as far, and the policy must not be falling back to LRU.
+  // at least twice as far.
   bool knows_since(int64_t time) const {
-    if (guard_.falls_back()) return false;
     return !ghosts_.is_full() || clock_ - ghosts_.at(ghosts_.first()).time() >= 2 * (clock_ - time);
   }
 
   const Hazards& hazards() const { return hazards_; }
   void set_counts(const std::vector<double>& counts) { hazards_.set_counts(counts); }
-  size_t num_bytes() const { return sizeof(*this) + ghosts_.num_bytes() + guard_.num_bytes(); }
+  size_t num_bytes() const { return sizeof(*this) + ghosts_.num_bytes(); }
 
  private:
   static constexpr int64_t kNumGhosts = 32'768;
@@ -169,7 +164,7 @@ class ReuseModel {
   AgeBuckets ages_;
   Hazards hazards_;
   GhostRing ghosts_;
-  LruGuard guard_;
+  bool follows_lru_ = false;
   std::array<int64_t, AgeBuckets::kNum> aged_to_{};  // record numbers
   int64_t clock_ = 0;                                // ms
   int64_t num_releases_ = 0;

@@ -16,7 +16,9 @@ namespace kvcache {
 // segments, the oldest segment is chosen.
 class WorthOrder {
  public:
-  WorthOrder(const ReuseModel* model, Segments* segments) : model_(model), segments_(segments) {}
+  // `may_follow_lru`: whether the oldest segment is chosen while the policy must follow LRU.
+  WorthOrder(const ReuseModel* model, Segments* segments, bool may_follow_lru = true)
+      : model_(model), segments_(segments), may_follow_lru_(may_follow_lru) {}
 
   // Returns the first candidate of the chosen segment; the null block if there is none.
   BlockId victim() {
@@ -42,7 +44,10 @@ class WorthOrder {
     const int32_t loaded = segments_->oldest(ReuseClass::kLoaded);
     if (loaded != Segments::kNone) return loaded;
     const int32_t oldest = this->oldest();
-    if (oldest == Segments::kNone || !model_->knows_since((*segments_)[oldest].time)) return oldest;
+    if (oldest == Segments::kNone || (may_follow_lru_ && model_->follows_lru()) ||
+        !model_->knows_since((*segments_)[oldest].time)) {
+      return oldest;
+    }
     return least_worth();
   }
   int32_t oldest() const {
@@ -75,6 +80,7 @@ class WorthOrder {
 
   const ReuseModel* model_;
   Segments* segments_;
+  bool may_follow_lru_;
   int32_t chosen_ = Segments::kNone;
   int64_t number_ = 0;
 };

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+// Simulates a pool that evicts the blocks with the lowest learned value first. Blocks held by
+// requests are not evicted.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "core/eviction/learned/copied_segment.h"
+#include "core/eviction/learned/key_table.h"
+#include "core/eviction/learned/loose_segment.h"
+#include "core/eviction/learned/reuse_class.h"
+#include "core/eviction/learned/reuse_model.h"
+#include "core/eviction/learned/segments.h"
+#include "core/eviction/learned/worth_order.h"
+
+namespace kvcache {
+
+// Blocks are identified by their keys, and assigned to segments like the blocks of the pool. Unlike
+// in a pool, a block may be evicted before the blocks that follow it in its chain, if they are in
+// different segments.
+class ShadowWorth {
+ public:
+  // `num_host`: capacity of the host that receives what this pool evicts; 0: no host.
+  ShadowWorth(int64_t capacity, int64_t num_host, const ReuseModel* model)
+      : capacity_(static_cast<size_t>(capacity)),
+        blocks_(capacity_),
+        segments_(static_cast<int64_t>(most_blocks())),
+        order_(model, &segments_, /*may_follow_lru=*/false),
+        model_(model) {
+    if (num_host > 0) host_ = std::make_unique<ShadowWorth>(num_host, 0, model);
+  }
+
+  bool contains(uint32_t key, bool on_host) const {
+    return blocks_.find(key) != kNone ||
+           (on_host && host_ != nullptr && host_->contains(key, false));
+  }
+  // Marks the key as held. Returns whether the key was present.
+  bool hold(uint32_t key) {
+    const uint32_t i = blocks_.find(key);
+    if (i != kNone) {
+      if (segments_.is_candidate(id_of(i))) segments_.remove(id_of(i));
+      return true;
+    }
+    if (host_ != nullptr) host_->load(key);
+    add(key);
+    return false;
+  }
+  // Opens the segment to which the next calls of `release` assign their keys.
+  void open(int reuse_class, int num_forks, float cost) {
+    opened_ = {reuse_class, num_forks, cost};
+    segment_ = Segments::kNone;
+  }
+  // A request releases the key. The key stays held until the call of `make_idle`.
+  void release(uint32_t key) {
+    const uint32_t i = find_or_add(key);
+    if (i == kNone) return;
+    const bool is_candidate = segments_.is_candidate(id_of(i));
+    if (is_candidate) segments_.remove(id_of(i));
+    const Segments::Segment& last = segments_[segment_];
+    if (segment_ == Segments::kNone || last.num_blocks == 0 || last.number != number_) {
+      segment_ =
+          segments_.open(model_->clock(), opened_.reuse_class, opened_.num_forks, opened_.cost);
+      number_ = segments_[segment_].number;
+    }
+    segments_.release(id_of(i), segment_);
+    if (is_candidate) segments_.insert(id_of(i));
+  }
+  // Assigns a key to a class of blocks without a reported release.
+  void assign_loose(uint32_t key, int reuse_class) {
+    const uint32_t i = find_or_add(key);
+    if (i == kNone) return;
+    const bool is_candidate = segments_.is_candidate(id_of(i));
+    if (is_candidate) segments_.remove(id_of(i));
+    LooseSegment& at = loose_[static_cast<size_t>(reuse_class - ReuseClass::kLoose)];
+    segments_.assign(id_of(i), at.at(model_->clock(), reuse_class, &segments_));
+    if (is_candidate) segments_.insert(id_of(i));
+  }
+  void make_idle(uint32_t key) {
+    const uint32_t i = find_or_add(key);
+    if (i == kNone || segments_.is_candidate(id_of(i))) return;
+    if (segments_.of(id_of(i)) == Segments::kNone) assign_loose(key, ReuseClass::kLoose);
+    segments_.insert(id_of(i));
+    shrink();
+  }
+  void remove(uint32_t key) {
+    const uint32_t i = blocks_.find(key);
+    if (i == kNone) return;
+    if (segments_.is_candidate(id_of(i))) segments_.remove(id_of(i));
+    drop(i);
+  }
+  // A request would use this window block or state in this pool, if it is present.
+  void note_end(uint32_t key) {
+    const bool is_on_device = contains(key, /*on_host=*/false);
+    if (!is_on_device && !contains(key, /*on_host=*/true)) return;
+    const uint32_t i = find_or_add(key);
+    if (i == kNone) return;
+    if (!is_on_device && host_ != nullptr) host_->load(key);
+    assign_loose(key, ReuseClass::hit(segments_[segments_.of(id_of(i))].reuse_class));
+    if (!is_on_device) make_idle(key);
+  }
+  void clear() {
+    blocks_.clear();
+    segments_.clear();
+    order_.clear();
+    for (LooseSegment& each : loose_) each.clear();
+    copies_.clear();
+    loaded_.clear();
+    segment_ = Segments::kNone;
+  }
+  void clear_host() {
+    if (host_ != nullptr) host_->clear();
+  }
+  size_t num_bytes() const {
+    return sizeof(*this) + blocks_.num_bytes() + segments_.num_bytes() +
+           (host_ == nullptr ? 0 : host_->num_bytes());
+  }
+
+ private:
+  struct Nothing {};
+  using Table = KeyTable<Nothing>;
+  static constexpr uint32_t kNone = Table::kNone;
+
+  // Requests may hold more blocks than fit. Additional blocks are ignored.
+  size_t most_blocks() const { return 2 * capacity_ + 64; }
+  static BlockId id_of(uint32_t i) { return static_cast<BlockId>(i); }
+  uint32_t add(uint32_t key) {
+    if (blocks_.size() + 2 >= most_blocks()) return kNone;
+    const uint32_t i = blocks_.add(key);
+    shrink();
+    return i;
+  }
+  uint32_t find_or_add(uint32_t key) {
+    const uint32_t i = blocks_.find(key);
+    return i == kNone ? add(key) : i;
+  }
+  void shrink() {
+    while (blocks_.size() > capacity_) {
+      const BlockId victim = order_.victim();
+      if (victim == kNullBlock) return;
+      segments_.remove(victim);
+      if (host_ != nullptr) {
+        host_->copy(blocks_.key_of(static_cast<uint32_t>(victim)), segments_.released_as(victim));
+      }
+      drop(static_cast<uint32_t>(victim));
+    }
+  }
+  // Receives a block that the other tier has evicted.
+  void copy(uint32_t key, const ReleasedAs& as) {
+    move(key, [&] { return copies_.at(as, &segments_); });
+  }
+  // The other tier has loaded the block.
+  void load(uint32_t key) {
+    if (blocks_.find(key) == kNone) return;
+    move(key, [&] { return loaded_.at(model_->clock(), ReuseClass::kLoaded, &segments_); });
+  }
+  template <class Segment>
+  void move(uint32_t key, Segment segment) {
+    const uint32_t i = find_or_add(key);
+    if (i == kNone) return;
+    if (segments_.is_candidate(id_of(i))) segments_.remove(id_of(i));
+    segments_.assign(id_of(i), segment());
+    segments_.insert(id_of(i));
+    shrink();
+  }
+  void drop(uint32_t i) {
+    segments_.assign(id_of(i), Segments::kNone);
+    blocks_.remove(i);
+  }
+
+  struct Opened {
+    int reuse_class = 0, num_forks = 0;
+    float cost = 1;
+  };
+
+  size_t capacity_;
+  Table blocks_;
+  Segments segments_;
+  WorthOrder order_;
+  const ReuseModel* model_;
+  std::array<LooseSegment, ReuseClass::kNum - ReuseClass::kLoose> loose_;
+  CopiedSegment copies_;
+  LooseSegment loaded_;
+  std::unique_ptr<ShadowWorth> host_;
+  Opened opened_;
+  int32_t segment_ = Segments::kNone;
+  int64_t number_ = 0;  // of `segment_`, whose number is reused when it is empty
+};
+
+}  // namespace kvcache

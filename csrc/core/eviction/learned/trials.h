@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decides when a policy follows LRU, and when it tries its own order.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace kvcache {
+
+// Let C be the capacity of the cache in blocks. In a trial, the policy uses its own order. It may
+// lose D hits plus its lead over LRU, but no more than C. D is C / 8 until a trial has failed, and
+// C / 4 afterwards. The policy must then follow LRU for at least the next 2 C uses, and until a
+// simulated cache with the policy's own order has gained C / 4 hits over LRU since it was furthest
+// behind. Each further failed trial doubles the period, and each gain of 2 C hits over LRU since
+// the last change halves it.
+//
+// Bound: after n uses, the policy has at most 1.25 C (2 + log2(1 + n / (2 C))) hits fewer than LRU,
+// whatever the simulated cache hits. Proof and assumptions: docs/eviction.md.
+class Trials {
+ public:
+  explicit Trials(int64_t capacity) : capacity_(capacity) {}
+
+  bool follows_lru() const { return follows_lru_; }
+  // Records `num_used` uses. `gain`: hits of the policy minus hits of LRU. `gain_of_own`: the same
+  // for a cache with the policy's own order; it matters only while the policy follows LRU.
+  void count(int64_t num_used, int64_t gain, int64_t gain_of_own) {
+    lead_ += gain;
+    if (follows_lru_) {
+      num_left_ = std::max<int64_t>(num_left_ - num_used, 0);
+      evidence_ = std::max<int64_t>(evidence_ + gain_of_own, 0);
+      if (num_left_ == 0 && evidence_ >= part(4)) begin();
+      return;
+    }
+    gain_ += gain;
+    deficit_ = std::max<int64_t>(deficit_ - gain, 0);
+    const int64_t most = part(level_ == 0 ? 8 : 4);
+    // lead_ + deficit_ is the lead when the policy was furthest ahead.
+    if (deficit_ >= std::clamp(most + lead_ + deficit_, most, capacity_)) {
+      fail();
+    } else if (gain_ >= 2 * capacity_) {
+      level_ = std::max(level_ - 1, 0);
+      gain_ = 0;
+    }
+  }
+
+ private:
+  static constexpr int kMostLevel = 30;
+
+  int64_t part(int64_t of) const { return std::max<int64_t>(capacity_ / of, 1); }
+  void begin() {
+    follows_lru_ = false;
+    deficit_ = gain_ = 0;
+  }
+  void fail() {
+    follows_lru_ = true;
+    num_left_ = 2 * capacity_ << level_;
+    level_ = std::min(level_ + 1, kMostLevel);
+    evidence_ = 0;
+  }
+
+  int64_t capacity_;
+  bool follows_lru_ = false;
+  int64_t lead_ = 0;     // hits gained over LRU
+  int64_t gain_ = 0;     // hits gained over LRU since the last change of the level
+  int64_t deficit_ = 0;  // hits lost to LRU since the policy was furthest ahead
+  int64_t evidence_ =
+      0;  // hits gained over LRU by the policy's own order since its furthest behind
+  int64_t num_left_ = 0;  // least number of uses for which the policy must still follow LRU
+  int level_ = 0;
+};
+
+}  // namespace kvcache
