@@ -627,7 +627,7 @@ void bind_manager(py::module_& m) {
                                return py::make_tuple(self.prefault().num_bytes(),
                                                      self.prefault().seconds());
                              })
-      .def("learned", &Manager::learned)
+      .def("learned", [](const Manager& self) { return copy_array(self.learned()); })
       .def("learn", &Manager::learn)
       .def("waiting_events", &waiting_events)
       .def("drop_events", [](Manager& self) { self.drain_events(); })

@@ -118,8 +118,8 @@ class LearnedReuse:
             return None
 
 
-def reuse_of(native: list[float]) -> LearnedReuse | None:
+def reuse_of(native: np.ndarray) -> LearnedReuse | None:
     """Convert the native policy's counts to `LearnedReuse`. Return None for other policies."""
-    if not native:
+    if not native.size:
         return None
-    return LearnedReuse(*np.array(native).reshape(2, NUM_CLASSES, NUM_AGES))
+    return LearnedReuse(*native.reshape(2, NUM_CLASSES, NUM_AGES))

@@ -320,7 +320,7 @@ class PrefixCache:
             raise TypeError(
                 f"learned has type {type(learned).__name__}: expected LearnedReuse or None"
             )
-        if not self._native.learned():
+        if not self._native.learned().size:
             raise ValueError(
                 "learn_from: the eviction policy collects no counts: expected 'learned'"
             )

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvcache.allocator.learned import LearnedReuse, reuse_of
 from kvcache.allocator.misses import MISS_REASONS
 
@@ -106,7 +108,7 @@ class PrefixCacheStats(HitStats):
     falls_back: bool = False
 
 
-def stats_of(native: tuple, num_pins_broken: int, learned: list[float]) -> PrefixCacheStats:
+def stats_of(native: tuple, num_pins_broken: int, learned: np.ndarray) -> PrefixCacheStats:
     """Convert the native manager's counts."""
     total, recent, groups, lifetime, idle, host, missed, falls_back = native
     return PrefixCacheStats(
@@ -119,7 +121,7 @@ def stats_of(native: tuple, num_pins_broken: int, learned: list[float]) -> Prefi
         num_pins_broken,
         reuse_of(learned),
         None if missed is None else dict(zip(MISS_REASONS, missed, strict=True)),
-        bool(learned) and falls_back,
+        learned.size > 0 and falls_back,
     )
 
 

@@ -396,7 +396,7 @@ def test_few_hits_are_lost_when_the_workload_keeps_changing(kind, seed):
             retention_interval=0, eviction=eviction, **host if kind == "host" else {},
         )  # fmt: skip
         hits.append(replayer.run(prompts).hit_tokens)
-    assert hits[0] >= 0.9 * hits[1]
+    assert hits[0] >= 0.955 * hits[1]
 
 
 def test_hits_that_a_request_declines_are_not_compared_with_lru():

@@ -428,6 +428,7 @@ class ByWorth(Policy):
     LEFT = NUM_OWN + NUM_SHARED
     LOOSE, LOADED = LEFT + 1, LEFT + 2
     FIRST_BUCKET = 2_000  # ms
+    may_follow_lru = True
     # For each class of a request's own blocks, the levels of the time since the previous turn, of
     # the number of added tokens, and of the answer length.
     LEVELS = tuple((own // 12, own // 4 % 3, own % 4) for own in range(OF_REQUEST))
@@ -515,7 +516,7 @@ class ByWorth(Policy):
             firsts += of_class[:1]
         oldest = min(firsts, key=lambda segment: (segment.time, segment.number))
         is_full = len(self.source.ghosts) == self.NUM_GHOSTS
-        if self.source.guard.num_left:
+        if self.may_follow_lru and self.source.guard.follows_lru:
             return oldest
         if is_full and self.source.clock - self.source.ghosts[0].time < 2 * (
             self.source.clock - oldest.time
@@ -524,19 +525,91 @@ class ByWorth(Policy):
         return min(ends, key=lambda each: (self.worth(each), each.time, each.number))
 
 
+class ShadowWorth(ByWorth):
+    """Simulates a pool, whose blocks are identified by their keys, that evicts by worth."""
+
+    may_follow_lru = False
+
+    def __init__(self, capacity, source):
+        self.capacity, self.source = capacity, source
+        self.num_assigned = self.num_opened = 0
+        self.clear()
+
+    def clear(self):
+        self.present, self.idle, self.segment_of, self.order = set(), set(), {}, {}
+        self.chosen, self.loose, self.segment = {}, None, None
+
+    def hold(self, key):
+        is_hit = key in self.present
+        self.idle.discard(key)
+        if not is_hit:
+            self.add(key)
+        return is_hit
+
+    def add(self, key):
+        if key not in self.present and len(self.present) + 2 < 2 * self.capacity + 64:
+            self.present.add(key)
+            self.shrink()
+        return key in self.present
+
+    def begin(self, *facts):
+        self.facts, self.segment = facts, None
+
+    def release(self, key):
+        if self.add(key):
+            if self.segment not in self.segment_of.values():
+                self.segment = self.open(*self.facts)
+            self.assign(key, self.segment)
+
+    def assign_loose(self, key):
+        if self.add(key):
+            self.loose = self.joined(self.loose, self.LOOSE)
+            self.assign(key, self.loose)
+
+    def make_idle(self, key):
+        if self.add(key) and key not in self.idle:
+            if key not in self.segment_of:
+                self.assign_loose(key)
+            self.idle.add(key)
+            self.shrink()
+
+    def remove(self, key):
+        self.present.discard(key)
+        self.idle.discard(key)
+        self.segment_of.pop(key, None)
+
+    def shrink(self):
+        while len(self.present) > self.capacity and self.idle:
+            self.remove(self.choose_of(0, list(self.idle)))
+
+
 class LruGuard:
-    """Compares a policy's hits with those of LRU. The policy falls back to LRU if it loses many
-    hits.
+    """Compares a policy's hits with those of LRU. The policy follows LRU if it loses many hits,
+    until a simulated pool that evicts by worth gains hits.
     """
 
-    def __init__(self, num_blocks):
+    def __init__(self, num_blocks, source):
         self.one_of = max((num_blocks - 1) // 4_096, 1)
         self.capacity = max((num_blocks - 1) // self.one_of, 1)
+        self.source = source
         self.shadow, self.held = {}, set()  # released keys, oldest first; held keys
-        self.lead = self.gain = self.deficit = self.num_left = self.level = 0
+        self.by_worth = None
+        self.lead = self.gain = self.deficit = self.evidence = self.num_left = self.level = 0
+
+    @property
+    def follows_lru(self):
+        return self.by_worth is not None
+
+    def samples(self, key):
+        return key <= (2**32 - 1) // self.one_of
+
+    def clear(self):
+        self.shadow, self.held = {}, set()
+        if self.by_worth:
+            self.by_worth.clear()
 
     def note_use(self, key, is_hit):
-        if key > (2**32 - 1) // self.one_of:
+        if not self.samples(key):
             return
         is_hit_of_lru = key in self.shadow or key in self.held
         self.shadow.pop(key, None)
@@ -544,25 +617,45 @@ class LruGuard:
         self.shrink()
         gain = is_hit - is_hit_of_lru
         self.lead += gain
-        if self.num_left:
-            self.num_left -= 1
+        if self.by_worth:
+            gain_by_worth = self.by_worth.hold(key) - is_hit_of_lru
+            self.evidence = max(self.evidence + gain_by_worth, 0)
+            self.num_left = max(self.num_left - 1, 0)
+            if not self.num_left and self.evidence >= max(self.capacity // 4, 1):
+                self.by_worth = None
+                self.deficit = self.gain = 0
             return
         self.gain += gain
         self.deficit = max(self.deficit - gain, 0)
-        least = max(self.capacity // 4, 1)
+        least = max(self.capacity // (4 if self.level else 8), 1)
         if self.deficit >= min(max(least + self.lead + self.deficit, least), self.capacity):
             self.num_left = 2 * self.capacity << self.level
             self.level = min(self.level + 1, 30)
-            self.deficit = self.gain = 0
+            self.evidence = 0
+            self.by_worth = ShadowWorth(self.capacity, self.source)
         elif self.gain >= 2 * self.capacity:
             self.level, self.gain = max(self.level - 1, 0), 0
 
+    def begin_segment(self, *facts):
+        if self.by_worth:
+            self.by_worth.begin(*facts)
+
     def note_release(self, key):
-        if key <= (2**32 - 1) // self.one_of:
+        if self.by_worth and self.samples(key):
+            self.by_worth.release(key)
+
+    def note_loose(self, key):
+        if self.by_worth and self.samples(key):
+            self.by_worth.assign_loose(key)
+
+    def note_idle(self, key):
+        if self.samples(key):
             self.shadow.pop(key, None)
             self.held.discard(key)
             self.shadow[key] = None
             self.shrink()
+            if self.by_worth:
+                self.by_worth.make_idle(key)
 
     def shrink(self):
         while self.shadow and len(self.shadow) + len(self.held) > self.capacity:
@@ -571,6 +664,8 @@ class LruGuard:
     def forget(self, key):
         self.shadow.pop(key, None)
         self.held.discard(key)
+        if self.by_worth:
+            self.by_worth.remove(key)
 
 
 class Learned(ByWorth):
@@ -590,7 +685,7 @@ class Learned(ByWorth):
             width *= math.sqrt(2.0)
         counts = [[0.0] * self.NUM_BUCKETS for _ in range(2 * (self.LOOSE + 1))]
         self.reached, self.used = counts[: self.LOOSE + 1], counts[self.LOOSE + 1 :]
-        self.guard = LruGuard(num_blocks)
+        self.guard = LruGuard(num_blocks, self)
         self.ghosts, self.youngest, self.num_ghosts = [], {}, 0
         self.clock = self.num_releases = self.num_assigned = self.num_opened = 0
         self.factors = [[[1.0] * 7 for _ in range(6)] for _ in range(3)]
@@ -607,7 +702,7 @@ class Learned(ByWorth):
         self.keys, self.segment_of, self.order, self.told = {}, {}, {}, set()
         self.given, self.wanted = {}, {}  # block -> (priority, end)
         self.tenants = {}  # block -> tenant
-        self.guard.shadow, self.guard.held = {}, set()
+        self.guard.clear()
         self.chosen, self.loose = {}, {}  # keyed by level
         self.following = {}
 
@@ -729,7 +824,7 @@ class Learned(ByWorth):
         if segment and segment.reuse_class < self.NUM_OWN:
             is_later_turn = self.LEVELS[segment.reuse_class % self.OF_REQUEST][0] > 0
             members = [i for i, each in self.segment_of.items() if each is segment]
-            if is_later_turn and members and not self.guard.num_left:
+            if is_later_turn and members and not self.guard.follows_lru:
                 self.leave_behind(sorted(members, key=self.order.get), segment)
         return num_shared
 
@@ -769,6 +864,7 @@ class Learned(ByWorth):
         if self.double_cost:
             cost = float(np.float32(1 + chain[(first + stop) // 2][0] / self.double_cost))
         level = None
+        self.guard.begin_segment(self.clock, reuse_class, num_forks, cost)
         for k in reversed(range(first, stop)):
             _, i = chain[k]
             self.give(i)
@@ -777,6 +873,7 @@ class Learned(ByWorth):
                 segment = self.open(self.clock, reuse_class, num_forks, cost)
             self.assign(i, segment)
             self.told.add(i)
+            self.guard.note_release(self.keys[i])
             self.note_release(
                 self.keys[i], reuse_class, turn, stop - first, k + 1 == stop, k + 1 == len(chain)
             )
@@ -897,13 +994,15 @@ class Learned(ByWorth):
         return best_hits / best_ticks
 
     def on_idle(self, i):
-        if i in self.keys:
-            self.guard.note_release(self.keys[i])
         if i not in self.told:
             level = self.level(i)
             self.loose[level] = self.joined(self.loose.get(level), self.LOOSE)
             self.assign(i, self.loose[level])
+            if i in self.keys:
+                self.guard.note_loose(self.keys[i])
         self.told.discard(i)
+        if i in self.keys:
+            self.guard.note_idle(self.keys[i])
 
     def on_forget(self, i, key, evicted):
         if not evicted:

@@ -257,9 +257,16 @@ DEFECTS = [
     ),
     Defect(
         "guard against LRU",
-        "csrc/core/eviction/learned/reuse_model.h",
-        "if (guard_.falls_back()) return false;",
+        "csrc/core/eviction/learned/worth_order.h",
+        "(may_follow_lru_ && model_->follows_lru()) ||",
         "",  # the policy no longer bounds the hits lost compared with LRU
+        "learned eviction",
+    ),
+    Defect(
+        "evidence for a trial",
+        "csrc/core/eviction/learned/trials.h",
+        "num_left_ == 0 && evidence_ >= part(4)",
+        "num_left_ == 0",  # begins a trial even if eviction by value gains no hits
         "learned eviction",
     ),
     Defect(

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/eviction/learned/last_segment.h"
 #include "core/eviction/learned/segments.h"
 
 namespace kvcache {
@@ -11,20 +12,16 @@ namespace kvcache {
 class CopiedSegment {
  public:
   int32_t at(const ReleasedAs& as, Segments* segments) {
-    const Segments::Segment& last = (*segments)[last_];
-    const bool is_open = last_ != Segments::kNone && last.num_blocks > 0 && last.number == number_;
-    if (!is_open || as.segment != of_) {
-      last_ = segments->open(as.time, as.reuse_class, as.num_forks, as.cost);
-      number_ = (*segments)[last_].number;
-      of_ = as.segment;
-    }
-    return last_;
+    const int32_t last = last_.in(*segments);
+    if (last != Segments::kNone && as.segment == of_) return last;
+    of_ = as.segment;
+    return last_.set(segments->open(as.time, as.reuse_class, as.num_forks, as.cost), *segments);
   }
-  void clear() { last_ = Segments::kNone; }
+  void clear() { last_.clear(); }
 
  private:
-  int32_t last_ = Segments::kNone;
-  int64_t number_ = 0, of_ = 0;
+  LastSegment last_;
+  int64_t of_ = 0;
 };
 
 }  // namespace kvcache

@@ -68,7 +68,7 @@ class KeyTable {
   struct Node {
     uint32_t key;
     uint32_t next;  // next node with the same head; also links unused nodes
-    Data data;
+    [[no_unique_address]] Data data;
   };
 
   static size_t num_heads(size_t expected) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/eviction/learned/last_segment.h"
 #include "core/eviction/learned/reuse_model.h"
 #include "core/eviction/learned/segments.h"
 
@@ -14,19 +15,19 @@ class LooseSegment {
   // Returns the segment for a block that has become idle. Opens a new segment if the last one is
   // full or too old.
   int32_t at(int64_t time, int reuse_class, Segments* segments) {
-    const Segments::Segment& last = (*segments)[last_];
-    const bool is_open = last_ != Segments::kNone && last.num_blocks > 0 &&
-                         last.num_blocks < kMostBlocks && last.reuse_class == reuse_class &&
-                         static_cast<double>(time - last.time) < ReuseModel::kFirstBucket;
-    if (!is_open) last_ = segments->open(time, reuse_class);
-    return last_;
+    const int32_t last = last_.in(*segments);
+    const Segments::Segment& segment = (*segments)[last];
+    const bool is_open = last != Segments::kNone && segment.num_blocks < kMostBlocks &&
+                         segment.reuse_class == reuse_class &&
+                         static_cast<double>(time - segment.time) < ReuseModel::kFirstBucket;
+    return is_open ? last : last_.set(segments->open(time, reuse_class), *segments);
   }
-  void clear() { last_ = Segments::kNone; }
+  void clear() { last_.clear(); }
 
  private:
   static constexpr int32_t kMostBlocks = 64;
 
-  int32_t last_ = Segments::kNone;
+  LastSegment last_;
 };
 
 }  // namespace kvcache

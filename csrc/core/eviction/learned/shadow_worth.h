@@ -11,6 +11,7 @@
 
 #include "core/eviction/learned/copied_segment.h"
 #include "core/eviction/learned/key_table.h"
+#include "core/eviction/learned/last_segment.h"
 #include "core/eviction/learned/loose_segment.h"
 #include "core/eviction/learned/reuse_class.h"
 #include "core/eviction/learned/reuse_model.h"
@@ -52,7 +53,7 @@ class ShadowWorth {
   // Opens the segment to which the next calls of `release` assign their keys.
   void open(int reuse_class, int num_forks, float cost) {
     opened_ = {reuse_class, num_forks, cost};
-    segment_ = Segments::kNone;
+    last_.clear();
   }
   // A request releases the key. The key stays held until the call of `make_idle`.
   void release(uint32_t key) {
@@ -60,13 +61,12 @@ class ShadowWorth {
     if (i == kNone) return;
     const bool is_candidate = segments_.is_candidate(id_of(i));
     if (is_candidate) segments_.remove(id_of(i));
-    const Segments::Segment& last = segments_[segment_];
-    if (segment_ == Segments::kNone || last.num_blocks == 0 || last.number != number_) {
-      segment_ =
-          segments_.open(model_->clock(), opened_.reuse_class, opened_.num_forks, opened_.cost);
-      number_ = segments_[segment_].number;
+    int32_t s = last_.in(segments_);
+    if (s == Segments::kNone) {
+      s = segments_.open(model_->clock(), opened_.reuse_class, opened_.num_forks, opened_.cost);
+      last_.set(s, segments_);
     }
-    segments_.release(id_of(i), segment_);
+    segments_.release(id_of(i), s);
     if (is_candidate) segments_.insert(id_of(i));
   }
   // Assigns a key to a class of blocks without a reported release.
@@ -109,7 +109,7 @@ class ShadowWorth {
     for (LooseSegment& each : loose_) each.clear();
     copies_.clear();
     loaded_.clear();
-    segment_ = Segments::kNone;
+    last_.clear();
   }
   void clear_host() {
     if (host_ != nullptr) host_->clear();
@@ -186,8 +186,7 @@ class ShadowWorth {
   LooseSegment loaded_;
   std::unique_ptr<ShadowWorth> host_;
   Opened opened_;
-  int32_t segment_ = Segments::kNone;
-  int64_t number_ = 0;  // of `segment_`, whose number is reused when it is empty
+  LastSegment last_;  // the opened segment
 };
 
 }  // namespace kvcache
