@@ -381,14 +381,13 @@ class Learned : public EvictionPolicy, private SimulatedCache {
     const int32_t s = segments.of(id);
     budget_.insert(id, s == kNone ? ReuseClass::kLoose : segments[s].reuse_class);
   }
-  // The value by which states and window blocks are compared. A state is worth more if it makes
-  // longer hits possible. While the policy follows LRU, the value is the release time.
+  // The value by which states and window blocks are compared, also while the policy follows LRU. A
+  // state is worth more if it makes longer hits possible.
   double worth_of_state(BlockId id, int64_t num_hit) const {
     const Levels::Level& level = levels_.of(id);
     const int32_t s = level.segments.of(id);
     if (s == kNone) return 0;
-    return model_->follows_lru() ? static_cast<double>(level.segments[s].time)
-                                 : level.order.worth(s) * static_cast<double>(num_hit);
+    return level.order.worth(s) * static_cast<double>(num_hit);
   }
   GivenPriority given_to(const Released& block, const ReleaseFeatures& features) const {
     if (features.num_retention == 0) return {};
