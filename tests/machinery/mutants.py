@@ -91,7 +91,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "for (int64_t i = stop - 1; i >= first; --i) {",
                 "for (int64_t i = first; i < stop; ++i) {",
             ),
-            ("if (levels_.told().take_told(id)) return;", "levels_.told().take_told(id);"),
+            ("if (levels_.told().take_told(id)) {", "if (levels_.told().take_told(id), false) {"),
         ],
     ),
     (
@@ -111,11 +111,30 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
+        EVICTION + "learned/trials.h",
+        "eviction",
+        [
+            ("    evidence_ = 0;\n", ""),
+            ("part(level_ == 0 ? 8 : 4)", "part(4)"),
+        ],
+    ),
+    (
+        EVICTION + "learned/shadow_worth.h",
+        "eviction",
+        [
+            ("    segments_.release(id_of(i), s);\n", ""),
+            (
+                "    segments_.insert(id_of(i));\n    shrink();\n  }\n  void remove",
+                "    segments_.insert(id_of(i));\n  }\n  void remove",
+            ),
+        ],
+    ),
+    (
         EVICTION + "learned/copied_segment.h",
         "learned_copies eviction",
         [
-            ("last_ = segments->open(as.time,", "last_ = segments->open(0 * as.time,"),
-            ("if (!is_open || as.segment != of_) {", "if (!is_open) {"),
+            ("segments->open(as.time,", "segments->open(0 * as.time,"),
+            ("if (last != Segments::kNone && as.segment == of_)", "if (last != Segments::kNone)"),
         ],
     ),
     (
