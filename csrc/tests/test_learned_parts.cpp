@@ -430,6 +430,11 @@ TEST(a_policy_follows_lru_until_its_own_order_is_better) {
   CHECK(trials.follows_lru());
   trials.count(1, 0, 1);
   CHECK(!trials.follows_lru());
+  trials.count(4, -4, 0);
+  trials.count(1'000, 0, 3);
+  CHECK(trials.follows_lru());  // the evidence for the trial that failed does not count
+  trials.count(1, 0, 1);
+  CHECK(!trials.follows_lru());
 }
 
 // With a second cache, an evicted key moves there, and a key that is loaded stays in both.

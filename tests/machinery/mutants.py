@@ -114,7 +114,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         EVICTION + "learned/trials.h",
         "eviction",
         [
-            ("    evidence_ = 0;\n", ""),
+            ("num_left_ == 0 && evidence_", "evidence_"),
             ("part(level_ == 0 ? 8 : 4)", "part(4)"),
         ],
     ),
@@ -124,8 +124,8 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         [
             ("    segments_.release(id_of(i), s);\n", ""),
             (
-                "    segments_.insert(id_of(i));\n    shrink();\n  }\n  void remove",
-                "    segments_.insert(id_of(i));\n  }\n  void remove",
+                "segments_.remove(id_of(i));\n      return true;",
+                "segments_.of(1);\n      return true;",
             ),
         ],
     ),
