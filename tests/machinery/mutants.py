@@ -114,7 +114,6 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         EVICTION + "learned/trials.h",
         "eviction",
         [
-            ("num_left_ == 0 && evidence_", "evidence_"),
             ("part(level_ == 0 ? 8 : 4)", "part(4)"),
         ],
     ),
