@@ -8,11 +8,11 @@
 namespace kvcache {
 
 // Let C be the capacity of the cache in blocks. In a trial, the policy uses its own order. It may
-// lose D hits plus its lead over LRU, but no more than C. D is C / 8 until a trial has failed, and
-// C / 4 afterwards. The policy must then follow LRU for at least the next 2 C uses, and until a
-// simulated cache with the policy's own order has gained C / 4 hits over LRU since it was furthest
-// behind. Each further failed trial doubles the period, and each gain of 2 C hits over LRU since
-// the last change halves it.
+// lose D hits plus its lead over LRU, but no more than C. The policy must then follow LRU for at
+// least the next 2 C uses, and until a simulated cache with the policy's own order has gained C / 4
+// hits over LRU since it was furthest behind. Each further failed trial raises the level by one,
+// which doubles the period. Each gain of 2 C hits over LRU since the last change lowers it by one.
+// D is C / 8 at level 0, and C / 4 at higher levels.
 //
 // Bound: after n uses, the policy has at most 1.25 C (2 + log2(1 + n / (2 C))) hits fewer than LRU,
 // whatever the simulated cache hits. Proof and assumptions: docs/eviction.md.
@@ -63,8 +63,7 @@ class Trials {
   int64_t lead_ = 0;     // hits gained over LRU
   int64_t gain_ = 0;     // hits gained over LRU since the last change of the level
   int64_t deficit_ = 0;  // hits lost to LRU since the policy was furthest ahead
-  int64_t evidence_ =
-      0;  // hits gained over LRU by the policy's own order since its furthest behind
+  int64_t evidence_ = 0;  // hits that the policy's own order gained since it was furthest behind
   int64_t num_left_ = 0;  // least number of uses for which the policy must still follow LRU
   int level_ = 0;
 };
