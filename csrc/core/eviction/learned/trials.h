@@ -60,9 +60,9 @@ class Trials {
 
   int64_t capacity_;
   bool follows_lru_ = false;
-  int64_t lead_ = 0;     // hits gained over LRU
-  int64_t gain_ = 0;     // hits gained over LRU since the last change of the level
-  int64_t deficit_ = 0;  // hits lost to LRU since the policy was furthest ahead
+  int64_t lead_ = 0;      // hits gained over LRU
+  int64_t gain_ = 0;      // hits gained over LRU since the last change of the level
+  int64_t deficit_ = 0;   // hits lost to LRU since the policy was furthest ahead
   int64_t evidence_ = 0;  // hits that the policy's own order gained since it was furthest behind
   int64_t num_left_ = 0;  // least number of uses for which the policy must still follow LRU
   int level_ = 0;
