@@ -91,7 +91,10 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "for (int64_t i = stop - 1; i >= first; --i) {",
                 "for (int64_t i = first; i < stop; ++i) {",
             ),
-            ("if (levels_.told().take_told(id)) {", "if (levels_.told().take_told(id), false) {"),
+            (
+                "if (!levels_.told().take_told(id)) assign",
+                "if (levels_.told().take_told(id), true) assign",
+            ),
         ],
     ),
     (
@@ -121,7 +124,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         EVICTION + "learned/shadow_worth.h",
         "eviction",
         [
-            ("    segments_.release(id_of(i), s);\n", ""),
+            ("    reassign(i, s);\n", ""),
             (
                 "segments_.remove(id_of(i));\n      return true;",
                 "segments_.of(1);\n      return true;",

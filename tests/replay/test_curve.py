@@ -87,14 +87,14 @@ def test_learned_curve_of_all_blocks_is_close_to_replays():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["lru", "learned"])
-def test_sampled_curve_is_close_to_replays(policy):
+@pytest.mark.parametrize(("policy", "most"), [("lru", 1.5), ("learned", 2)])
+def test_sampled_curve_is_close_to_replays(policy, most):
     requests = list(chat_workload(700, 1))
     sizes = [800, 1200, 1600]
     curve = hit_rate_curve(requests, [policy], sizes, block_size=16, rate=0.25)
     exact = compare(requests, [policy], sizes, block_size=16, with_optimum=False)
     assert curve.rate == 0.25
-    assert max(map(abs, curve.with_exact(exact).errors[policy])) < 2
+    assert max(map(abs, curve.with_exact(exact).errors[policy])) < most
 
 
 def test_rate_halves_until_the_sample_is_small_enough(monkeypatch):

@@ -523,7 +523,7 @@ def test_group_options_are_parsed():
         # `learned` had 0.84, 0.84, 0.95 and 1.06 times as many hits, in this order.
         (3 * ["sliding_window:window=64"], 800, 0, 1.0),
         (3 * ["sliding_window:window=64"], 400, None, 2.5),
-        (["recurrent"], 800, None, 0.98),
+        (["recurrent"], 800, None, 0.99),
         (["recurrent"], 400, 0, 1.2),
     ],
 )
@@ -555,4 +555,4 @@ def test_caching_all_states_with_learned_costs_few_hits():
             eviction="learned",
         )
         hits.append(replayer.run(chat_workload(1_000)).hit_tokens)
-    assert hits[0] >= 0.93 * hits[1]
+    assert hits[0] >= 0.95 * hits[1]

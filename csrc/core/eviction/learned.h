@@ -140,21 +140,8 @@ class Learned : public EvictionPolicy, private SimulatedCache {
   void on_idle(BlockId id) override {
     const Block* block = blocks_.find(id);
     const uint32_t key = block == nullptr ? 0 : ReuseModel::key_of(block->hash, block->group);
-    if (levels_.told().take_told(id)) {
-      if (block != nullptr) guard_.note_idle(key);
-      return;
-    }
-    Levels::Level& level = levels_.of(id);
-    const int32_t before = level.segments.of(id);
-    const int reuse_class =
-        before == kNone ? ReuseClass::kLoose : ReuseClass::idle(level.segments[before].reuse_class);
-    level.assign_loose(id, reuse_class, model_->clock());
-    if (block == nullptr) return;
-    guard_.note_loose(key, reuse_class);
-    guard_.note_idle(key);
-    if (!is_side(block->group)) return;
-    model_->note_release(key, model_->release_of(reuse_class, 0, kLooseBlocks), /*is_last=*/false,
-                         /*is_end=*/false);
+    if (!levels_.told().take_told(id)) assign_unreported(id, block, key);
+    if (block != nullptr) guard_.note_idle(key);
   }
   void on_forget(BlockId id, const Hash* hash, uint8_t group, bool evicted) override {
     if (!evicted && hash != nullptr) guard_.forget(ReuseModel::key_of(*hash, group));
@@ -352,6 +339,19 @@ class Learned : public EvictionPolicy, private SimulatedCache {
     level.segments.release(block.id, segment_in(level));
     if (is_candidate) return insert(block.id);
     levels_.told().set_told(block.id);
+  }
+  // Assigns a block whose release was not reported. `block`: null if it has no hash.
+  void assign_unreported(BlockId id, const Block* block, uint32_t key) {
+    Levels::Level& level = levels_.of(id);
+    const int32_t before = level.segments.of(id);
+    const int reuse_class =
+        before == kNone ? ReuseClass::kLoose : ReuseClass::idle(level.segments[before].reuse_class);
+    level.assign_loose(id, reuse_class, model_->clock());
+    if (block == nullptr) return;
+    guard_.note_loose(key, reuse_class);
+    if (!is_side(block->group)) return;
+    model_->note_release(key, model_->release_of(reuse_class, 0, kLooseBlocks), /*is_last=*/false,
+                         /*is_end=*/false);
   }
   // Whether the group consists of windows or states. Such blocks are used only at the ends of hits,
   // so these uses do not count as uses of a chain.

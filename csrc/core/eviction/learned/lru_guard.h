@@ -14,9 +14,9 @@
 
 namespace kvcache {
 
-// Counts the hits of the pool and those of two simulated pools of the same size. One of them evicts
-// like LRU. The other evicts by value, and is simulated only while the policy follows LRU. `Trials`
-// decides, from these counts, whether the policy must follow LRU.
+// Simulates two pools of the same size as the real one and counts the hits of all three. The first
+// simulated pool uses LRU. The second one evicts by value; it exists only while the policy follows
+// LRU. From the counts, `Trials` decides whether the policy must follow LRU.
 //
 // By default, the guard simulates a sample of the blocks, and counts each use of a block. If a hit
 // needs more than a chain of device blocks, `compare_requests` makes it simulate all blocks and the
@@ -77,20 +77,20 @@ class LruGuard {
     if (falls_back()) by_value_->remove(key);
   }
 
-  // The following calls require `compare_requests`. They concern the simulated cache with which the
-  // pool is compared: while the policy follows LRU, the one that evicts by value.
+  // The following calls require `compare_requests`. They refer to the simulated pool that evicts by
+  // value while the policy follows LRU, and to the simulated LRU pool otherwise.
   bool has(uint32_t key, bool on_host) const {
     if (falls_back()) return by_value_->contains(key, on_host);
     return lru_.contains(key) || (on_host && host_ != nullptr && host_->contains(key));
   }
   bool has_host() const { return host_ != nullptr; }
-  // Records that a request would use this window block or state in the simulated cache.
+  // Records that a request would use this window block or state in the simulated pool.
   void note_end(uint32_t key) {
     if (falls_back()) return by_value_->note_end(key);
     if (has(key, /*on_host=*/true)) lru_.touch(key);
   }
   // Records that a request uses `num_used` blocks, hits `num_hit` of them, and would hit
-  // `num_simulated` of them in the simulated cache.
+  // `num_simulated` of them in the simulated pool.
   void note_request(int64_t num_used, int64_t num_hit, int64_t num_simulated) {
     const int64_t gain = num_hit - num_simulated;
     if (falls_back()) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Simulates, for a sample of the blocks, a pool that evicts the least recently released block
-// first. Blocks held by requests are not evicted.
+// Simulates a pool that evicts the least recently released block first. Blocks that requests hold
+// are not evicted.
 #pragma once
 
 #include <cstddef>

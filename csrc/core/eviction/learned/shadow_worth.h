@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Simulates a pool that evicts the blocks with the lowest learned value first. Blocks held by
-// requests are not evicted.
+// Simulates a pool that evicts the blocks with the lowest learned value first. Blocks that requests
+// hold are not evicted.
 #pragma once
 
 #include <algorithm>
@@ -20,9 +20,9 @@
 
 namespace kvcache {
 
-// Blocks are identified by their keys, and assigned to segments like the blocks of the pool. Unlike
-// in a pool, a block may be evicted before the blocks that follow it in its chain, if they are in
-// different segments.
+// Blocks are identified by their keys. They are assigned to segments in the same way as the blocks
+// of the real pool. The real pool evicts a block only after the blocks that follow it in its chain.
+// This pool guarantees that order only within a segment.
 class ShadowWorth {
  public:
   // `num_host`: capacity of the host that receives what this pool evicts; 0: no host.
@@ -59,25 +59,19 @@ class ShadowWorth {
   void release(uint32_t key) {
     const uint32_t i = find_or_add(key);
     if (i == kNone) return;
-    const bool is_candidate = segments_.is_candidate(id_of(i));
-    if (is_candidate) segments_.remove(id_of(i));
     int32_t s = last_.in(segments_);
     if (s == Segments::kNone) {
       s = segments_.open(model_->clock(), opened_.reuse_class, opened_.num_forks, opened_.cost);
       last_.set(s, segments_);
     }
-    segments_.release(id_of(i), s);
-    if (is_candidate) segments_.insert(id_of(i));
+    reassign(i, s);
   }
   // Assigns a key to a class of blocks without a reported release.
   void assign_loose(uint32_t key, int reuse_class) {
     const uint32_t i = find_or_add(key);
     if (i == kNone) return;
-    const bool is_candidate = segments_.is_candidate(id_of(i));
-    if (is_candidate) segments_.remove(id_of(i));
     LooseSegment& at = loose_[static_cast<size_t>(reuse_class - ReuseClass::kLoose)];
-    segments_.assign(id_of(i), at.at(model_->clock(), reuse_class, &segments_));
-    if (is_candidate) segments_.insert(id_of(i));
+    reassign(i, at.at(model_->clock(), reuse_class, &segments_));
   }
   void make_idle(uint32_t key) {
     const uint32_t i = find_or_add(key);
@@ -92,13 +86,13 @@ class ShadowWorth {
     if (segments_.is_candidate(id_of(i))) segments_.remove(id_of(i));
     drop(i);
   }
-  // A request would use this window block or state in this pool, if it is present.
+  // Records that a request would use this window block or state if it is present.
   void note_end(uint32_t key) {
     const bool is_on_device = contains(key, /*on_host=*/false);
     if (!is_on_device && !contains(key, /*on_host=*/true)) return;
     const uint32_t i = find_or_add(key);
     if (i == kNone) return;
-    if (!is_on_device && host_ != nullptr) host_->load(key);
+    if (!is_on_device) host_->load(key);
     assign_loose(key, ReuseClass::hit(segments_[segments_.of(id_of(i))].reuse_class));
     if (!is_on_device) make_idle(key);
   }
@@ -148,23 +142,24 @@ class ShadowWorth {
       drop(static_cast<uint32_t>(victim));
     }
   }
-  // Receives a block that the other tier has evicted.
+  // The next two functions are called on the host, when the device evicts or loads a block.
   void copy(uint32_t key, const ReleasedAs& as) {
-    move(key, [&] { return copies_.at(as, &segments_); });
-  }
-  // The other tier has loaded the block.
-  void load(uint32_t key) {
-    if (blocks_.find(key) == kNone) return;
-    move(key, [&] { return loaded_.at(model_->clock(), ReuseClass::kLoaded, &segments_); });
-  }
-  template <class Segment>
-  void move(uint32_t key, Segment segment) {
     const uint32_t i = find_or_add(key);
     if (i == kNone) return;
-    if (segments_.is_candidate(id_of(i))) segments_.remove(id_of(i));
-    segments_.assign(id_of(i), segment());
-    segments_.insert(id_of(i));
-    shrink();
+    reassign(i, copies_.at(as, &segments_));
+    make_idle(key);
+  }
+  void load(uint32_t key) {
+    const uint32_t i = blocks_.find(key);
+    if (i == kNone) return;
+    reassign(i, loaded_.at(model_->clock(), ReuseClass::kLoaded, &segments_));
+  }
+  // Assigns a block to another segment.
+  void reassign(uint32_t i, int32_t s) {
+    const bool is_candidate = segments_.is_candidate(id_of(i));
+    if (is_candidate) segments_.remove(id_of(i));
+    segments_.assign(id_of(i), s);
+    if (is_candidate) segments_.insert(id_of(i));
   }
   void drop(uint32_t i) {
     segments_.assign(id_of(i), Segments::kNone);

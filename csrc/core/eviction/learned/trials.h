@@ -7,12 +7,14 @@
 
 namespace kvcache {
 
-// Let C be the capacity of the cache in blocks. In a trial, the policy uses its own order. It may
-// lose D hits plus its lead over LRU, but no more than C. The policy must then follow LRU for at
-// least the next 2 C uses, and until a simulated cache with the policy's own order has gained C / 4
-// hits over LRU since it was furthest behind. Each further failed trial raises the level by one,
-// which doubles the period. Each gain of 2 C hits over LRU since the last change lowers it by one.
-// D is C / 8 at level 0, and C / 4 at higher levels.
+// Let C be the capacity of the cache in blocks. In a trial, the policy uses its own order. The
+// trial fails when the policy has lost D hits plus its lead over LRU, but no more than C. The
+// policy then follows LRU until two conditions are met: at least 2 C * 2^L uses have passed since a
+// failure at level L, and a simulated cache with the policy's own order has gained C / 4 hits over
+// LRU since it was furthest behind.
+//
+// The level starts at 0. Each failed trial raises it by one. Each gain of 2 C hits over LRU since
+// the last change of the level lowers it by one. D is C / 8 at level 0, and C / 4 at higher levels.
 //
 // Bound: after n uses, the policy has at most 1.25 C (2 + log2(1 + n / (2 C))) hits fewer than LRU,
 // whatever the simulated cache hits. Proof and assumptions: docs/eviction.md.
