@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <utility>
@@ -28,19 +29,16 @@ struct Compared {
 
 enum class Order { kLru, kValue };
 
-// Records the compared hits.
-class OneOrder : public Learned {
+// Records the compared hits. The guard is not notified, so it does not change the order.
+class Recorder : public SimulatedCache {
  public:
-  OneOrder(int64_t num_blocks, Order order, Compared* compared)
-      : Learned(num_blocks, /*double_cost_tokens=*/0), order_(order), compared_(compared) {}
-
-  void compare_requests(int64_t num_host_blocks) override {
-    Learned::compare_requests(num_host_blocks);
-    // After a failed trial, the guard simulates eviction by value.
-    if (order_ == Order::kValue) guard().note_request(0, 0, /*num_simulated=*/1'000'000);
-    model()->follow_lru(order_ == Order::kLru);
+  Recorder(SimulatedCache* cache, Compared* compared) : cache_(cache), compared_(compared) {}
+  bool has(const Hash& hash, uint8_t group, bool on_host) const override {
+    return cache_->has(hash, group, on_host);
   }
-  // The guard is not notified, so it does not change the order.
+  bool has_host() const override { return cache_->has_host(); }
+  void clear_host() override { cache_->clear_host(); }
+  void use_end(const Hash& hash, uint8_t group) override { cache_->use_end(hash, group); }
   void note_admission(int64_t num_blocks, int64_t num_hit, int64_t num_simulated) override {
     ++compared_->num_requests;
     compared_->num_blocks += num_blocks;
@@ -49,8 +47,32 @@ class OneOrder : public Learned {
   }
 
  private:
+  SimulatedCache* cache_;
+  Compared* compared_;
+};
+
+class OneOrder : public Learned {
+ public:
+  OneOrder(int64_t num_blocks, Order order, Compared* compared)
+      : Learned(num_blocks, /*double_cost_tokens=*/0), order_(order), compared_(compared) {}
+
+  void compare_requests(int64_t num_host_blocks) override {
+    Learned::compare_requests(num_host_blocks);
+    // After a failed trial, the guard also simulates eviction by value.
+    if (order_ == Order::kValue) Learned::simulated()->note_admission(0, 0, 1'000'000);
+    model()->follow_lru(order_ == Order::kLru);
+  }
+  SimulatedCache* simulated() override {
+    SimulatedCache* lru = Learned::simulated();
+    if (lru == nullptr) return nullptr;
+    recorder_.emplace(order_ == Order::kLru ? lru : lru->next(), compared_);
+    return &*recorder_;
+  }
+
+ private:
   Order order_;
   Compared* compared_;
+  std::optional<Recorder> recorder_;
 };
 
 struct Setup {

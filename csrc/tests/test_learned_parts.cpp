@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <map>
 #include <random>
@@ -24,6 +25,7 @@
 #include "core/eviction/learned/state_budget.h"
 #include "core/eviction/learned/trials.h"
 #include "core/eviction/learned/worth_order.h"
+#include "core/hash.h"
 #include "tests/check.h"
 
 using namespace kvcache;
@@ -407,7 +409,7 @@ TEST(a_policy_that_beats_lru_leaves_the_fallback_sooner) {
     for (; trials.follows_lru(); ++num) trials.count(1, 0, 1);
     return num;
   };
-  CHECK_EQ(lose(), 2);
+  CHECK_EQ(lose(), 1);
   CHECK_EQ(wait(), 32);
   CHECK_EQ(lose(), 4);
   CHECK_EQ(wait(), 64);
@@ -420,8 +422,8 @@ TEST(a_policy_that_beats_lru_leaves_the_fallback_sooner) {
 }
 
 TEST(a_policy_follows_lru_until_its_own_order_is_better) {
-  Trials trials(16);
-  trials.count(2, -2, 0);
+  Trials trials(64);
+  trials.count(1, -1, 0);
   CHECK(trials.follows_lru());
   trials.count(1'000, 0, 3);
   CHECK(trials.follows_lru());
@@ -430,57 +432,100 @@ TEST(a_policy_follows_lru_until_its_own_order_is_better) {
   CHECK(trials.follows_lru());
   trials.count(1, 0, 1);
   CHECK(!trials.follows_lru());
-  trials.count(4, -4, 0);
-  trials.count(1'000, 0, 3);
-  CHECK(trials.follows_lru());  // the evidence for the trial that failed does not count
+  trials.count(16, -16, 0);
+  trials.count(1'000, 0, 15);
+  CHECK(trials.follows_lru());  // a later failure costs more, so more evidence is required
   trials.count(1, 0, 1);
   CHECK(!trials.follows_lru());
+}
+
+TEST(errors_of_the_comparison_do_not_change_the_lead_by_more_than_the_capacity) {
+  const auto lost_until_failure = [](int64_t gain_in_fallback, int num_won) {
+    Trials trials(16);
+    trials.count(1, -1, 0);
+    trials.count(1'000, gain_in_fallback, 0);
+    trials.count(1, 0, 1);
+    for (int i = 0; i < num_won; ++i) trials.count(1, 1, 0);
+    CHECK(!trials.follows_lru());
+    int num = 0;
+    for (; !trials.follows_lru(); ++num) trials.count(1, -1, 0);
+    return num;
+  };
+  CHECK_EQ(lost_until_failure(0, 5), 8);  // 16 / 4, plus a lead of 5 - 1
+  CHECK_EQ(lost_until_failure(100, 5), 8);
+  CHECK_EQ(lost_until_failure(-5, 10), 8);
+  CHECK_EQ(lost_until_failure(-100, 20), 7);  // the return to LRU loses at most 16
+}
+
+Hash hash_of(uint64_t n) {
+  Hash hash{};
+  std::memcpy(hash.bytes, &n, sizeof(n));
+  return hash;
 }
 
 // With a second cache, an evicted key moves there, and a key that is loaded stays in both.
 TEST(the_simulated_host_receives_what_the_simulated_device_evicts) {
   ReuseModel model(100);
   LruGuard guard(100, &model);
-  CHECK(!guard.compares_requests());
+  CHECK(guard.simulated() == nullptr);
   guard.compare_requests(/*num_blocks=*/3, /*num_host_blocks=*/4);  // 2 blocks and 3 pages
-  const auto use = [&](uint32_t key) {
-    guard.note_use(key, false);
-    guard.note_idle(key);
+  SimulatedCache& lru = *guard.simulated();
+  const auto use = [&](uint64_t n) {
+    guard.note_use(ReuseModel::key_of(hash_of(n), 0), false);
+    guard.note_idle(ReuseModel::key_of(hash_of(n), 0));
   };
-  for (const uint32_t key : {2u, 4u, 6u, 8u}) use(key);  // 2 and 4 are on the host
-  CHECK(guard.has(2, true) && guard.has(4, true) && guard.has(6, true) && guard.has(8, true));
-  use(2);  // loaded; evicts 6
-  use(10);
-  use(12);  // the host has 6, 8, 2 from the oldest to the youngest, and has evicted 4
-  CHECK(!guard.has(4, true) && guard.has(6, true) && guard.has(8, true) && guard.has(2, true));
-  CHECK(!guard.has(6, false) && guard.has(12, false));
-  guard.note_end(8);  // device: 12, 8; host: 8, 2, 10
-  CHECK(!guard.has(6, true) && guard.has(8, true) && guard.has(10, true));
+  // The numbers of the cached blocks, and of those that are cached on the device.
+  const auto cached = [&](bool on_host) {
+    std::set<uint64_t> found;
+    for (uint64_t n = 1; n <= 6; ++n) {
+      if (lru.has(hash_of(n), 0, on_host)) found.insert(n);
+    }
+    return found;
+  };
+  using Blocks = std::set<uint64_t>;
+  for (const uint64_t n : {1, 2, 3, 4}) use(n);
+  CHECK((cached(true) == Blocks{1, 2, 3, 4} && cached(false) == Blocks{3, 4}));
+  use(1);  // loaded; evicts 3
+  use(5);
+  use(6);  // the host has 3, 4, 1 from the oldest to the youngest, and has evicted 2
+  CHECK((cached(true) == Blocks{1, 3, 4, 5, 6} && cached(false) == Blocks{5, 6}));
+  lru.use_end(hash_of(4), 0);  // the host has 4, 1, 5
+  CHECK((cached(true) == Blocks{1, 4, 5, 6} && cached(false) == Blocks{4, 6}));
   guard.clear();
-  CHECK(!guard.has(12, true) && guard.has(8, true));
-  guard.clear_host();
-  CHECK(!guard.has(8, true));
+  CHECK((cached(true) == Blocks{1, 4, 5} && cached(false).empty()));
+  lru.clear_host();
+  CHECK(cached(true).empty());
 }
 
 TEST(a_guard_that_compares_requests_counts_their_blocks) {
   ReuseModel model(100);
   LruGuard guard(100, &model);
   guard.compare_requests(/*num_blocks=*/33, /*num_host_blocks=*/0);
-  guard.note_use(2, false);  // uses count only by request
-  guard.note_idle(2);
-  for (int i = 0; i < 100; ++i) guard.note_use(2, false);
+  const Hash hash = hash_of(1);
+  const uint32_t key = ReuseModel::key_of(hash, 0);
+  guard.note_use(key, false);  // uses count only by request
+  guard.note_idle(key);
+  for (int i = 0; i < 100; ++i) guard.note_use(key, false);
   CHECK(!guard.falls_back());
-  guard.note_request(/*num_used=*/10, /*num_hit=*/0, /*num_simulated=*/3);
+  SimulatedCache& lru = *guard.simulated();
+  CHECK(lru.next() == nullptr);
+  lru.note_admission(/*num_blocks=*/10, /*num_hit=*/3, /*num_simulated=*/3);
   CHECK(!guard.falls_back() && !model.follows_lru());
-  guard.note_request(10, 1, 2);
+  lru.note_admission(10, 1, 2);
   CHECK(guard.falls_back() && model.follows_lru());
-  CHECK(!guard.has(2, false));  // now the pool that evicts by value, which is still empty
-  guard.note_use(2, true);
-  CHECK(guard.has(2, false));
-  guard.note_request(63, 0, 8);
+  SimulatedCache& by_value = *lru.next();
+  CHECK(!by_value.has(hash, 0, false));  // still empty
+  guard.note_use(key, true);
+  CHECK(by_value.has(hash, 0, false));
+  const auto compare = [&](int64_t num_blocks, int64_t num_lru, int64_t num_by_value) {
+    lru.note_admission(num_blocks, 0, num_lru);
+    by_value.note_admission(num_blocks, 0, num_by_value);
+  };
+  compare(40, 20, 20);  // hits that LRU has, too, are no evidence
+  compare(23, 0, 8);
   CHECK(guard.falls_back());
-  guard.note_request(10, 0, 0);
-  CHECK(!guard.falls_back() && !model.follows_lru());
+  compare(10, 0, 0);
+  CHECK(!guard.falls_back() && !model.follows_lru() && lru.next() == nullptr);
 }
 
 // Calls every function in random order, which a pool never does.

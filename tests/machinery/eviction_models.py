@@ -64,11 +64,13 @@ class Pool:
         return [i for i in free if not self.policy.leaf_first or not self.is_needed(i)]
 
     def victim(self):
+        prefers_least_recent = self.policy.prefers_least_recent()
         self.policy.before_victim()
         leaves = self.candidates()
         free = [i for i in self.free_cached() if not self.blocks[i].pins]
-        if leaves:
+        if leaves and not prefers_least_recent:
             return self.policy.choose(leaves)
+        free = leaves or free
         return min(free or self.free_cached(), key=lambda i: self.blocks[i].released)
 
     def allocate(self, n):
@@ -154,6 +156,9 @@ class Policy:
     """The base policy. Ignores every notification."""
 
     leaf_first = True
+
+    def prefers_least_recent(self):
+        return False
 
     def on_allocate(self, i):
         self.forget_told(i)
@@ -594,7 +599,8 @@ class LruGuard:
         self.source = source
         self.shadow, self.held = {}, set()  # released keys, oldest first; held keys
         self.by_worth = None
-        self.lead = self.gain = self.deficit = self.evidence = self.num_left = self.level = 0
+        self.lead = self.lead_at_failure = self.gain = self.deficit = 0
+        self.evidence = self.num_left = self.level = 0
 
     @property
     def follows_lru(self):
@@ -616,22 +622,25 @@ class LruGuard:
         self.held.add(key)
         self.shrink()
         gain = is_hit - is_hit_of_lru
-        self.lead += gain
         if self.by_worth:
+            most = self.lead_at_failure
+            self.lead = min(max(self.lead + gain, most - self.capacity), most)
             gain_by_worth = self.by_worth.hold(key) - is_hit_of_lru
             self.evidence = max(self.evidence + gain_by_worth, 0)
             self.num_left = max(self.num_left - 1, 0)
-            if not self.num_left and self.evidence >= max(self.capacity // 4, 1):
+            wanted = max(self.capacity // (16 if self.level == 1 else 4), 1)
+            if not self.num_left and self.evidence >= wanted:
                 self.by_worth = None
                 self.deficit = self.gain = 0
             return
+        self.lead += gain
         self.gain += gain
         self.deficit = max(self.deficit - gain, 0)
-        least = max(self.capacity // (4 if self.level else 8), 1)
+        least = max(self.capacity // (4 if self.level else 128), 1)
         if self.deficit >= min(max(least + self.lead + self.deficit, least), self.capacity):
             self.num_left = 2 * self.capacity << self.level
             self.level = min(self.level + 1, 30)
-            self.evidence = 0
+            self.evidence, self.lead_at_failure = 0, self.lead
             self.by_worth = ShadowWorth(self.capacity, self.source)
         elif self.gain >= 2 * self.capacity:
             self.level, self.gain = max(self.level - 1, 0), 0
@@ -761,6 +770,10 @@ class Learned(ByWorth):
 
     def level(self, i):
         return self.given.get(i, (35, NEVER))[0], self.tenants.get(i, 0)
+
+    def prefers_least_recent(self):
+        is_single = all(self.level(i) == (35, 0) for i in [*self.given, *self.tenants])
+        return self.guard.follows_lru and is_single
 
     def over(self, i):
         """Return the number of blocks by which the block's tenant exceeds its share."""

@@ -64,6 +64,8 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         POOL + "block_pool_eviction.cpp",
         "eviction pinning",
         [
+            ("if (!policy.prefers_least_recent()) return", "return"),
+            ("if (candidates_->has(id)) return id;", "if (true) return id;"),
             ("for (BlockId other : changed_) update_candidate_of(other, candidates_.get());", ""),
             ("return id != kNullBlock ? id : passed_.head();", "return passed_.head();"),
             ("for (int64_t j = 0; j < i; ++j) pins_->add(ids[j]);", ""),
@@ -117,7 +119,9 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         EVICTION + "learned/trials.h",
         "eviction",
         [
-            ("part(level_ == 0 ? 8 : 4)", "part(4)"),
+            ("part(level_ == 0 ? 128 : 4)", "part(4)"),
+            ("part(level_ == 1 ? 16 : 4)", "part(4)"),
+            ("lead_at_failure_ - capacity_,", "lead_at_failure_ - 2 * capacity_,"),
         ],
     ),
     (

@@ -257,15 +257,15 @@ DEFECTS = [
     ),
     Defect(
         "guard against LRU",
-        "csrc/core/eviction/learned/worth_order.h",
-        "(may_follow_lru_ && model_->follows_lru()) ||",
+        "csrc/core/eviction/learned/lru_guard.h",
+        "    model_->follow_lru(trials_.follows_lru());\n",
         "",  # the policy no longer bounds the hits lost compared with LRU
         "learned eviction",
     ),
     Defect(
         "evidence for a trial",
         "csrc/core/eviction/learned/trials.h",
-        "num_left_ == 0 && evidence_ >= part(4)",
+        "num_left_ == 0 && evidence_ >= part(level_ == 1 ? 16 : 4)",
         "num_left_ == 0",  # begins a trial even if eviction by value gains no hits
         "learned eviction",
     ),

@@ -30,7 +30,7 @@
 
 namespace kvcache {
 
-class Learned : public EvictionPolicy, private SimulatedCache {
+class Learned : public EvictionPolicy {
  public:
   // `double_cost_tokens`: prefix length after which a block costs twice as much to recompute as the
   // first block, and is worth twice as much; 0: all blocks cost the same. `tenant_share`: fraction
@@ -53,7 +53,7 @@ class Learned : public EvictionPolicy, private SimulatedCache {
   void compare_requests(int64_t num_host_blocks) override {
     guard_.compare_requests(num_blocks_, num_host_blocks);
   }
-  SimulatedCache* simulated() override { return guard_.compares_requests() ? this : nullptr; }
+  SimulatedCache* simulated() override { return guard_.simulated(); }
   void insert(BlockId id) override {
     levels_.of(id).segments.insert(id);
     if (budget_.is_limited()) add_to_budget(id);
@@ -66,6 +66,9 @@ class Learned : public EvictionPolicy, private SimulatedCache {
     const BlockId state =
         budget_.victim([&](BlockId id, int64_t num_hit) { return worth_of_state(id, num_hit); });
     return state != kNullBlock ? state : levels_.victim();
+  }
+  bool prefers_least_recent() const override {
+    return model_->follows_lru() && levels_.is_single() && !budget_.is_limited();
   }
 
   void on_publish(BlockId, const Hash* hash, uint8_t group, bool is_first) override {
@@ -168,22 +171,7 @@ class Learned : public EvictionPolicy, private SimulatedCache {
            left_.capacity() * sizeof(BlockId);
   }
 
- protected:
-  LruGuard& guard() { return guard_; }
-
  private:
-  bool has(const Hash& hash, uint8_t group, bool on_host) const override {
-    return guard_.has(ReuseModel::key_of(hash, group), on_host);
-  }
-  bool has_host() const override { return guard_.has_host(); }
-  void clear_host() override { guard_.clear_host(); }
-  void use_end(const Hash& hash, uint8_t group) override {
-    guard_.note_end(ReuseModel::key_of(hash, group));
-  }
-  void note_admission(int64_t num_blocks, int64_t num_hit, int64_t num_simulated) override {
-    guard_.note_request(num_blocks, num_hit, num_simulated);
-  }
-
   static constexpr int32_t kNone = Segments::kNone;
   static constexpr int64_t kPrefetchBlocks = 8;
   // Blocks without a reported release are numerous, so they are sampled at the rate for a segment

@@ -21,6 +21,9 @@ class SimulatedCache {
   // would hit `num_simulated` of them in the simulated cache.
   virtual void note_admission(int64_t num_blocks, int64_t num_hit, int64_t num_simulated) = 0;
 
+  // The simulated cache with which the manager compares each request next; null: none.
+  virtual SimulatedCache* next() { return nullptr; }
+
  protected:
   ~SimulatedCache() = default;
 };

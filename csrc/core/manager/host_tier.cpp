@@ -103,7 +103,9 @@ void HostTier::offload_queued(size_t n, bool holds_blocks, const StepFills& fill
 
 void HostTier::clear() {
   pages_->clear();
-  if (SimulatedCache* simulated = device_->simulated()) simulated->clear_host();
+  for (SimulatedCache* each = device_->simulated(); each != nullptr; each = each->next()) {
+    each->clear_host();
+  }
   for (BlockId id : queue_) is_queued_[id] = 0;
   queue_.clear();
 }

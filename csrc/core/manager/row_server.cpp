@@ -371,7 +371,11 @@ void RowServer::compare_hit(const NewRow& asked, const PrefixHit& hit, bool by_s
   if (hit.num_tokens / unit < found_.num_tokens / unit) return;
   const auto most = asked.chain->num_tokens() * static_cast<int64_t>(c_.groups->size());
   const bool with_host = by_step && asked.max_host_blocks >= most;
-  parts_.finder->compare(simulated, *asked.chain, hit, with_host);
+  while (simulated != nullptr) {
+    SimulatedCache* next = simulated->next();  // a comparison may add or remove a simulated cache
+    parts_.finder->compare(simulated, *asked.chain, hit, with_host);
+    simulated = next;
+  }
 }
 
 void RowServer::restart(int32_t row) {

@@ -305,6 +305,7 @@ class BlockPool {
   void update_changed();
   void notify_idle(BlockId last);
   void take_chosen(int64_t n, BlockId* out);
+  BlockId chosen_candidate();
   BlockId least_recently_released();
   void unlist(BlockId id);
   void update_candidate(BlockId id);

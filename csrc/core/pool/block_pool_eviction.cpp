@@ -38,7 +38,7 @@ void BlockPool::unlist(BlockId id) {
 // Evicts one block at a time, because evicting a child may make its parent the next victim.
 void BlockPool::take_chosen(int64_t n, BlockId* out) {
   for (int64_t i = 0; i < n; ++i) {
-    BlockId id = candidates_ ? candidates_->policy().victim() : kNullBlock;
+    BlockId id = candidates_ ? chosen_candidate() : kNullBlock;
     if (id == kNullBlock) id = least_recently_released();
     notify_eviction(id);
     unlist(id);
@@ -48,6 +48,19 @@ void BlockPool::take_chosen(int64_t n, BlockId* out) {
     out[i] = id;
   }
   num_evicted_ += n;
+}
+
+// Returns the candidate to evict; the null block if there is none.
+BlockId BlockPool::chosen_candidate() {
+  constexpr int kMostSearched = 64;
+  EvictionPolicy& policy = candidates_->policy();
+  if (!policy.prefers_least_recent()) return policy.victim();
+  least_recently_released();  // moves pinned blocks from the head of the list
+  BlockId id = cached_free_.head();
+  for (int i = 0; i < kMostSearched && id != kNullBlock; ++i, id = links_[id].next) {
+    if (candidates_->has(id)) return id;
+  }
+  return policy.victim();
 }
 
 // Returns the least recently released free cached block, with pinned blocks last.

@@ -64,6 +64,7 @@ class Levels {
   // The level that owns this block's segment.
   Level& of(BlockId id) { return places_.empty() ? default_ : *level_of(id); }
   const Level& of(BlockId id) const { return const_cast<Levels*>(this)->of(id); }
+  bool is_single() const { return places_.empty(); }  // no block has a priority or a tenant
   // The segments that record, for the blocks of all levels, whether a request has released the
   // block.
   Segments& told() { return default_.segments; }

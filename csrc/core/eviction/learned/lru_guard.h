@@ -11,6 +11,8 @@
 #include "core/eviction/learned/shadow_lru.h"
 #include "core/eviction/learned/shadow_worth.h"
 #include "core/eviction/learned/trials.h"
+#include "core/eviction/simulated_cache.h"
+#include "core/hash.h"
 
 namespace kvcache {
 
@@ -23,6 +25,7 @@ namespace kvcache {
 // host tier. The caller then determines the hits of each request.
 class LruGuard {
  public:
+  LruGuard(const LruGuard&) = delete;
   LruGuard(int64_t num_blocks, ReuseModel* model)
       : LruGuard(num_blocks, std::max<int64_t>((num_blocks - 1) / kMostSampled, 1), model) {}
 
@@ -35,7 +38,6 @@ class LruGuard {
     lru_ = ShadowLru(std::max<int64_t>(num_blocks - 1, 1), host_.get());
     trials_ = Trials(lru_.capacity());
   }
-  bool compares_requests() const { return compares_requests_; }
 
   // Whether the policy must evict the oldest segment first.
   bool falls_back() const { return by_value_ != nullptr; }
@@ -77,36 +79,13 @@ class LruGuard {
     if (falls_back()) by_value_->remove(key);
   }
 
-  // The following calls require `compare_requests`. They refer to the simulated pool that evicts by
-  // value while the policy follows LRU, and to the simulated LRU pool otherwise.
-  bool has(uint32_t key, bool on_host) const {
-    if (falls_back()) return by_value_->contains(key, on_host);
-    return lru_.contains(key) || (on_host && host_ != nullptr && host_->contains(key));
-  }
-  bool has_host() const { return host_ != nullptr; }
-  // Records that a request would use this window block or state in the simulated pool.
-  void note_end(uint32_t key) {
-    if (falls_back()) return by_value_->note_end(key);
-    if (has(key, /*on_host=*/true)) lru_.touch(key);
-  }
-  // Records that a request uses `num_used` blocks, hits `num_hit` of them, and would hit
-  // `num_simulated` of them in the simulated pool.
-  void note_request(int64_t num_used, int64_t num_hit, int64_t num_simulated) {
-    const int64_t gain = num_hit - num_simulated;
-    if (falls_back()) {
-      count(num_used, 0, -gain);
-    } else {
-      count(num_used, gain, 0);
-    }
-  }
+  // The simulated LRU pool, followed by the simulated pool that evicts by value if it exists; null
+  // before `compare_requests`.
+  SimulatedCache* simulated() { return compares_requests_ ? &simulated_lru_ : nullptr; }
 
   void clear() {  // the device caches nothing
     lru_.clear();
     if (falls_back()) by_value_->clear();
-  }
-  void clear_host() {
-    if (host_ != nullptr) host_->clear();
-    if (falls_back()) by_value_->clear_host();
   }
   size_t num_bytes() const {
     return lru_.num_bytes() + (host_ == nullptr ? 0 : host_->num_bytes()) +
@@ -114,6 +93,52 @@ class LruGuard {
   }
 
  private:
+  // With these two classes, the manager compares the requests.
+  class SimulatedLru final : public SimulatedCache {
+   public:
+    explicit SimulatedLru(LruGuard* guard) : guard_(*guard) {}
+    bool has(const Hash& hash, uint8_t group, bool on_host) const override {
+      return guard_.has_in_lru(ReuseModel::key_of(hash, group), on_host);
+    }
+    bool has_host() const override { return guard_.host_ != nullptr; }
+    void clear_host() override {
+      if (has_host()) guard_.host_->clear();
+    }
+    void use_end(const Hash& hash, uint8_t group) override {
+      const uint32_t key = ReuseModel::key_of(hash, group);
+      if (guard_.has_in_lru(key, /*on_host=*/true)) guard_.lru_.touch(key);
+    }
+    void note_admission(int64_t num_blocks, int64_t num_hit, int64_t num_simulated) override {
+      guard_.num_hit_lru_ = num_simulated;
+      if (!guard_.falls_back()) guard_.count(num_blocks, num_hit - num_simulated, 0);
+    }
+    SimulatedCache* next() override {
+      return guard_.falls_back() ? &guard_.simulated_by_value_ : nullptr;
+    }
+
+   private:
+    LruGuard& guard_;
+  };
+  class SimulatedByValue final : public SimulatedCache {
+   public:
+    explicit SimulatedByValue(LruGuard* guard) : guard_(*guard) {}
+    bool has(const Hash& hash, uint8_t group, bool on_host) const override {
+      return guard_.by_value_->contains(ReuseModel::key_of(hash, group), on_host);
+    }
+    bool has_host() const override { return guard_.host_ != nullptr; }
+    void clear_host() override { guard_.by_value_->clear_host(); }
+    void use_end(const Hash& hash, uint8_t group) override {
+      guard_.by_value_->note_end(ReuseModel::key_of(hash, group));
+    }
+    void note_admission(int64_t num_blocks, int64_t num_hit, int64_t num_simulated) override {
+      const int64_t num_lru = guard_.num_hit_lru_;
+      guard_.count(num_blocks, num_hit - num_lru, num_simulated - num_lru);
+    }
+
+   private:
+    LruGuard& guard_;
+  };
+
   static constexpr int64_t kMostSampled = 4'096;  // the sample has fewer than twice this number
 
   LruGuard(int64_t num_blocks, int64_t one_of, ReuseModel* model)  // samples one of `one_of` blocks
@@ -121,6 +146,9 @@ class LruGuard {
         last_sampled_(static_cast<uint32_t>(UINT32_MAX / one_of)),
         lru_(std::max<int64_t>((num_blocks - 1) / one_of, 1)),
         trials_(lru_.capacity()) {}
+  bool has_in_lru(uint32_t key, bool on_host) const {
+    return lru_.contains(key) || (on_host && host_ != nullptr && host_->contains(key));
+  }
   bool is_sampled(uint32_t key) const { return key <= last_sampled_; }
   // `gain`, `gain_by_value`: hits gained over LRU by the pool and by the simulated pool that evicts
   // by value.
@@ -142,6 +170,9 @@ class LruGuard {
   ShadowLru lru_;
   Trials trials_;
   std::unique_ptr<ShadowWorth> by_value_;  // null during a trial
+  int64_t num_hit_lru_ = 0;                // hits of the last compared request with LRU
+  SimulatedLru simulated_lru_{this};
+  SimulatedByValue simulated_by_value_{this};
 };
 
 }  // namespace kvcache
