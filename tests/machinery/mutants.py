@@ -121,7 +121,6 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         [
             ("part(level_ == 0 ? 128 : 4)", "part(4)"),
             ("part(level_ == 1 ? 16 : 4)", "part(4)"),
-            ("lead_at_failure_ - capacity_,", "lead_at_failure_ - 2 * capacity_,"),
         ],
     ),
     (
