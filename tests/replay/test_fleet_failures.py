@@ -8,6 +8,7 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from kvcache.cli import main
 from kvcache.replay import ChatShape, WorkloadRequest, chat_workload
@@ -324,6 +325,8 @@ def test_failures_that_do_not_apply_to_the_fleet_are_rejected():
     ):
         with pytest.raises(ValueError, match=message):
             simulate_failures(workload, Fleet(2, 401), [Failure.parse(failure)], **options)
+    router = [Failure.parse("router@1")]
+    assert simulate_failures(workload, Fleet(2, 401), router, window=torch.tensor(2)).window == 2
     with pytest.raises(ValueError, match="failures is empty: expected one failure or more"):
         simulate_failures(workload, Fleet(2, 401), [])
     failures = [Failure.parse("replica:4@1")]

@@ -241,6 +241,7 @@ def test_pages_that_do_not_fit_are_rejected():
             ValueError,
             r"remote_pages is missing ranks \[1\] \(ranks present: \[0\]",
         ),
+        (pages, {"a": pages, 0: pages}, ValueError, r"ranks present: \['a', 0\]"),
         (
             pages - 1,
             pages,

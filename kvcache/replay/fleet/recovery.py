@@ -151,7 +151,7 @@ def simulate_failures(
     tolerance = number(tolerance, "tolerance")
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance is {shown(tolerance)}: expected more than 0, less than 1")
-    integer(window, "window", 1, MAX_INT32)
+    window = integer(window, "window", 1, MAX_INT32)
     undisturbed, failing = (
         Simulation(fleet, hardware),
         Simulation(fleet, hardware, failures=failures),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.checks import MAX_INT32, as_array
+from kvcache.checks import MAX_INT32, as_array, shown
 
 
 class GroupFragments(NamedTuple):
@@ -284,7 +284,7 @@ def remote_page_ids(
     else:
         if missing := sorted(set(used) - set(ids)):
             raise ValueError(
-                f"remote_pages is missing ranks {missing} (ranks present: {sorted(ids)})"
+                f"remote_pages is missing ranks {missing} (ranks present: {shown(list(ids))})"
             )
         found = {r: page_ids(ids[r], used[r], f"remote_pages[{r}]") for r in used}
     for rank, pages in found.items():

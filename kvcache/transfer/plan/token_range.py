@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.checks import MAX_INT32, as_array, instance, integer
+from kvcache.checks import MAX_INT32, as_array, instance, integer, shown
 from kvcache.transfer.plan.fragments import Pattern, TransferRuns, check_each_once
 from kvcache.transfer.plan.transfer_plan import TransferPlan, pages_with
 
@@ -176,7 +176,9 @@ def _remote_tables(
     if not isinstance(ids, Mapping):
         return dict.fromkeys(ranks, _table(ids, "remote_ids"))
     if missing := sorted(set(ranks) - set(ids)):
-        raise ValueError(f"remote_ids is missing ranks {missing} (ranks present: {sorted(ids)})")
+        raise ValueError(
+            f"remote_ids is missing ranks {missing} (ranks present: {shown(list(ids))})"
+        )
     return {rank: _table(ids[rank], f"remote_ids[{rank}]") for rank in ranks}
 
 
