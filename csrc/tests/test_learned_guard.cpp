@@ -29,7 +29,7 @@ struct Compared {
 
 enum class Order { kLru, kValue };
 
-// Records the compared hits. The guard is not notified, so it does not change the order.
+// Records the compared hits. Does not report them to the guard, so that the order never changes.
 class Recorder : public SimulatedCache {
  public:
   Recorder(SimulatedCache* cache, Compared* compared) : cache_(cache), compared_(compared) {}

@@ -474,7 +474,7 @@ TEST(the_simulated_host_receives_what_the_simulated_device_evicts) {
     guard.note_use(ReuseModel::key_of(hash_of(n), 0), false);
     guard.note_idle(ReuseModel::key_of(hash_of(n), 0));
   };
-  // The numbers of the cached blocks, and of those that are cached on the device.
+  // Returns the blocks that are cached on the device or, with `on_host`, on either tier.
   const auto cached = [&](bool on_host) {
     std::set<uint64_t> found;
     for (uint64_t n = 1; n <= 6; ++n) {

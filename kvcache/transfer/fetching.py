@@ -228,7 +228,7 @@ def fetch(
                 if rank not in known:
                     raise ValueError(
                         f"{name} of group {number_} is missing rank {rank} "
-                        f"(ranks present: {sorted(known)})"
+                        f"(ranks present: {shown(list(known))})"
                     )
         if len(each.permuted) and group.storage is None:
             raise ValueError(f"storage of group {number_} is None: expected a storage to permute")

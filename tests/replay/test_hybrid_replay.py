@@ -520,8 +520,8 @@ def test_group_options_are_parsed():
     ("groups", "num_blocks", "interval", "least"),
     [
         # `least` is relative to the hits of `lru`. Without separate classes for windows and states,
-        # `learned` had 0.84, 0.84, 0.95 and 1.06 times as many hits, in this order. In the first case
-        # it now has about as many hits as `lru`, because a trial costs some.
+        # `learned` had 0.84, 0.84, 0.95 and 1.06 times as many hits, in this order. In the first case,
+        # failed trials cost as many hits as `learned` gains.
         (3 * ["sliding_window:window=64"], 800, 0, 0.995),
         (3 * ["sliding_window:window=64"], 400, None, 2.5),
         (["recurrent"], 800, None, 0.99),

@@ -107,8 +107,8 @@ def test_wrong_block_in_the_table_is_reported():
     assert {"two-writers", "wrong-content"} & serve(engine) and names_two(engine)
 
 
-def test_slots_off_by_one_are_reported(monkeypatch):
-    engine = engine_of()
+def shift_slots(engine):
+    """Make the engine write each token to the slot before its own."""
     tables = engine.cache.tables
     compute = tables.compute_slot_mapping
 
@@ -117,7 +117,12 @@ def test_slots_off_by_one_are_reported(monkeypatch):
         slots = tables[0].slot_mapping.np
         slots[slots > 0] -= 1  # slot 0 is in the null block, so the result is a valid slot
 
-    monkeypatch.setattr(tables, "compute_slot_mapping", shifted)
+    tables.compute_slot_mapping = shifted
+
+
+def test_slots_off_by_one_are_reported():
+    engine = engine_of()
+    shift_slots(engine)
     assert "slot-mismatch" in serve(engine)
 
 
@@ -323,15 +328,7 @@ def test_environment_variable_enables_the_sanitizer(monkeypatch):
 def test_stop_mode_ends_the_step_before_the_model_computes():
     engine = engine_of()
     engine.sanitizer.mode = "stop"
-    tables = engine.cache.tables
-    compute = tables.compute_slot_mapping
-
-    def shifted(*args):
-        compute(*args)
-        slots = tables[0].slot_mapping.np
-        slots[slots > 0] -= 1  # slot 0 is in the null block, so the result is a valid slot
-
-    tables.compute_slot_mapping = shifted
+    shift_slots(engine)
     with pytest.raises(SanitizerError, match="slot-mismatch"):
         serve(engine)
     assert engine.metrics.computed_tokens and not engine.metrics.generated_tokens

@@ -81,8 +81,8 @@ class EvictionPolicy {
   virtual void remove(BlockId id) = 0;  // no longer a candidate
   // Returns the next candidate to evict, without removing it, or the null block if there is none.
   virtual BlockId victim() = 0;
-  // Whether the pool should instead evict the least recently released candidate. If the oldest free
-  // blocks are not candidates, it may still evict the `victim()`.
+  // Whether the pool should evict the least recently released candidate instead of `victim()`. It
+  // searches only the oldest free blocks, and evicts `victim()` if none of them is a candidate.
   virtual bool prefers_least_recent() const { return false; }
 
   // Notifications from which policies learn. Each is sent before the `insert` or after the `remove`

@@ -306,6 +306,7 @@ class BlockPool {
   void notify_idle(BlockId last);
   void take_chosen(int64_t n, BlockId* out);
   BlockId chosen_candidate();
+  void pass_pinned();
   BlockId least_recently_released();
   void unlist(BlockId id);
   void update_candidate(BlockId id);

@@ -50,12 +50,14 @@ void BlockPool::take_chosen(int64_t n, BlockId* out) {
   num_evicted_ += n;
 }
 
-// Returns the candidate to evict; the null block if there is none.
+// Returns the candidate to evict; the null block if there is none. The search for the least
+// recently released candidate is limited. It can fail only if many of the oldest free blocks have
+// cached children.
 BlockId BlockPool::chosen_candidate() {
   constexpr int kMostSearched = 64;
   EvictionPolicy& policy = candidates_->policy();
   if (!policy.prefers_least_recent()) return policy.victim();
-  least_recently_released();  // moves pinned blocks from the head of the list
+  pass_pinned();
   BlockId id = cached_free_.head();
   for (int i = 0; i < kMostSearched && id != kNullBlock; ++i, id = links_[id].next) {
     if (candidates_->has(id)) return id;
@@ -63,14 +65,20 @@ BlockId BlockPool::chosen_candidate() {
   return policy.victim();
 }
 
-// Returns the least recently released free cached block, with pinned blocks last.
-BlockId BlockPool::least_recently_released() {
+// Moves pinned blocks from the head of `cached_free_` to `passed_`.
+void BlockPool::pass_pinned() {
   BlockId id = cached_free_.head();
   for (; id != kNullBlock && has_pin(blocks_[id]); id = cached_free_.head()) {
     cached_free_.remove(links_.data(), id);
     passed_.push(links_.data(), id);
     pins_->set_passed(id, true);
   }
+}
+
+// Returns the least recently released free cached block, with pinned blocks last.
+BlockId BlockPool::least_recently_released() {
+  pass_pinned();
+  const BlockId id = cached_free_.head();
   return id != kNullBlock ? id : passed_.head();
 }
 

@@ -9,7 +9,7 @@ only tens of thousands of runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -269,6 +269,12 @@ def check_each_once(ids: np.ndarray, name: str) -> None:
         raise ValueError(f"{name} has page {pages[counts.argmax()]} twice: expected each page once")
 
 
+def check_ranks(ids: Mapping[int, np.ndarray], ranks: Iterable[int], name: str) -> None:
+    """Raise ValueError unless `ids` has an entry for each of the ranks."""
+    if missing := sorted(set(ranks) - set(ids)):
+        raise ValueError(f"{name} is missing ranks {missing} (ranks present: {shown(list(ids))})")
+
+
 def remote_page_ids(
     ids: Mapping[int, np.ndarray] | np.ndarray, used: dict[int, np.ndarray], num_groups: int
 ) -> dict[int, np.ndarray]:
@@ -282,10 +288,7 @@ def remote_page_ids(
         any_used = np.logical_or.reduce(list(used.values()))
         found = dict.fromkeys(used, page_ids(ids, any_used, "remote_pages"))
     else:
-        if missing := sorted(set(used) - set(ids)):
-            raise ValueError(
-                f"remote_pages is missing ranks {missing} (ranks present: {shown(list(ids))})"
-            )
+        check_ranks(ids, used, "remote_pages")
         found = {r: page_ids(ids[r], used[r], f"remote_pages[{r}]") for r in used}
     for rank, pages in found.items():
         if len(pages) != num_groups:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.checks import MAX_INT32, as_array, instance, integer, shown
-from kvcache.transfer.plan.fragments import Pattern, TransferRuns, check_each_once
+from kvcache.checks import MAX_INT32, as_array, instance, integer
+from kvcache.transfer.plan.fragments import Pattern, TransferRuns, check_each_once, check_ranks
 from kvcache.transfer.plan.transfer_plan import TransferPlan, pages_with
 
 
@@ -175,10 +175,7 @@ def _remote_tables(
 ) -> dict[int, np.ndarray]:
     if not isinstance(ids, Mapping):
         return dict.fromkeys(ranks, _table(ids, "remote_ids"))
-    if missing := sorted(set(ranks) - set(ids)):
-        raise ValueError(
-            f"remote_ids is missing ranks {missing} (ranks present: {shown(list(ids))})"
-        )
+    check_ranks(ids, ranks, "remote_ids")
     return {rank: _table(ids[rank], f"remote_ids[{rank}]") for rank in ranks}
 
 

@@ -39,7 +39,7 @@ class LruGuard {
     trials_ = Trials(lru_.capacity());
   }
 
-  // Whether the policy must evict the oldest segment first.
+  // Whether the policy must follow LRU.
   bool falls_back() const { return by_value_ != nullptr; }
 
   // Records that a request uses a block and holds it from now on. `is_hit`: whether the pool had
@@ -93,7 +93,7 @@ class LruGuard {
   }
 
  private:
-  // With these two classes, the manager compares the requests.
+  // The simulated pools with which the manager compares each request.
   class SimulatedLru final : public SimulatedCache {
    public:
     explicit SimulatedLru(LruGuard* guard) : guard_(*guard) {}

@@ -86,7 +86,8 @@ class ShadowWorth {
     if (segments_.is_candidate(id_of(i))) segments_.remove(id_of(i));
     drop(i);
   }
-  // Records that a request would use this window block or state if it is present.
+  // Records that a request would read this window block or state at the end of its hit. Has no
+  // effect if the block is not present.
   void note_end(uint32_t key) {
     const bool is_on_device = contains(key, /*on_host=*/false);
     if (!is_on_device && !contains(key, /*on_host=*/true)) return;
@@ -142,7 +143,7 @@ class ShadowWorth {
       drop(static_cast<uint32_t>(victim));
     }
   }
-  // The next two functions are called on the host, when the device evicts or loads a block.
+  // The device calls the next two functions of its host when it evicts or loads a block.
   void copy(uint32_t key, const ReleasedAs& as) {
     const uint32_t i = find_or_add(key);
     if (i == kNone) return;

@@ -8,10 +8,11 @@
 namespace kvcache {
 
 // Let C be the capacity of the cache in blocks. In a trial, the policy uses its own order. The
-// trial fails when the policy has lost M hits plus its lead over LRU, but no more than C. The
-// policy then follows LRU until two conditions are met: at least 2 C * 2^L uses have passed since a
-// failure at level L, and a simulated cache with the policy's own order has gained E hits over LRU
-// since it was furthest behind.
+// trial fails when the policy has lost D hits to LRU since it was furthest ahead, where D is M plus
+// its lead at that point, but at least M and at most C. The policy then follows LRU until two
+// conditions are met: at least 2 C * 2^L uses have passed since a failure at level L, and a
+// simulated cache with the policy's own order has gained E hits over LRU since it was furthest
+// behind.
 //
 // The level starts at 0. Each failed trial raises it by one. Each gain of 2 C hits over LRU since
 // the last change of the level lowers it by one. A failure at level 0 costs little, so little
@@ -32,8 +33,7 @@ class Trials {
   // for a cache with the policy's own order; it matters only while the policy follows LRU.
   void count(int64_t num_used, int64_t gain, int64_t gain_of_own) {
     if (follows_lru_) {
-      // After a failure, up to C further hits may be lost before the blocks are those of LRU. Other
-      // differences are errors of the comparison.
+      // The return to LRU loses at most C hits. All other differences are errors of the simulation.
       lead_ = std::clamp(lead_ + gain, lead_at_failure_ - capacity_, lead_at_failure_);
       num_left_ = std::max<int64_t>(num_left_ - num_used, 0);
       evidence_ = std::max<int64_t>(evidence_ + gain_of_own, 0);
