@@ -526,6 +526,11 @@ TEST(a_guard_that_compares_requests_counts_their_blocks) {
   CHECK(guard.falls_back());
   compare(10, 0, 0);
   CHECK(!guard.falls_back() && !model.follows_lru() && lru.next() == nullptr);
+  lru.note_admission(8, 0, 8);
+  compare(200, 50, 50);  // after the period too, only hits that LRU lacks are evidence
+  CHECK(guard.falls_back());
+  compare(8, 0, 8);
+  CHECK(!guard.falls_back());
 }
 
 // Calls every function in random order, which a pool never does.
