@@ -365,7 +365,7 @@ def _in_kernel_blocks(plan: CachePlan, group: int, storage: KVStorage, ratio: in
         storage.pages.layer(i).view(-1, plan.layer_page_bytes // ratio) for i in range(len(names))
     ]
     spec = next(layer for layer in plan.layers if layer.name == names[0])
-    return KVStorage.over(
+    found = KVStorage.over(
         Pages.over(parts),
         storage.block_size // ratio,
         storage.num_kv_heads,
@@ -377,3 +377,5 @@ def _in_kernel_blocks(plan: CachePlan, group: int, storage: KVStorage, ratio: in
         scale_bytes_per_token=spec.scale_bytes_per_token,
         num_null_blocks=ratio,
     )
+    found.scale_home = storage.scale_home
+    return found

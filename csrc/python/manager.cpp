@@ -613,6 +613,8 @@ void bind_manager(py::module_& m) {
              return self.reset_group(int_argument(group, "group"));
            })
       .def("start_epoch", &Manager::start_epoch)
+      .def_property_readonly("num_epochs", &Manager::num_epochs)
+      .def("is_stale", &Manager::is_stale)
       .def("blocks",
            [](const Manager& self, int32_t row, const py::object& group) {
              return copy_int32(self.blocks(row, int_argument(group, "group")));

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,12 +16,13 @@ from kvcache.allocator.misses import MissReport, report_of
 from kvcache.allocator.options import checked_seconds, checked_session
 from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
-from kvcache.checks import flag, instance, integer, num_entries, shown
+from kvcache.checks import flag, instance, integer, num_entries, shown, text
 from kvcache.events import CacheEvent
 from kvcache.native.load import core
 from kvcache.specs import ContextParallel, GroupSpec
 
 Ids = np.ndarray | Sequence[int]
+INITIAL_VERSION = ""  # of the weights before the first `start_epoch`
 
 
 class CachedTokens(NamedTuple):
@@ -88,7 +90,7 @@ class PrefixCache:
         self._native, self._requests, self._chain_key = native, requests, chain_key
         self._groups, self._block_sizes, self._page_bytes = groups, block_sizes, page_bytes
         self._context_parallel, self._policies = context_parallel, policies
-        self._epoch = 0
+        self._model_versions = {0: INITIAL_VERSION}  # by epoch
 
     @property
     def context_parallel(self) -> ContextParallel:
@@ -345,20 +347,52 @@ class PrefixCache:
             return self._native.reset_prefix_cache()
         return self._native.reset_group(group)
 
-    def start_epoch(self) -> None:
-        """Make all current hashes unreachable. To be called after the weights have changed.
+    def start_epoch(self, model_version: str | int | None = None) -> None:
+        """Make all current hashes unreachable. To be called after the weights have changed, before a
+        step uses them.
 
-        Running requests keep their blocks. Tokens that were computed before this call are not
-        cached. Report the steps in flight first: if a step fails afterward, requests that had hits on
-        a failed block, but no longer hold it, do not recompute.
+        Running requests keep their blocks. They publish no more blocks, to this cache or to other
+        engines. Sources of KV accept only KV of the new version from then on: offers, leases and
+        loads of earlier versions end, and the keys of stores change. Report the steps in flight
+        first: if a step fails afterward, requests that had hits on a failed block, but no longer
+        hold it, do not recompute.
+
+        Args:
+            model_version: Name of the new weights. Engines exchange KV, and share a store, only
+                while their versions are equal. None: a name that no other engine has.
+
+        Raises:
+            TypeError: `model_version` is neither a string nor an integer.
+            ValueError: `model_version` is empty, or the current version. Nothing has changed.
+
+        >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
+        >>> manager.cache.start_epoch("step 1000")
+        >>> manager.cache.epoch, manager.cache.model_version
+        (1, 'step 1000')
         """
+        if model_version is None:
+            version = f"unnamed {uuid.uuid4().hex}"
+        else:
+            is_number = isinstance(model_version, int) and not isinstance(model_version, bool)
+            version = str(model_version) if is_number else text(model_version, "model_version")
+            if version in (INITIAL_VERSION, self.model_version):
+                raise ValueError(
+                    f"model_version is {shown(model_version)}: expected another name than that of the "
+                    f"current weights, {shown(self.model_version)}, whose KV stores may still have"
+                )
+        # Recorded before the native call, because a signal handler may raise right after it.
+        self._model_versions[self.epoch + 1] = version
         self._native.start_epoch()
-        self._epoch += 1
 
     @property
     def epoch(self) -> int:
         """Number of `start_epoch` calls so far."""
-        return self._epoch
+        return self._native.num_epochs
+
+    @property
+    def model_version(self) -> str:
+        """Name of the weights that cached blocks were computed with. Empty before `start_epoch`."""
+        return self._model_versions[self.epoch]
 
     def num_common_prefix_blocks(
         self, request: Request, num_running_requests: int, group: int = 0

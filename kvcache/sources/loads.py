@@ -108,13 +108,18 @@ class SourceLoads(Generic[Detail]):
         """Remove and return the match for a request ID."""
         return self._matched.pop(request_id, None)
 
+    def forget_all(self) -> list[SourceLoad[Detail]]:
+        """Remove and return all matches."""
+        found, self._matched = [*self._matched.values()], {}
+        return found
+
     def admitted(self, request: Request) -> SourceLoad[Detail]:
         """Return the match with which a request was admitted. Raises ValueError if there is none."""
         load = self.matched(request)
         if load is None or not self._is_receiving(request):
             raise ValueError(
                 f"request {request.request_id!r} has no load to begin: call match, then admit it in a "
-                "step with External.delayed"
+                "step with External.delayed, without a new epoch (start_epoch) in between"
             )
         if (end := self._manager.num_computed_tokens(request)) != load.end_token:
             raise ValueError(

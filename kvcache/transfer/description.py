@@ -98,7 +98,8 @@ class CacheDescription:
     ranks, and heads over tensor-parallel ranks (`kvcache.transfer.sharding`). The index of a rank
     is `(cp_rank * pp_size + pp_rank) * tp_size + tp_rank`.
 
-    Transfers copy bytes without rescaling, so both engines must use the same quantization scales.
+    Transfers copy bytes without rescaling, so both engines must use the same quantization scales:
+    plans refuse descriptions with different `k_scale` or `v_scale`.
 
     A description consists of plain values, so it can be pickled, and `to_dict` returns JSON values.
 
@@ -260,7 +261,8 @@ class CacheDescription:
     ) -> CacheDescription:
         """Create the description of one group of a plan. Pass `plan.groups[g]` and `plan.layers`.
 
-        The layers, heads per rank, head sizes, block size and dtype are taken from the group.
+        The layers, heads per rank, head sizes, block size, dtype and bytes of scales are taken from
+        the group.
 
         Args:
             group: The group.
@@ -276,7 +278,8 @@ class CacheDescription:
             The description.
 
         Raises:
-            ValueError: The group's blocks are not transferred, hold no tokens, or form a circular buffer.
+            ValueError: The group's blocks are not transferred, hold no tokens, or form a circular
+                buffer, or its scales do not belong to heads.
 
         Example:
             >>> from kvcache import plan_cache
@@ -327,6 +330,12 @@ class CacheDescription:
             num_layers *= integer(sizes.get("pp_size", 1), "pp_size", 1)
         if total_num_kv_heads is None:
             total_num_kv_heads = 1 if is_mla else layer.num_kv_heads * sizes.get("tp_size", 1)
+        if layer.scale_bytes_per_token % layer.num_kv_heads:
+            raise ValueError(
+                f"layer {layer.name!r} has scale_bytes_per_token {layer.scale_bytes_per_token}: expected "
+                f"a multiple of its {layer.num_kv_heads} KV heads, with which its scales are transferred"
+            )
+        sizes.setdefault("scale_bytes_per_head", layer.scale_bytes_per_token // layer.num_kv_heads)
         return cls(
             engine_id=engine_id,
             num_layers=num_layers,

@@ -548,6 +548,7 @@ void Manager::start_epoch() {
   const Call call(this);
   const Soundness::Change change = this->change("start_epoch");
   recovery_.start_epoch();
+  ++num_epochs_;
 }
 
 void Manager::check_invariants() const {

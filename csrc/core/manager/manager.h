@@ -229,6 +229,9 @@ class Manager {
   // Must be called after the weights have changed. Earlier hashes are no longer found, and existing
   // rows publish nothing more.
   void start_epoch();
+  int64_t num_epochs() const { return num_epochs_; }  // calls of `start_epoch`
+  // Whether the row may hold KV of an earlier epoch.
+  bool is_stale(int32_t row) const { return row_at(row).is_stale; }
 
   int64_t num_rows() const { return rows_.num_in_use(); }
   int64_t num_steps() const { return steps_.numbers().num_steps; }
@@ -297,6 +300,7 @@ class Manager {
   RowServer server_;
   Recovery recovery_;
   SessionPins pins_;
+  int64_t num_epochs_ = 0;
 };
 
 }  // namespace kvcache

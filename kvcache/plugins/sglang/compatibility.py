@@ -47,6 +47,7 @@ def check_scheduler(scheduler: Any) -> None:
             scheduler.model_config.hf_text_config
         ),
         "--enable-memory-saver": arguments.enable_memory_saver,
+        "fp8 KV, whose scales other engines would have to know": pool.dtype.itemsize == 1,
         "the Rust server": scheduler.rust_server is not None,
         "KVCACHE_SANITIZE": hasattr(scheduler, "kvcache_sanitizer"),
         f"radix cache {type(tree).__name__}": type(tree) is not UnifiedRadixCache,

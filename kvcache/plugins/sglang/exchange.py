@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ from kvcache.plugins.sglang.compatibility import check_scheduler
 from kvcache.plugins.sglang.layout import layer_names, layout_of_pool, model_of
 from kvcache.plugins.sglang.params import ASK, KEY, offer_in, text_of, value_of
 from kvcache.plugins.sglang.weights import check_observed, observe_weight_updates
-from kvcache.sources.disaggregation.layout import check_like
 from kvcache.sources.disaggregation.leases import LeaseNumbers, Progress
 from kvcache.sources.disaggregation.offer import Offer, digest_of
 from kvcache.sources.disaggregation.options import ConnectorOptions
 from kvcache.sources.disaggregation.steps import Load, Results, Step
+from kvcache.sources.identity import KVIdentity
 
 _log = logging.getLogger("kvcache.exchange")
 _PATIENCE_S = 1.0  # seconds to wait for the rank's report after its deadline
@@ -72,10 +72,11 @@ class Exchange:
         self._scheduler, self._allocator = scheduler, scheduler.token_to_kv_pool_allocator
         self._page_size = scheduler.page_size
         self._engine_id = f"sglang-{uuid.uuid4().hex[:12]}"
-        self._model = model_of(scheduler)
+        self._identity = KVIdentity(model_of(scheduler))
         pool, model = self._allocator.get_kvcache(), scheduler.tp_worker.model_runner.model
         names = layer_names(model, pool.layer_num)
-        layout, tensors = layout_of_pool(pool, names, self._model["num_kv_heads"], self._engine_id)
+        num_heads = self._identity.model["num_kv_heads"]
+        layout, tensors = layout_of_pool(pool, names, num_heads, self._engine_id)
         self._layouts = (layout,)
         self._rank = TensorRank(self._engine_id, 0, self._layouts, [tensors], options)
         self._numbers = LeaseNumbers()
@@ -143,8 +144,7 @@ class Exchange:
             request.rid,
             num_tokens,
             _digest(prompt[:num_tokens], request.cache_salt),
-            None,
-            self._model,
+            self._identity,
             self._layouts,
             (tuple(pages.tolist()),),
             (self._rank.handshake.address,),
@@ -243,8 +243,8 @@ class Exchange:
         self.end_leases()
 
     def _after_weight_update(self) -> None:
-        """Change the model's identity, because the weights are no longer those in the files."""
-        self._model = self._model | {"weights": f"updated at runtime {uuid.uuid4().hex}"}
+        """Change the identity, because the weights are no longer those in the files."""
+        self._identity = replace(self._identity, version=f"unnamed {uuid.uuid4().hex}")
 
     def _is_running(self) -> bool:
         scheduler = self._scheduler
@@ -301,8 +301,7 @@ class Exchange:
             )
         if recv_req.rid in self._loads or recv_req.rid in self._quarantine:
             raise ValueError("an earlier request with this id is loading")
-        offer.check_answers(self._model, None)
-        check_like(self._layouts, offer.groups, CONVERTS)
+        offer.check_like(self._identity, self._layouts, converts=CONVERTS)
         tokens = recv_req.input_ids
         offer.check_prompt(len(tokens), lambda count: _digest(tokens[:count], recv_req.cache_salt))
         blocks, size = offer.blocks[0], offer.groups[0].block_size

@@ -16,6 +16,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,8 @@ from kvcache.plugins.disaggregation.model import weights_digest
 from kvcache.plugins.sglang.compatibility import check_version
 from kvcache.plugins.sglang.weights import observe_weight_updates
 from kvcache.sources.circuit import Circuit
+from kvcache.sources.identity import KVIdentity
 from kvcache.sources.store.base import BlockStore
-from kvcache.sources.store.identity import FINGERPRINT_BYTES
 from kvcache.sources.store.registry import open_store
 from kvcache.sources.store.value_format import HEADER_BYTES, BlockKey, faults, key_text, seal
 
@@ -184,26 +185,24 @@ class HiCacheStore(HiCacheStorage):
     batch_get = set = batch_set = get
 
     @functools.cached_property
-    def _identity(self) -> list[Any]:
-        """The values that the pages of all pools depend on."""
+    def _identity(self) -> KVIdentity:
+        """The identity that the pages of all pools have in common."""
         model = get_model()
-        return [
-            *("hicache", 1, model.model_path, model.revision),
-            weights_digest(model.model_path, model.revision),
-            *(getattr(model, each, None) for each in _OF_MODEL),
-            *(getattr(self._config, each) for each in _RANKS),
-        ]
+        values = {each: getattr(model, each, None) for each in _OF_MODEL}
+        values["weights"] = weights_digest(model.model_path, model.revision)
+        ranks = {each: getattr(self._config, each) for each in _RANKS}
+        # Values of other types are compared by their text.
+        plain = json.loads(json.dumps([values, ranks], default=str))
+        return KVIdentity(plain[0], part={"hicache": plain[1]})
 
     def _add(self, name: PoolName, pool: Any) -> None:
         if name in self._pools:
             return
         first = pool.get_data_page(0)
-        described = [
-            *(*self._identity, str(name), pool.layout, str(first.dtype), first.numel()),
-            getattr(pool, "page_size", 1),
-        ]
-        encoded = json.dumps(described, default=str).encode()
-        fingerprint = hashlib.sha256(encoded).digest()[:FINGERPRINT_BYTES]
+        page = [str(name), pool.layout, str(first.dtype), first.numel()]
+        page.append(getattr(pool, "page_size", 1))
+        own = self._identity
+        fingerprint = replace(own, part={**own.part, "page": page}).digest
         place = self._place if "://" in self._place else f"{self._place}/{fingerprint.hex()}"
         store = open_store(place, self._capacity)
         self._pools[name] = _Pool(pool, store, fingerprint, self.stats, self._is_off)
@@ -221,7 +220,14 @@ class HiCacheStore(HiCacheStorage):
         }
 
 
-_OF_MODEL = ("load_format", "json_model_override_args", "quantization", "quantization_param_path")
+_OF_MODEL = (
+    "model_path",
+    "revision",
+    "load_format",
+    "json_model_override_args",
+    "quantization",
+    "quantization_param_path",
+)
 _OF_MODEL += ("dtype", "kv_cache_dtype", "context_length", "rope_scaling")
 _RANKS = ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size")
 _RANKS += ("dp_rank", "dcp_rank", "dcp_size", "is_mla_model")

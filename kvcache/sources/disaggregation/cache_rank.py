@@ -30,6 +30,7 @@ from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.storage import KVStorage
 
 Plan = TransferPlan | StateTransferPlan
+Scales = Sequence[Sequence[float]]  # as in `CacheDescription`
 
 
 def layouts_of_plan(
@@ -39,6 +40,7 @@ def layouts_of_plan(
     engine_id: str,
     states: Mapping[int, Sequence[StateTensor]] | None = None,
     layers: Mapping[int, Sequence[str]] | None = None,
+    scales: Mapping[int, tuple[Scales, Scales]] | None = None,
     **sizes: int,
 ) -> tuple[GroupLayout, ...]:
     """Return the layouts of the groups that a plan transfers, for storages created by
@@ -51,6 +53,10 @@ def layouts_of_plan(
         states: The tensors of recurrent states, keyed by group index.
         layers: The layer names of all stages, keyed by group index. Required with `pp_size`. All
             stages must have the same structure.
+        scales: `k_scale` and `v_scale` of all layers and KV heads of the model, as in
+            `CacheDescription`, keyed by group index. None: those of the storages. Required if
+            `set_scales` was called and other ranks may hold other scales: with `pp_size`, or for
+            scales per head with `tp_size`.
         sizes: Values for `tp_size`, `pp_size`, `total_num_kv_heads` and `cp_interleave` of
             `CacheDescription`.
 
@@ -58,7 +64,8 @@ def layouts_of_plan(
         One layout per transferred group.
 
     Raises:
-        ValueError: A group's blocks cannot be read by another engine.
+        ValueError: A group's blocks cannot be read by another engine, or the scales of other ranks
+            are not known.
     """
     instance(plan, CachePlan, "plan")
     storages = instances(storages, KVStorage, "storages")
@@ -66,7 +73,7 @@ def layouts_of_plan(
         raise ValueError(
             f"storages has {len(storages)} entries: expected {len(plan.groups)}, one per group"
         )
-    for name, value in (("states", states), ("layers", layers)):
+    for name, value in (("states", states), ("layers", layers), ("scales", scales)):
         if value is not None:
             instance(value, Mapping, name)
     cp_size = 1 if plan.context_parallel is None else plan.context_parallel.world_size
@@ -85,6 +92,7 @@ def layouts_of_plan(
                 page_stride=plan.layer_page_bytes,
             )
         else:
+            k_scale, v_scale = (scales or {}).get(number) or _scales_of(storage, number, sizes)
             description = CacheDescription.of_group(
                 group,
                 plan.layers,
@@ -92,6 +100,8 @@ def layouts_of_plan(
                 cp_world_size=cp_size,
                 memory_order=storage.memory_order,
                 page_stride=plan.layer_page_bytes,
+                k_scale=k_scale,
+                v_scale=v_scale,
                 **sizes,
             )
         if len(names) != description.num_layers:
@@ -101,6 +111,40 @@ def layouts_of_plan(
             )
         found.append(GroupLayout(names, description, 1, plan.num_pages))
     return tuple(found)
+
+
+def _scales_of(
+    storage: KVStorage, group: int, sizes: Mapping[str, int]
+) -> tuple[Scales | None, Scales | None]:
+    """Return a storage's scales in the form of `CacheDescription`, if they are those of all ranks."""
+    if storage.k_scale is None:
+        return None, None
+    num_heads = max(storage.k_scale.shape[1], storage.v_scale.shape[1])
+    if sizes.get("pp_size", 1) > 1 or (num_heads > 1 and sizes.get("tp_size", 1) > 1):
+        raise ValueError(
+            f"scales is None, and group {group} has fp8 scales of {num_heads} heads "
+            "on this rank: expected the scales of all layers and heads of the model, because other "
+            "ranks may have others"
+        )
+    return storage.k_scale.tolist(), storage.v_scale.tolist() if storage.v_head_size else None
+
+
+def _check_scales(layout: GroupLayout, storage: KVStorage, rank: int) -> None:
+    """Raise ValueError unless a rank's storage has the scales that its layout tells others."""
+    own = layout.description
+    if layout.is_state:
+        return
+    shape = own.num_layers, own.total_num_kv_heads
+    held = np.ix_(own.layers(rank), own.heads(rank))
+    for name in ("k_scale", "v_scale") if own.v_head_size else ("k_scale",):
+        told, scale = getattr(own, name), getattr(storage, name)
+        told = np.broadcast_to(1.0 if told is None else np.array(told), shape)[held]
+        set_ = np.broadcast_to(1.0 if scale is None else scale.cpu().numpy(), told.shape)
+        if not np.array_equal(told.astype(np.float32), set_):
+            raise ValueError(
+                f"storages has {name} {set_.tolist()} on rank {rank}, but its layout has "
+                f"{told.tolist()}: expected equal scales; call set_scales before layouts_of_plan"
+            )
 
 
 class CacheRank(RankThread):
@@ -138,6 +182,8 @@ class CacheRank(RankThread):
                 "layout, and one storage per layout"
             )
         addresses = [_addresses(*each, rank) for each in zip(layouts, storages)]
+        for layout, storage in zip(layouts, storages):
+            _check_scales(layout, storage, rank)
         transport = make_transport(
             f"{layouts[0].description.engine_id}/{rank}",
             options.transport,
@@ -154,9 +200,18 @@ class CacheRank(RankThread):
             super().__init__(
                 reader, layouts, addresses, lambda load: _PlanRead(reader, load, options.timeout_s)
             )
+            self._described = [each.scale_home[0].described_by for each in storages]
+            for each in self._described:
+                each.add(self)
         except BaseException:
             transport.close()
             raise
+
+    def close(self) -> None:
+        """Stop the thread and close the transport. Loads in flight are abandoned."""
+        super().close()
+        for each in self._described:
+            each.discard(self)
 
 
 class _PlanReader(Reader):

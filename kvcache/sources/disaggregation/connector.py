@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,10 +18,11 @@ from kvcache.checks import MAX_INT64, check_name, instance, integer, listed, sho
 from kvcache.kinds import kind_class, make_kind
 from kvcache.sources.base import Arrived, LoadStats
 from kvcache.sources.disaggregation.layout import GroupLayout, check_like, is_complete
-from kvcache.sources.disaggregation.leases import Lease, LeaseNumbers, Progress
+from kvcache.sources.disaggregation.leases import LeaseNumbers, Progress
 from kvcache.sources.disaggregation.offer import VERSION, Offer, digest_of
 from kvcache.sources.disaggregation.options import ConnectorOptions, checked_seconds
 from kvcache.sources.disaggregation.steps import Load, RankHandshake, Results, Step
+from kvcache.sources.identity import KVIdentity
 from kvcache.sources.loads import LoadState, SourceLoad, SourceLoads
 from kvcache.step import StepReport
 
@@ -67,7 +67,8 @@ class Connector:
         ranks: All ranks of this engine.
         engine_id: Name by which peers identify this engine.
         model: JSON values that identify the model, such as a name and a revision. They must be
-            equal in both engines, like the layouts and attention kinds.
+            equal in both engines, like the version of the weights (`PrefixCache.start_epoch`), the
+            layouts and attention kinds.
         options: Options of the connector, which uses only `lease_s`. The ranks use the other
             options.
         clock: Function that returns the time in seconds. Replays pass their own clock.
@@ -130,8 +131,8 @@ class Connector:
             raise ValueError(
                 f"there are {len(self._ranks)} ranks: expected {size}, as in the layouts"
             )
-        kinds = [[spec.kind, dict(spec.options)] for spec in specs]
-        self._model = {**(model or {}), "groups": kinds}
+        self._epoch = manager.cache.epoch
+        self._initial_identity = KVIdentity.of_manager(manager, dict(model or {})).exchanged()
         self._numbers = LeaseNumbers()
         # For each request whose blocks are kept, the number of ranks on which its lease has ended.
         self._kept: dict[str, tuple[Request, int]] = {}
@@ -158,8 +159,9 @@ class Connector:
             free: Keyword arguments for `KVCacheManager.free`.
 
         Returns:
-            The offer, as JSON values. None if no offer is possible because no token is computed, no
-            lease slot is free, or blocks are already kept under this request ID. In that case, the
+            The offer, as JSON values. None if no offer is possible because no token is computed, tokens
+            were computed before `start_epoch`, no lease slot is free, or blocks are already kept
+            under this request ID. In that case, the
             request is freed immediately.
 
         Raises:
@@ -168,6 +170,7 @@ class Connector:
         """
         instance(request, Request, "request")
         seconds = self._lease_seconds(lease_s)
+        self._follow_epoch()
         request_id = request.request_id
         if request_id in self._early:
             self.advance(request, self._manager.num_computed_tokens(request))
@@ -221,6 +224,7 @@ class Connector:
         instance(request, Request, "request")
         seconds, manager = self._lease_seconds(lease_s), self._manager
         min_tokens = integer(min_tokens, "min_tokens", 1, MAX_INT64)
+        self._follow_epoch()
         if max_kept_blocks is not None:
             max_kept_blocks = integer(max_kept_blocks, "max_kept_blocks", 0, MAX_INT64)
         for group, layout in zip(self._groups, self._layouts):
@@ -272,6 +276,7 @@ class Connector:
         """
         instance(request, Request, "request")
         seconds, order = self._lease_seconds(lease_s), self._checked_order(order)
+        self._follow_epoch()
         num_tokens = min(self._manager.num_computed_tokens(request), request.num_tokens)
         offer = self._offer(request, num_tokens, order, seconds)
         if offer is None:
@@ -349,10 +354,12 @@ class Connector:
             The number of tokens, or 0 without an offer.
 
         Raises:
-            ValueError: The offer differs in version, model, layout, dtype, hashes or tokens, or the
-                sender no longer has the required blocks. The one-line message gives the reason.
+            ValueError: The offer differs in version, model, weights, layout, dtype, scales, hashes or
+                tokens, or the sender no longer has the required blocks. The one-line message gives
+                the reason.
         """
         instance(request, Request, "request")
+        self._follow_epoch()
         load = self._loads.matched(request)
         if load is None:
             if offer is None:
@@ -380,6 +387,7 @@ class Connector:
             RuntimeError: The current stream is being captured in a graph. Nothing has changed.
         """
         instance(request, Request, "request")
+        self._follow_epoch()
         load = self._loads.admitted(request)
         blocks = []
         for group, layout in zip(self._groups, self._layouts):
@@ -415,8 +423,7 @@ class Connector:
         return {
             "version": VERSION,
             "engine_id": self._engine_id,
-            "model": self._model,
-            "hashing": self._hashing(),
+            "identity": self._identity.to_dict(),
             "transport": self._ranks[0].handshake.address.transport,
             "groups": [layout.to_dict() for layout in self._layouts],
         }
@@ -439,14 +446,11 @@ class Connector:
             )
         try:
             groups = tuple(map(GroupLayout.from_dict, listed(values["groups"], "groups")))
-            model, hashing = dict(values["model"]), values["hashing"]
+            identity = KVIdentity.from_dict(values["identity"])
             engine_id, transport = f"{values['engine_id']}", values["transport"]
-            if hashing is not None:
-                instance(hashing, Mapping, "hashing")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"values are not the result of describe: {error}") from error
-        peer = Offer(engine_id, "", 0, "", hashing, model, groups, (), (), Lease(0, 1, 0.0))
-        peer.check_answers(self._model, self._hashing())
+        self._identity.check(identity, engine_id)
         check_like(self._layouts, groups)
         if (mine := self._ranks[0].handshake.address.transport) != transport:
             raise ValueError(
@@ -490,6 +494,7 @@ class Connector:
 
     def poll(self) -> list[Arrived]:
         """Process the ranks' reports, and return the loads that have ended since the last call."""
+        self._follow_epoch()
         found: list[Arrived] = []
         for rank in self._ranks:
             results = rank.take_results()
@@ -568,8 +573,7 @@ class Connector:
             raise ValueError(
                 f"request {request.request_id!r} has blocks that {what}: expected another request"
             )
-        offer.check_answers(self._model, self._hashing())
-        check_like(self._layouts, offer.groups)
+        offer.check_like(self._identity, self._layouts)
         offer.check_prompt(request.num_tokens, lambda count: _digest(request, count))
         end = min(offer.num_tokens, request.num_tokens - 1)  # this engine computes the last token
         for kind, layout, blocks in zip(self._kinds, offer.groups, offer.blocks):
@@ -609,7 +613,12 @@ class Connector:
     def _offer(
         self, request: Request, num_tokens: int, order: tuple[str, ...], seconds: float
     ) -> Offer | None:
-        if num_tokens < 1 or request in self._loads:
+        lookahead = self._identity.lookahead
+        num_computed = num_tokens
+        num_tokens = min(num_computed, request.num_tokens - lookahead)
+        has_other_state = num_tokens < num_computed and any(each.is_state for each in self._layouts)
+        is_stale = self._manager.is_stale(request)
+        if num_tokens < 1 or request in self._loads or has_other_state or is_stale:
             return None
         lease = self._numbers.take(request.request_id, seconds)
         if lease is None:
@@ -626,9 +635,8 @@ class Connector:
             self._engine_id,
             request.request_id,
             num_tokens,
-            _digest(request, num_tokens),
-            self._hashing(),
-            self._model,
+            _digest(request, num_tokens + lookahead),
+            self._identity,
             self._layouts,
             tuple(blocks),
             tuple(rank.handshake.address for rank in self._ranks),
@@ -684,16 +692,30 @@ class Connector:
             self._manager.release_blocks(request)
             self._numbers.give_back(request_id)
 
+    @property
+    def _identity(self) -> KVIdentity:
+        """The identity of this engine's KV now. Read from several threads."""
+        return replace(self._initial_identity, version=self._manager.cache.model_version)
+
+    def _follow_epoch(self) -> None:
+        """End all leases, matches and loads of earlier weights if the manager has started a new
+        epoch.
+        """
+        if self._manager.cache.epoch == self._epoch:
+            return
+        self._epoch = self._manager.cache.epoch
+        step = Step(ends=set(self._numbers))
+        step.unread = [load.detail.offer for load in self._loads.forget_all()]
+        for load in self._loads.under_way:
+            if load.state is LoadState.LOADING:
+                load.detail.error = load.detail.error or "the weights have changed"
+                step.cancels.add(load.request.request_id)
+        if not step.is_empty:
+            self._begin(step)
+
     def _begin(self, step: Step) -> None:
         for rank in self._ranks:
             rank.begin(step)
-
-    def _hashing(self) -> dict[str, str] | None:
-        options = self._manager.options
-        if not options.enable_caching:
-            return None
-        seed = hashlib.sha256(repr(options.hash_seed).encode()).hexdigest()[:16]
-        return {"algorithm": self._manager.cache.hash_algorithm, "seed": seed}
 
 
 def _digest(request: Request, num_tokens: int) -> str:

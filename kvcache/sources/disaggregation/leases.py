@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -91,6 +91,9 @@ class LeaseNumbers:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._slot_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slot_of)
 
     def __len__(self) -> int:
         return len(self._slot_of)

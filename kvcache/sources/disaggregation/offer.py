@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from kvcache.checks import MAX_INT64, instance, integer, shown
-from kvcache.sources.disaggregation.layout import GroupLayout
+from kvcache.checks import MAX_INT64, integer, shown
+from kvcache.sources.disaggregation.layout import GroupLayout, check_like
 from kvcache.sources.disaggregation.leases import NUM_SLOTS, Lease
+from kvcache.sources.identity import HASH_OPTIONS, KVIdentity
 
-VERSION = 4
+VERSION = 5
 _MOST_RANKS = 4096
-_CHANGES = {"algorithm": "hash_algorithm", "seed": "hash_seed"}
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ class Offer:
     """Describes the blocks of a request that another engine can read.
 
     Attributes:
-        hashing: Algorithm and seed of the sender's block hashes. None without prefix caching.
-        model: Values that must be equal in both engines.
-        digest: Digest of the first `num_tokens` tokens, from `digest_of`.
+        digest: Digest of the tokens on which the KV depends, from `digest_of`: `num_tokens`, and the
+            identity's `lookahead`.
+        identity: The sender's `KVIdentity.exchanged`, which must be equal in both engines.
+        groups: The layouts of the sender's blocks, which may be converted.
         blocks: The request's block table for each group. 0 marks a block that is no longer held.
         order: The layers in the order in which they are computed, if the offer was made before the
             computation. The lease slots then report the progress.
@@ -54,8 +55,7 @@ class Offer:
     request_id: str
     num_tokens: int
     digest: str
-    hashing: Mapping[str, str] | None
-    model: Mapping[str, Any]
+    identity: KVIdentity
     groups: tuple[GroupLayout, ...]
     blocks: tuple[tuple[int, ...], ...]
     ranks: tuple[RankAddress, ...]
@@ -103,21 +103,18 @@ class Offer:
                     f"a group has {len(ids)} blocks of {layout.block_size} tokens: expected enough for "
                     f"{num_tokens} tokens"
                 )
-        lease, hashing, order = own["lease"], own["hashing"], tuple(own["order"])
+        lease, order = own["lease"], tuple(own["order"])
         names = sorted(name for layout in groups for name in layout.layers)
         if order and sorted(order) != names:
             raise ValueError(
                 f"order is {shown(order)}: expected each layer of the groups once, or none"
             )
-        if hashing is not None and not isinstance(hashing, Mapping):
-            raise TypeError(f"hashing is {shown(hashing)}: expected algorithm and seed")
         found = cls(
             _text(own["engine_id"], "engine_id"),
             _text(own["request_id"], "request_id"),
             num_tokens,
             _text(own["digest"], "digest"),
-            hashing,
-            dict(own["model"]),
+            KVIdentity.from_dict(own["identity"]),
             groups,
             blocks,
             ranks,
@@ -135,49 +132,34 @@ class Offer:
             )
         return found
 
-    def check_answers(
+    def check_like(
         self,
-        model: Mapping[str, Any],
-        hashing: Mapping[str, str] | None,
-        changes: Mapping[str, str] = _CHANGES,
+        identity: KVIdentity,
+        layouts: Sequence[GroupLayout],
+        options: Mapping[str, str] = HASH_OPTIONS,
+        converts: Collection[str] = (),
     ) -> None:
-        """Raise ValueError if the sender serves a different model or hashes blocks differently.
-
-        `changes` maps "algorithm" and "seed" to the names of the options that set them.
+        """Raise ValueError unless the sender's blocks hold the KV that this engine would compute, or
+        if they cannot be converted to its layouts. See `KVIdentity.check` and `layout.check_like`.
         """
-        for name, value in (("model", model), ("hashing", hashing), ("changes", changes)):
-            if value is not None or name != "hashing":
-                instance(value, Mapping, name)
-        for name in sorted({*model, *self.model}, key=str):
-            if model.get(name) != self.model.get(name):
-                raise ValueError(
-                    f"{name} of the model is {shown(model.get(name))} here, but "
-                    f"{shown(self.model.get(name))} in engine {self.engine_id!r}: expected equal "
-                    "values; serve the same model in both engines"
-                )
-        if hashing is None or self.hashing is None:
-            return
-        for name, change in changes.items():
-            if hashing.get(name) != self.hashing.get(name):
-                raise ValueError(
-                    f"{name} of block hashes (hashing) is {shown(hashing.get(name))} here, but "
-                    f"{shown(self.hashing.get(name))} in engine {self.engine_id!r}: set {change} to the "
-                    "same in both"
-                )
+        identity.check(self.identity, self.engine_id, options)
+        check_like(layouts, self.groups, converts)
 
     def check_prompt(self, num_tokens: int, digest_of_first: Callable[[int], str]) -> None:
         """Raise ValueError if a request has fewer tokens than the offer or its tokens differ.
 
-        `digest_of_first(n)` returns `digest_of` of the request's first n tokens.
+        `num_tokens` are the request's tokens, and `digest_of_first(n)` returns `digest_of` of the
+        first n of them.
         """
+        covered = self.num_tokens + self.identity.lookahead
         if not callable(digest_of_first):
             raise TypeError(f"digest_of_first is {shown(digest_of_first)}: expected a function")
-        if integer(num_tokens, "num_tokens") < self.num_tokens:
+        if integer(num_tokens, "num_tokens") < covered:
             raise ValueError(
-                f"the request has {num_tokens} tokens, but the offer has {self.num_tokens}: expected a "
+                f"the request has {num_tokens} tokens, but the offer has {covered}: expected a "
                 "prompt of at least as many tokens"
             )
-        if digest_of_first(self.num_tokens) != self.digest:
+        if digest_of_first(covered) != self.digest:
             raise ValueError(
                 "the offer is for other tokens, images or another adapter: send both engines the same "
                 "prompt"

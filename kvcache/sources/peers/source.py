@@ -151,11 +151,7 @@ class PeerSource(OfferSource):
         """Return a description of this engine as JSON values, to be passed to a peer's
         `check_peer`.
         """
-        return {
-            "peer": self._connector.describe(),
-            "hash_block_size": self._manager.cache.hash_block_size,
-            "block_sizes": list(self._manager.block_sizes),
-        }
+        return {"peer": self._connector.describe()}
 
     def check_peer(self, values: Mapping[str, Any]) -> None:
         """Check that this engine can load the prefixes that a peer has cached.
@@ -172,11 +168,12 @@ class PeerSource(OfferSource):
         self._connector.check_peer(peer)
         if peer["engine_id"] == own["peer"]["engine_id"]:
             raise ValueError("the address is that of this server itself")
+        mine, theirs = (each["identity"]["hashing"] or {} for each in (own["peer"], peer))
         for name in ("block_sizes", "hash_block_size"):
-            if values.get(name) != own[name]:
+            if mine.get(name) != theirs.get(name):
                 raise ValueError(
-                    f"{name} is {own[name]} here, but {shown(values.get(name))} in the peer: expected "
-                    "equal values; set --block-size to the same in both servers"
+                    f"{name} is {mine.get(name)} here, but {shown(theirs.get(name))} in the peer: "
+                    "expected equal values; set --block-size to the same in both servers"
                 )
 
     def offer(

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the fingerprint that engines must have in common to share blocks."""
+"""The identity of the blocks that a rank stores: its part of each block, and the fingerprint that
+engines must have in common to share blocks.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvcache.allocator import KVCacheManager
 from kvcache.checks import instance, instances, integer, listed, shown, text
+from kvcache.sources.identity import FORMAT_VERSION, KVIdentity
 
 if TYPE_CHECKING:
     from kvcache.worker import KVStorage, Pages
-
-FORMAT_VERSION = 2
-FINGERPRINT_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Share:
 
     Ranks with equal shares hold identical bytes. This happens, for example, if there are more
     tensor-parallel ranks than KV heads. Such ranks share the blocks of a store, even if they belong
-    to engines with different numbers of ranks.
+    to engines with different numbers of ranks. They do not if a model also keeps recurrent states,
+    or has groups with different numbers of KV heads: replicas of a KV head then hold different parts
+    of the rest, which `tp` tells apart.
 
     Args:
         layers: First layer and end layer (exclusive).
@@ -37,6 +39,8 @@ class Share:
         num_heads: Number of KV heads of the model.
         cp_rank: Rank in context parallelism.
         cp_world_size: Number of ranks in context parallelism.
+        tp: Rank and number of ranks in tensor parallelism, over which recurrent states and KV heads
+            of other groups are distributed. None: unknown, which is refused for such models.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -52,6 +56,7 @@ class Share:
     num_heads: int
     cp_rank: int = 0
     cp_world_size: int = 1
+    tp: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads"):
@@ -65,6 +70,14 @@ class Share:
             object.__setattr__(self, name, (first, end))
         integer(self.cp_world_size, "cp_world_size", 1)
         integer(self.cp_rank, "cp_rank", 0, self.cp_world_size - 1)
+        if self.tp is not None:
+            pair = listed(self.tp, "tp")
+            if len(pair) != 2:
+                raise ValueError(
+                    f"tp is {shown(self.tp)}: expected the rank and the number of ranks"
+                )
+            size = integer(pair[1], "tp[1]", 1)
+            object.__setattr__(self, "tp", (integer(pair[0], "tp[0]", 0, size - 1), size))
 
     @classmethod
     def of_rank(
@@ -109,7 +122,7 @@ class Share:
         heads = (first, first + max(count // size, 1))
         if layers is None:
             layers = (0, integer(num_layers, "num_layers", 1))
-        return cls(layers, num_layers, heads, count, cp_rank, cp_world_size)
+        return cls(layers, num_layers, heads, count, cp_rank, cp_world_size, (number, size))
 
     def __str__(self) -> str:
         layers, heads = (f"{first} to {end - 1}" for first, end in (self.layers, self.heads))
@@ -140,14 +153,20 @@ def check_shares(ranks: Sequence[str | Share]) -> None:
                 f"ranks[{i}] has {shares[i]}: expected a share of the same model as ranks[0], {first}"
             )
     is_held = np.zeros(sizes[0], bool)
+    num_parts = math.lcm(*(each.tp[1] for each in shares if each.tp is not None))
+    has_part = np.zeros((first.num_layers, num_parts, first.cp_world_size), bool)
     for each in shares:
         is_held[slice(*each.layers), slice(*each.heads), each.cp_rank] = True
-    if not is_held.all():
-        layer, head, tokens = np.argwhere(~is_held)[0].tolist()
-        raise ValueError(
-            f"ranks lack layer {layer}, head {head} (context-parallel rank {tokens}): expected each part "
-            "of a block on a rank"
-        )
+        tp_rank, tp_size = each.tp or (0, 1)
+        parts = slice(tp_rank * num_parts // tp_size, (tp_rank + 1) * num_parts // tp_size)
+        has_part[slice(*each.layers), parts, each.cp_rank] = True
+    for what, held in (("head", is_held), ("tensor-parallel part", has_part)):
+        if not held.all():
+            layer, number, tokens = np.argwhere(~held)[0].tolist()
+            raise ValueError(
+                f"ranks lack layer {layer}, {what} {number} (context-parallel rank {tokens}): expected "
+                "each part of a block on a rank"
+            )
 
 
 def cache_identity(manager: KVCacheManager) -> str:
@@ -158,7 +177,8 @@ def cache_identity(manager: KVCacheManager) -> str:
         manager: The manager.
 
     Returns:
-        The hash options, groups and context parallelism configuration, as JSON.
+        The version of the weights, the hash options, groups and context parallelism configuration,
+        as JSON.
 
     Raises:
         TypeError: `manager` is not a manager.
@@ -170,21 +190,8 @@ def cache_identity(manager: KVCacheManager) -> str:
         True
     """
     instance(manager, KVCacheManager, "manager")
-    described = {
-        "version": FORMAT_VERSION,
-        "hash": [
-            manager.cache.hash_algorithm,
-            manager.options.hash_seed,
-            manager.cache.hash_bytes,
-            manager.cache.hash_block_size,
-        ],
-        "groups": [[_plain(spec), size] for spec, size in zip(manager.groups, manager.block_sizes)],
-    }
-    if manager.options.num_hash_lookahead_tokens:
-        described["hash_lookahead"] = manager.options.num_hash_lookahead_tokens
-    if manager.cache.context_parallel.world_size > 1:
-        described["context_parallel"] = _plain(manager.cache.context_parallel)
-    return json.dumps(described, sort_keys=True)
+    identity = KVIdentity.of_manager(manager, {})
+    return json.dumps({"format": FORMAT_VERSION, **identity.to_dict()}, sort_keys=True)
 
 
 def fingerprint(
@@ -197,18 +204,19 @@ def fingerprint(
     cp_kv_cache_interleave_size: int | None = None,
 ) -> bytes:
     """Return a 16-byte fingerprint of everything that determines a block's content, apart from the
-    block's hash.
+    block's hash: the `digest` of its `KVIdentity`.
 
-    The fingerprint covers the version of the value format; the hash algorithm, seed, length and
-    tokens per hash; all fields of every group and of the manager's context parallelism; the layout
-    of a page (`PageContents`: the dtype, and the position of each token's heads); and the strings
-    `model` and `rank`. `python -m tests.machinery.fingerprint_table` lists every field.
+    The fingerprint covers the version of the value format; the version of the weights; the hash
+    algorithm, seed, length and tokens per hash; all fields of every group and of the manager's
+    context parallelism; the layout of a page (`PageContents`: the dtype, and the position of each
+    token's heads); the fp8 scales of its storages; and `model` and `rank`.
+    `python -m tests.machinery.identity_table` lists every field.
 
     Args:
         manager: The manager of the blocks, or its `cache_identity`.
         pages: The pages that hold the blocks. None: there are no pages, and the fingerprint does
             not cover page contents.
-        model: A string that identifies weights, quantization and scales.
+        model: A string that identifies the weights at startup and their quantization.
         rank: The layers and heads that this process holds: a `Share`, or a string that identifies them,
             such as ranks and sizes in tensor and pipeline parallelism.
         contents: Description of the page contents. Required if `pages` does not define its
@@ -224,8 +232,9 @@ def fingerprint(
 
     Raises:
         ValueError: The page contents are unknown and `contents` is missing, `contents` does not
-            consist of one storage per group over `pages`, or the interleave size for context
-            parallelism is missing or differs from the one in the pages.
+            consist of one storage per group over `pages`, `rank` cannot be right for the groups, or
+            the interleave size for context parallelism is missing or differs from the one in the
+            pages.
         TypeError: An argument has the wrong type.
 
     Example:
@@ -234,51 +243,79 @@ def fingerprint(
         >>> len(one), one == other
         (16, False)
     """
+    options = {"rank": rank, "contents": contents}
+    options["cp_kv_cache_interleave_size"] = cp_kv_cache_interleave_size
+    return identity_of(manager, pages, model=model, **options).digest
+
+
+def identity_of(
+    manager: KVCacheManager | str,
+    pages: Pages | None,
+    *,
+    model: str,
+    rank: str | Share,
+    contents: str | Sequence[KVStorage] | None,
+    cp_kv_cache_interleave_size: int | None,
+) -> KVIdentity:
+    """Return the identity of the blocks in a rank's pages. See `fingerprint`."""
     from kvcache.worker.pages.pages import Pages
 
     if pages is not None:
         instance(pages, Pages, "pages")
-    rank = str(rank) if isinstance(rank, Share) else text(rank, "rank")
-    described = _identity(manager) | {"model": text(model, "model"), "rank": rank}
-    context_parallel = described.pop("context_parallel", None)
+    identity = _identity(manager)
+    part = dict(identity.part)
     if pages is not None:
-        described["contents"] = _contents(pages, contents, len(described["groups"]))
-        if context_parallel is not None:
-            interleave = _interleave(pages, cp_kv_cache_interleave_size)
-            described["context_parallel"] = [context_parallel, interleave]
-    encoded = json.dumps(described, sort_keys=True).encode()
-    return hashlib.sha256(encoded).digest()[:FINGERPRINT_BYTES]
+        part["contents"] = _contents(pages, contents, len(identity.groups))
+        if "context_parallel" in part:
+            part["cp_interleave"] = _interleave(pages, cp_kv_cache_interleave_size)
+    if isinstance(rank, Share):
+        known = None if pages is None or pages.contents is None else pages.contents.storages
+        part["rank"] = _share_text(rank, identity, known)
+    else:
+        part["rank"] = text(rank, "rank")
+    return replace(identity, model={"name": text(model, "model")}, part=part)
 
 
-def _identity(manager: KVCacheManager | str) -> dict[str, Any]:
-    found = manager if isinstance(manager, str) else cache_identity(manager)
+def _share_text(share: Share, identity: KVIdentity, storages: Sequence[tuple] | None) -> str:
+    """Return the text that identifies a share. Ranks with equal texts hold equal bytes.
+
+    Replicas of KV heads are equal only if nothing else of a block is distributed over the ranks. Of
+    several groups, this is known only if pages show that all have the same number of heads.
+    """
+    has_states = any(group["is_state"] for group in identity.groups)
+    num_heads = share.heads[1] - share.heads[0]
+    heads = {part[2][3] for parts in storages or () for part in parts if part[0] == "key"}
+    if not has_states and (len(identity.groups) == 1 or heads == {num_heads}):
+        return str(share)
+    if share.tp is None:
+        what = "recurrent states" if has_states else "groups that may have other KV heads"
+        raise ValueError(
+            f"rank is {share} with tp=None, but the manager has {what}: expected tp as well, the rank "
+            "and the number of ranks over which they are distributed"
+        )
+    return f"{share}, tensor-parallel rank {share.tp[0]} of {share.tp[1]}"
+
+
+def _identity(manager: KVCacheManager | str) -> KVIdentity:
+    if not isinstance(manager, str):
+        instance(manager, KVCacheManager, "manager")
+        return KVIdentity.of_manager(manager, {})
     try:
-        described = json.loads(found)
-        version = described["version"]
-        len(described["hash"]), len(described["groups"])
+        values = json.loads(manager)
+        version = values["format"]
+        identity = KVIdentity.from_dict(values) if version == FORMAT_VERSION else None
     except (ValueError, TypeError, LookupError, RecursionError):
         raise ValueError(
-            f"manager is {shown(found)}: expected a manager, or the result of cache_identity"
+            f"manager is {shown(manager)}: expected a manager, or the result of cache_identity"
         ) from None
-    if version != FORMAT_VERSION:
-        raise ValueError(f"manager has version {shown(version)}: expected {FORMAT_VERSION}")
-    return described
+    if identity is None:
+        raise ValueError(f"manager has format {shown(version)}: expected {FORMAT_VERSION}")
+    return identity
 
 
-def _plain(spec: object) -> dict[str, object]:
-    """Return all fields of a dataclass as JSON values.
-
-    Fields that are added to the class later are included automatically.
-    """
-    values = {each.name: getattr(spec, each.name) for each in fields(spec)}
-    return {
-        name: sorted(value.items()) if name == "options" else value
-        for name, value in values.items()
-    }
-
-
-def _contents(pages: Pages, given: str | Sequence[KVStorage] | None, num_groups: int) -> list:
+def _contents(pages: Pages, given: str | Sequence[KVStorage] | None, num_groups: int) -> list[Any]:
     known = None if pages.contents is None else pages.contents.storages
+    scales = sorted(pages.scales.items())
     if given is None:
         if known is None:
             raise ValueError(
@@ -286,9 +323,10 @@ def _contents(pages: Pages, given: str | Sequence[KVStorage] | None, num_groups:
                 "kvcache.build or KVStorage, or contents as the storages over these pages or as a string "
                 "that describes dtype, shape and memory order"
             )
-        return [pages.page_bytes, known]
+        return [pages.page_bytes, known, scales]
     if isinstance(given, str):
-        return [pages.sizes.tolist(), pages.layers.tolist(), known, text(given, "contents")]
+        described = text(given, "contents")
+        return [pages.sizes.tolist(), pages.layers.tolist(), known, described, scales]
     from kvcache.worker import KVStorage
     from kvcache.worker.pages.parts import contents_of
 
@@ -298,7 +336,8 @@ def _contents(pages: Pages, given: str | Sequence[KVStorage] | None, num_groups:
         raise ValueError(
             f"contents has {len(storages)} storages: expected {num_groups}, one for each group"
         )
-    return [pages.page_bytes, contents_of(pages, [each.parts for each in storages]).storages]
+    described = contents_of(pages, [each.parts for each in storages]).storages
+    return [pages.page_bytes, described, scales]
 
 
 def _interleave(pages: Pages, given: int | None) -> int:

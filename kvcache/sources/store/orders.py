@@ -58,9 +58,9 @@ class RemoveBlocks(NamedTuple):
 
 
 class StartEpoch(NamedTuple):
-    """Use a new `model` string for all later orders."""
+    """Use the weights' new version for all later orders."""
 
-    model: str
+    version: str
 
 
 Order = LookUp | LoadBlocks | SaveBlocks | GiveUp | RemoveBlocks | StartEpoch

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from kvcache.checks import number as checked_number
 from kvcache.sources.circuit import Circuit
 from kvcache.sources.store import answers
 from kvcache.sources.store.base import BlockStore
-from kvcache.sources.store.identity import Share, cache_identity, fingerprint
+from kvcache.sources.store.identity import Share, cache_identity, identity_of
 from kvcache.sources.store.orders import (
     Evicted,
     Found,
@@ -157,12 +157,14 @@ class StoreRank:
             instance(circuit, Circuit, "circuit")
         identity = manager if isinstance(manager, str) else cache_identity(manager)
         self._pages, self._store = pages, store
-        self._described = {
-            "rank": rank,
-            "contents": contents,
-            "cp_kv_cache_interleave_size": cp_kv_cache_interleave_size,
-        }
-        own = fingerprint(identity, pages, model=model, **self._described)
+        self._identity = identity_of(
+            *(identity, pages),
+            model=model,
+            rank=rank,
+            contents=contents,
+            cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
+        )
+        own = self._identity.digest
         self._fingerprint, self._epoch = own, 0
         self._timeout_s = checked_number(timeout_s, "timeout_s", "seconds")
         if not 0 < self._timeout_s < float("inf"):
@@ -197,6 +199,7 @@ class StoreRank:
         self._slow: Call | None = None  # the last call that was counted as overdue
         self._results = StoreResults()
         self._reported: tuple[bool, bool, bool] | None = None  # the last reported state
+        pages.described_by.add(self)
         self._thread = StoreThread(store, self._open)
         self._thread.submit(lambda: None, READ)  # open the store before the first lookup
 
@@ -229,10 +232,8 @@ class StoreRank:
             elif isinstance(order, RemoveBlocks):
                 self._remove(order)
             else:
-                identity = self.description.identity
-                self._fingerprint = fingerprint(
-                    identity, self._pages, model=order.model, **self._described
-                )
+                self._identity = replace(self._identity, version=order.version)
+                self._fingerprint = self._identity.digest
                 self._epoch += 1
 
     def take_results(self) -> StoreResults | None:
@@ -284,6 +285,7 @@ class StoreRank:
             self._thread.submit(self._remove_invalid, READ)
         is_over = self._thread.close(timeout_s)
         self._take_over()
+        self._pages.described_by.discard(self)
         return is_over
 
     # Reads -----------------------------------------------------------------------------------------

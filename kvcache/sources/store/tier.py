@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from kvcache.allocator import KVCacheManager, Request
-from kvcache.checks import MAX_INT64, flag, instance, integer, listed, seconds, shown, text
+from kvcache.checks import MAX_INT64, flag, instance, integer, listed, seconds, shown
 from kvcache.events import BlockRemoved, CacheEvent
 from kvcache.sources.base import Arrived
 from kvcache.sources.circuit import Circuit
@@ -282,7 +282,7 @@ class StoreTier:
             than `timeout_s`, or while the circuit breaker prevents calls to the store.
         """
         instance(request, Request, "request")
-        self._check_epoch()
+        self._follow_epoch()
         self._take_over()
         first = self._prefixes.hit_tokens(request)
         lookup = self._lookups.get(request.request_id)
@@ -319,6 +319,7 @@ class StoreTier:
                 admitted with a different number of tokens. Nothing has changed.
         """
         instance(request, Request, "request")
+        self._follow_epoch()
         load = self._loads.admitted(request)
         first, stop = load.first_token, load.end_token
         groups = range(len(self._manager.groups))
@@ -349,6 +350,7 @@ class StoreTier:
         Call this method once per step, outside graph captures. Work that is launched on the current
         stream afterwards sees the filled pages.
         """
+        self._follow_epoch()
         self._take_over()
         now = time.monotonic()
         arrived = []
@@ -391,12 +393,22 @@ class StoreTier:
         is_moving = is_moving or any(each.is_busy for each in self._states)
         return is_moving or self.num_waiting_blocks > 0
 
-    def _check_epoch(self) -> None:
-        if self._manager.cache.epoch != self._epoch:
-            raise RuntimeError(
-                "start_epoch of the manager's cache was called: call StoreTier.start_epoch instead, with "
-                "a new model string, because the store still has KV of the old weights"
-            )
+    def _follow_epoch(self) -> None:
+        """Stop using blocks of the old weights if the manager has started a new epoch."""
+        cache = self._manager.cache
+        if cache.epoch == self._epoch:
+            return
+        self._epoch = cache.epoch
+        self._store_epoch += 1
+        self._events += map(removed_event, filter(self._is_on_all_ranks, self._holders))
+        self._holders.clear()
+        self._lookups.clear()
+        self._asked.clear()
+        self._loads.forget_all()
+        for load in self._loads.under_way:
+            self._abandon(load, "the weights have changed")
+        self._removals.clear()  # no rank looks up these keys anymore
+        self._tell(StartEpoch(cache.model_version))
 
     def _ask(self, request: Request, first: int) -> _Lookup:
         self._forget(request.request_id)
@@ -452,7 +464,7 @@ class StoreTier:
         instance(report, StepReport, "report")
         is_completed = flag(report.completed, "report.completed")
         step_id = integer(report.step_id, "report.step_id", most=MAX_INT64)
-        self._check_epoch()
+        self._follow_epoch()
         self._take_over()
         self._drain()
         if self._waiting is None:
@@ -501,6 +513,7 @@ class StoreTier:
 
         The medium of the store's events is "storage". Without `announce`, the list is empty.
         """
+        self._follow_epoch()
         self._drain()
         events, self._events = self._events, []
         return events
@@ -545,48 +558,20 @@ class StoreTier:
 
     # Common ----------------------------------------------------------------------------------------
 
-    def start_epoch(self, model: str) -> None:
-        """Start a new epoch in the manager, and stop using blocks computed with the old weights.
-
-        Loads in flight end at the next `poll`, without any tokens.
-
-        Args:
-            model: A new value of `model` for `fingerprint`.
-
-        Raises:
-            ValueError: `model` equals the current value, under which the store still contains KV of
-                the old weights.
-        """
-        if text(model, "model") == self._model:
-            raise ValueError(
-                f"model is {shown(model)}: expected a new string, because the store still has KV of the "
-                "old weights under the current string"
-            )
-        self._manager.cache.start_epoch()
-        self._epoch, self._model = self._manager.cache.epoch, model
-        self._store_epoch += 1
-        self._events += map(removed_event, filter(self._is_on_all_ranks, self._holders))
-        self._holders.clear()
-        for request_id in list(self._lookups):
-            self._forget(request_id)
-        for load in self._loads.under_way:
-            self._abandon(load, "the weights have changed")
-        self._removals.clear()  # no rank looks up these keys anymore
-        self._tell(StartEpoch(model))
-
     def invalidate(self, ids: np.ndarray) -> dict[str, int]:
         """Call `KVCacheManager.invalidate`, and remove the affected blocks from the store, too.
 
         This includes blocks that are being put. If the removal fails, it is repeated before the
         next call to the store. Blocks that were computed from invalid blocks, but had already been
-        evicted from the cache, remain in the store. If the store may contain such blocks, change
-        `model` with `start_epoch`.
+        evicted from the cache, remain in the store. If the store may contain such blocks, start
+        a new epoch.
 
         Args:
             ids: See `KVCacheManager.invalidate`.
 
         Returns: The result of `KVCacheManager.invalidate`.
         """
+        self._follow_epoch()
         self._drained += self._manager.cache.drain_events()
         affected = self._manager.invalidate(ids)
         num_before = len(self._drained)
@@ -616,7 +601,7 @@ class StoreTier:
 
         Args:
             index: Index of the rank.
-            rank: The new rank, with the `model` string of the current epoch.
+            rank: The new rank, created with the current `cache_identity` of the manager.
 
         Raises:
             TypeError, ValueError: An argument is invalid, or the new rank's description differs
@@ -624,6 +609,7 @@ class StoreTier:
         """
         index = integer(index, "index", 0, len(self._ranks) - 1)
         new = _description(rank, "rank")
+        self._follow_epoch()
         _check_rank("rank", new, self._manager, self._model, self._medium)
         for i, each in enumerate(self._ranks):
             if each is rank:
@@ -788,8 +774,8 @@ def _check_rank(
 ) -> None:
     if rank.identity != cache_identity(manager):
         raise ValueError(
-            f"{name} was created for a manager with other groups or hashes: expected cache_identity of "
-            "this manager"
+            f"{name} was created for a manager with other groups, hashes or version of the weights: "
+            "expected the current cache_identity of this manager"
         )
     if rank.model != model:
         raise ValueError(f"{name} has model {shown(rank.model)}: expected {shown(model)}")

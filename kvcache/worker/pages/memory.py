@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -52,6 +53,11 @@ class PageMemory:
         self.pages_per_chunk = pages_per_chunk  # number of pages pinned per call; 0: all pages
         self.formats = formats  # block formats, if known, for comparison by `PageCopy`
         self.contents = contents  # page contents, used by stores; None until a storage sets it
+        self.num_storages = 0  # over these pages
+        # The fp8 scales that belong to the content, by the number of the storage.
+        self.scales: dict[int, tuple[list, list]] = {}
+        # Ranks that have described these pages to other engines or to stores.
+        self.described_by: weakref.WeakSet[object] = weakref.WeakSet()
         self.base = memory.data_ptr()
         self._owners = owners
         self._keep = keep

@@ -114,7 +114,7 @@ class KVStorage:
                 f"scales fill whole elements of {self.dtype}, because K and V follow the scales"
             )
         starts = region_starts(placed, num_blocks)
-        self.pages = placed_pages(placed, num_blocks, starts, device)
+        self._use(placed_pages(placed, num_blocks, starts, device))
         for layer in range(num_layers):
             self._add_layer(self.pages.memory, 0, starts, placed.region_bytes, placed, layer)
         self.pages.contents = contents_of(self.pages, [self.parts])
@@ -192,7 +192,7 @@ class KVStorage:
                 f"backend is {shown(self.backend.name)}: expected a backend that keeps K and V of "
                 "a block together"
             )
-        self.pages = pages
+        self._use(pages)
         num_bytes, item = int(placed.region_bytes[0]), self.dtype.itemsize
         chosen = range(pages.num_layers) if layers is None else listed(layers, "layers")
         most = pages.num_layers
@@ -344,7 +344,7 @@ class KVStorage:
         )
         self.backend = described
         self.memory_order = None  # unknown; the engine determines the strides
-        self.pages = Pages.over(kv_caches, dims)
+        self._use(Pages.over(kv_caches, dims))
         self.pages.contents = contents_of(self.pages, [self.parts])
         return self
 
@@ -354,6 +354,12 @@ class KVStorage:
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
         self._scale_caches: list[torch.Tensor] = []
+
+    def _use(self, pages: Pages) -> None:
+        self.pages = pages
+        # The pages that record this storage's scales, and its number among their storages.
+        self.scale_home = pages, pages.num_storages
+        pages.num_storages += 1
 
     def _describe(
         self,
@@ -479,7 +485,9 @@ class KVStorage:
             v_scale: The scales for V, with the same shape as `k_scale`.
 
         Raises:
-            ValueError: The storage is not fp8, or a scale is not positive.
+            ValueError: The storage is not fp8, a scale is not positive, or a rank (`CacheRank`,
+                `StoreRank`, `StoreTier`) has already described the scales to others. Nothing has
+                changed.
         """
         if self.dtype.itemsize != 1 or not self.dtype.is_floating_point:
             raise ValueError(
@@ -501,6 +509,17 @@ class KVStorage:
             on_host = scale.cpu()
             if not (torch.isfinite(on_host) & (on_host > 0)).all():
                 raise ValueError(f"{name} is {scale.tolist()}: expected finite numbers above 0")
+        home, number = self.scale_home
+        if home.described_by:
+            raise ValueError(
+                "the scales are already known to other engines or to a store, which use KV by them: "
+                "expected set_scales before CacheRank, StoreRank or StoreTier is created, or after it "
+                "is closed"
+            )
+        shape = self.num_layers, self.num_kv_heads
+        home.scales[number] = tuple(each.expand(shape).tolist() for each in (k_scale, v_scale))
+        if (k_scale == 1).all() and (v_scale == 1).all():
+            del home.scales[number]  # the same as no scales
         # Copy the scales, because the caller's tensors may change.
         self.k_scale, self.v_scale = (
             scale.to(self.device, copy=True).contiguous() for scale in (k_scale, v_scale)

@@ -104,6 +104,13 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Handshake]) -> None:
         self._scheduling.take_handshakes(metadata)
 
+    def reset_cache(self) -> bool | None:
+        """Called by `reset_prefix_cache(reset_connector=True)`, for example after the weights changed."""
+        if self._worker is not None:
+            return None
+        self._scheduling.start_epoch()
+        return True
+
     # Worker side.
 
     @classmethod

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from kvcache.checks import shown
 from kvcache.sources.disaggregation.layout import BY_TOKEN, VEC, GroupLayout
 from kvcache.transfer.description import CacheDescription
 
@@ -27,6 +29,7 @@ def layout_of_group(
     is_mla: bool = False,
     head_size: int | None = None,
     interior: str = BY_TOKEN,
+    scales: tuple[list, list] | None = None,
 ) -> GroupLayout:
     """Return the layout of a rank's tensors [pages, heads, tokens, content], one per layer.
 
@@ -42,9 +45,11 @@ def layout_of_group(
         head_size: Elements of K per head. V follows K. None: the content is described as one
             vector, and only vLLM engines can read it.
         interior: Order of the elements within a page.
+        scales: Result of `scales_of`. None: the layers have no scales.
 
     Raises:
-        ValueError: Pages are not contiguous, or differ between layers.
+        ValueError: Pages are not contiguous, or differ between layers, or K and V have different
+            scales although they are described as one vector.
     """
     first = tensors[0]
     if first.ndim == 3 and is_mla:
@@ -83,6 +88,14 @@ def layout_of_group(
     total = heads * tp_size
     if total != total_num_kv_heads and heads == 1 and total_num_kv_heads < tp_size:
         total = total_num_kv_heads
+    k_scale, v_scale = scales or (None, None)
+    if head_size is None or head_size == content:  # without V
+        if k_scale != v_scale:
+            raise ValueError(
+                f"layer {layers[0]} has other scales for K and V, {k_scale[0]} and {v_scale[0]}: expected "
+                "equal scales, because its cache is exchanged as one vector"
+            )
+        v_scale = None
     description = CacheDescription(
         engine_id=engine_id,
         num_layers=len(layers),
@@ -95,5 +108,32 @@ def layout_of_group(
         memory_order=_ORDERS[order],
         page_stride=first.stride(0) * first.element_size(),
         dtype=str(first.dtype).removeprefix("torch."),
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     return GroupLayout(tuple(layers), description, num_pages // num_blocks, num_blocks, interior)
+
+
+def scales_of(layers: Sequence[str], attention: Mapping[str, Any]) -> tuple[list, list]:
+    """Return `k_scale` and `v_scale` of layers with fp8 caches, in the form of `CacheDescription`.
+
+    Args:
+        layers: Names of the layers.
+        attention: vLLM's attention layers, by name.
+
+    Raises:
+        ValueError: The scales of a layer are unknown, change at runtime, or differ by head.
+    """
+    found = []
+    for name in ("_k_scale", "_v_scale"):
+        scales = [getattr(attention.get(layer), name, None) for layer in layers]
+        for layer, scale in zip(layers, scales):
+            is_computed = getattr(attention.get(layer), "calculate_kv_scales", False)
+            if is_computed or not isinstance(scale, torch.Tensor) or scale.numel() != 1:
+                what = "computed at runtime" if is_computed else shown(scale)
+                raise ValueError(
+                    f"{name} of layer {layer} is {what}: expected one known scale per layer, because the "
+                    "other engine reads fp8 KV by the same scale; use --kv-cache-dtype auto"
+                )
+        found.append([[float(scale)] for scale in scales])
+    return found[0], found[1]

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -21,14 +23,15 @@ from kvcache.plugins.vllm.disaggregation.options import Options
 from kvcache.plugins.vllm.disaggregation.params import offer_in, params_of
 from kvcache.plugins.vllm.disaggregation.steps import TransferMetadata
 from kvcache.plugins.vllm.disaggregation.windows import first_needed
-from kvcache.sources.disaggregation.layout import check_like, is_complete
+from kvcache.sources.disaggregation.layout import is_complete
 from kvcache.sources.disaggregation.leases import LeaseNumbers, Progress
 from kvcache.sources.disaggregation.offer import Offer, digest_of
 from kvcache.sources.disaggregation.steps import Load, RankHandshake
+from kvcache.sources.identity import KVIdentity
 
 _log = logging.getLogger(__name__)
 # The settings that determine how vLLM hashes blocks.
-_CHANGES = {"algorithm": "--prefix-caching-hash-algo", "seed": "PYTHONHASHSEED"}
+_HASH_OPTIONS = {"algorithm": "--prefix-caching-hash-algo", "seed": "PYTHONHASHSEED"}
 _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -45,9 +48,10 @@ class Scheduling:
         self._specs = [
             kv_cache_config.kv_cache_groups[group].kv_cache_spec for group in self._groups
         ]
-        self._model = model_of(vllm_config)
+        self._identity = KVIdentity(model_of(vllm_config))
         cache = vllm_config.cache_config
         self._algorithm = cache.prefix_caching_hash_algo if cache.enable_prefix_caching else None
+        self._loading: set[str] = set()
         self._handshakes: list[RankHandshake] = []
         self._offers: dict[str, Offer | None] = {}  # keyed by request id, until loaded
         self._step = TransferMetadata()
@@ -89,6 +93,7 @@ class Scheduling:
         if num_to_load == 0:
             self._step.unread.append(offer)
             return
+        self._loading.add(request.request_id)
         end = min(offer.num_tokens, request.num_tokens - 1)
         own = blocks.get_block_ids()
         self._step.loads[request.request_id] = Load(
@@ -130,8 +135,7 @@ class Scheduling:
             request.request_id,
             num_tokens,
             _digest(request, num_tokens),
-            self._hashing(),
-            self._model,
+            self._present_identity(),
             self._handshakes[0].groups,
             tuple(tuple(block_ids[group]) for group in self._groups),
             tuple(each.address for each in self._handshakes),
@@ -139,8 +143,21 @@ class Scheduling:
         )
         return True, params_of(offer)
 
+    def start_epoch(self) -> None:
+        """End all leases and loads, because the weights may have changed.
+
+        vLLM does not name its weights, so this engine exchanges no KV from then on.
+        """
+        _log.warning("KV is no longer exchanged with other engines: the cache was reset")
+        self._identity = replace(self._identity, version=f"unnamed {uuid.uuid4().hex}")
+        self._step.unread += [each for each in self._offers.values() if each is not None]
+        self._offers = dict.fromkeys(self._offers)
+        self._step.ends |= set(self._numbers)
+        self._step.cancels |= self._loading
+
     def take_output(self, output: KVConnectorOutput) -> None:
         """Process the workers' report, and free the lease numbers of requests that were sent."""
+        self._loading -= output.finished_recving or set()
         for request_id in output.finished_sending or ():
             self._numbers.give_back(request_id)  # has no effect for requests of another connector
 
@@ -167,8 +184,8 @@ class Scheduling:
     def _check(self, request: Request, offer: Offer) -> None:
         if request.prompt_embeds is not None:
             raise ValueError("prompt_embeds are given: expected token ids, as in the offer")
-        offer.check_answers(self._model, self._hashing(), _CHANGES)
-        check_like(self._handshakes[0].groups, offer.groups, CONVERTS)
+        layouts = self._handshakes[0].groups
+        offer.check_like(self._present_identity(), layouts, _HASH_OPTIONS, CONVERTS)
         num_tokens = 0 if request.prompt_token_ids is None else request.num_tokens
         offer.check_prompt(num_tokens, lambda count: _digest(request, count))
 
@@ -176,11 +193,12 @@ class Scheduling:
         self._offers[request.request_id] = None
         _log.warning("KV of request %s is computed locally: %s", request.request_id, reason)
 
-    def _hashing(self) -> dict[str, str] | None:
+    def _present_identity(self) -> KVIdentity:
         if self._algorithm is None:
-            return None
+            return self._identity
         seed = hashlib.sha256(kv_cache_utils.NONE_HASH).hexdigest()[:16]
-        return {"algorithm": self._algorithm, "seed": seed}
+        hashing = {"algorithm": self._algorithm, "seed": seed}
+        return replace(self._identity, hashing=hashing)
 
 
 def model_of(vllm_config: VllmConfig) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from kvcache.plugins.disaggregation.rank import TensorRank
-from kvcache.plugins.vllm.disaggregation.layout import layout_of_group
+from kvcache.plugins.vllm.disaggregation.layout import layout_of_group, scales_of
 from kvcache.plugins.vllm.disaggregation.options import Options
 from kvcache.plugins.vllm.disaggregation.steps import Handshake, TransferMetadata
 from kvcache.sources.disaggregation.layout import BY_TOKEN, VEC, GroupLayout
@@ -87,6 +87,10 @@ class TransferWorker:
         is_mla = "MLA" in type(spec).__name__
         sizes = spec.head_size, getattr(spec, "head_size_v", None) or spec.head_size
         has_both = not is_mla and tensors[0].shape[-1] == sum(sizes)  # K and V, and no scales
+        scales = None
+        if tensors[0].dtype.itemsize == 1:  # set when the weights were loaded
+            attention = self._config.compilation_config.static_forward_context
+            scales = scales_of(group.layer_names, attention)
         interior = BY_TOKEN
         if current_platform.is_cpu() and not is_mla:
             # vLLM stores the kernels' ISA in the metadata builders. In vLLM 0.32, this function
@@ -106,6 +110,7 @@ class TransferWorker:
             is_mla=is_mla,
             head_size=sizes[0] if has_both else None,
             interior=interior,
+            scales=scales,
         )
 
 
