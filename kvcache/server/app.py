@@ -29,6 +29,7 @@ from kvcache.server.prefill import add_prefill
 from kvcache.server.request_log import RequestLog
 from kvcache.server.snapshot import sanitizer_reports
 from kvcache.server.texts import Texts
+from kvcache.server.weights import add_weights
 from kvcache.sources.disaggregation import Connector
 from kvcache.sources.disaggregation.offer_calls import offer_key
 
@@ -55,10 +56,10 @@ def make_app(
         texts: Tokenizes prompts and decodes answers.
         model_name: The model name that requests must use.
         limits: Limits of requests. Only `Server` enforces the limits on connections.
-        trust_clients: Whether requests may set `cache_salt`, `priority` and `kv_hints`, which are
-            otherwise rejected. With these fields, a client could share another client's cache by
-            using its salt, jump ahead of other clients by setting a priority, or demote other
-            clients' blocks.
+        trust_clients: Whether requests may set `cache_salt`, `priority` and `kv_hints`, or announce new
+            weights (`/v1/weights`), which are otherwise rejected. With these, a client could share
+            another client's cache by using its salt, jump ahead of other clients by setting a
+            priority, or demote other clients' blocks and empty the cache.
         connector: A `Connector` among the engine's sources. If given, other servers can have this
             server prefill prompts (`/prefill`), and then load the prompts' KV.
         peers: A `PeerSource` among the engine's sources. If given, other servers can load prefixes
@@ -153,13 +154,16 @@ def make_app(
     async def detokenize(request: Request) -> dict[str, Any]:
         return await endpoints.reader.detokenize(request, endpoints.max_body_bytes)
 
+    most = endpoints.max_body_bytes
+    add_weights(
+        *(guarded, loop, endpoints.check_model), max_body_bytes=most, trust_clients=trust_clients
+    )
     app.include_router(guarded)
     check = key_check(
         offer_key(transfer_secret), "the key of this peer", "the same KVCACHE_TRANSFER_SECRET"
     )
     between_servers = APIRouter(dependencies=[Depends(check)] if transfer_secret else [])
     trusts_servers = trust_clients or bool(transfer_secret)
-    most = endpoints.max_body_bytes
     if connector is not None:
         add_prefill(
             *(between_servers, loop, connector, admission),

@@ -14,11 +14,13 @@ from kvcache.server.errors import ErrorAnswer
 from kvcache.server.hints import AskedHints
 from kvcache.server.prompts import AskedText, AskedTokens
 from kvcache.server.request_fields import AskedChat, AskedCompletion
+from kvcache.server.weights import WEIGHTS_PATH, AskedWeights
 
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": AskedCompletion,
     "/v1/chat/completions": AskedChat,
     "/v1/kv_hints": AskedHints,
+    WEIGHTS_PATH: AskedWeights,
     "/tokenize": AskedTokens,
     "/detokenize": AskedText,
 }

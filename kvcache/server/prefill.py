@@ -92,5 +92,8 @@ async def _offer_of(
             if delta.error is not None:
                 raise EngineError(f"{delta.error}")
     if not offers or offers[0] is None:
-        raise EngineError("the prompt's KV cannot be offered: too many leases", _UNAVAILABLE)
+        raise EngineError(
+            "the prompt's KV cannot be offered: too many leases, or the weights changed meanwhile",
+            _UNAVAILABLE,
+        )
     return offers[0]

@@ -179,10 +179,8 @@ def test_nothing_is_read_if_the_receiver_has_all_blocks(engines):
 
 def layout(**changes):
     sizes = {"num_layers": 2, "total_num_kv_heads": 2, "head_size": 8, "block_size": 16}
-    description = CacheDescription(
-        engine_id="p", **{**sizes, "memory_order": ("block", "kv", "token", "head", "element")},
-        **changes,
-    )  # fmt: skip
+    order = ("block", "kv", "token", "head", "element")
+    description = CacheDescription(engine_id="p", **{**sizes, "memory_order": order, **changes})
     return GroupLayout(("a", "b"), description, 1, 50)
 
 
@@ -204,10 +202,13 @@ class NoRank:
         return found
 
 
-def lone(engine_id="d", num_ranks=1, num_blocks=50, model=None, clock=None, **manager):
+def lone(
+    engine_id="d", num_ranks=1, num_blocks=50, model=None, clock=None, block_size=16, **manager
+):
     """Return (connector, manager, ranks) without a transport."""
-    manager = KVCacheManager(16, num_blocks, 1024, num_preallocate_tokens=0, **manager)
-    ranks = [NoRank((layout(tp_size=num_ranks),)) for _ in range(num_ranks)]
+    manager = KVCacheManager(block_size, num_blocks, 1024, num_preallocate_tokens=0, **manager)
+    layouts = (layout(tp_size=num_ranks, block_size=block_size),)
+    ranks = [NoRank(layouts) for _ in range(num_ranks)]
     connector = Connector(manager, ranks, engine_id=engine_id, model=model, clock=clock)
     return connector, manager, ranks
 
@@ -222,7 +223,7 @@ def an_offer(**changes):
 def test_offer_is_plain_json_with_everything_a_reader_needs():
     offer = an_offer()
     assert sorted(offer) == [
-        *("blocks", "digest", "engine_id", "groups", "hashing", "lease", "model", "num_tokens"),
+        *("blocks", "digest", "engine_id", "groups", "identity", "lease", "num_tokens"),
         *("order", "ranks", "request_id", "seal", "version"),
     ]
     assert Offer.from_dict(offer).to_dict() == offer
@@ -232,7 +233,7 @@ def test_offer_is_plain_json_with_everything_a_reader_needs():
 
 
 CHANGES = [
-    (("version",), 1, "version of the offer is 1: expected 4; install the same version of kvcache"),
+    (("version",), 1, "version of the offer is 1: expected 5; install the same version of kvcache"),
     (("num_tokens",), 0, "num_tokens is 0: expected 1"),
     (("num_tokens",), 97, "5 blocks of 16 tokens: expected enough for 97 tokens"),
     (("blocks", 0, 1), 50, "a block is 50: expected 0 to 49"),
@@ -254,10 +255,24 @@ CHANGES = [
     (("lease", "slot"), 1 << 20, "slot is 1048576"),
     (("lease", "generation"), 0, "generation is 0"),
     (("lease",), None, "this is not an offer"),
-    (("hashing", "seed"), "another", "set hash_seed to the same in both"),
-    (("hashing", "algorithm"), "another", "set hash_algorithm to the same in both"),
-    (("model", "name"), "another", "name of the model is None here, but 'another' in engine 'p'"),
-    (("model", "groups"), [], "groups of the model is"),
+    (("identity", "hashing", "seed"), "another", "set hash_seed to the same in both"),
+    (("identity", "hashing", "algorithm"), "another", "set hash_algorithm to the same in both"),
+    (
+        ("identity", "model", "name"),
+        "another",
+        "name of the model is None here, but 'another' in engine 'p'",
+    ),
+    (("identity", "groups"), [], "groups of the model is"),
+    (
+        ("identity", "version"),
+        "2",
+        "version of the weights is '' here, but '2' in engine 'p': .*call start_epoch with the same",
+    ),
+    (("identity", "lookahead"), 1, "set num_hash_lookahead_tokens to the same in both"),
+    (("identity", "hashing", "bytes"), 16, "set hash_bytes to the same in both"),
+    (("identity", "hashing"), 3, "hashing is 3: expected algorithm and seed"),
+    (("identity", "part"), 3, "part is 3: expected a Mapping"),
+    (("identity",), None, "this is not an offer"),
     (("digest",), "another", "the offer is for other tokens"),
     (("order",), ["a"], "order is .*: expected each layer"),
 ]
@@ -303,7 +318,7 @@ def test_any_changed_value_of_an_offer_is_detected():
             lone()[0].match(Request("r", range(71)), offer)
 
 
-@pytest.mark.parametrize("value", [[], "offer", {}, {"version": 4}])
+@pytest.mark.parametrize("value", [[], "offer", {}, {"version": 5}])
 def test_non_offers_are_rejected(value):
     receiver = lone()[0]
     with pytest.raises(ValueError, match=r"version of the offer|not an offer"):

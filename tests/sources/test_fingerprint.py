@@ -16,7 +16,6 @@ from kvcache import (
     KVStorage,
     LayerSpec,
     Pages,
-    Request,
     build,
     plan_cache,
 )
@@ -139,13 +138,3 @@ def test_context_parallelism_needs_an_interleave():
         ValueError, match="cp_kv_cache_interleave_size is 2: expected 4, as in the pages"
     ):
         fingerprint(cache.manager, cache.pages, model="m", cp_kv_cache_interleave_size=2)
-
-
-def test_new_epoch_that_is_rejected_changes_nothing():
-    manager = manager_of()
-    tier = StoreTier(manager, KVStorage(9, 16, 2, 8).pages, MemoryStore(), model="m")
-    before = manager.cache.hashes(Request("r", range(20))).tolist()
-    with pytest.raises(TypeError, match="model is 3: expected a string"):
-        tier.start_epoch(3)
-    assert manager.cache.hashes(Request("r", range(20))).tolist() == before
-    tier.close()

@@ -515,14 +515,9 @@ def test_index_follows_a_peer_across_its_end_and_restart(network, remote, caplog
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"peer": {"version": 1}}, "version of the peer is 1: expected 4"),
+        ({"peer": {"version": 1}}, "version of the peer is 1: expected 5"),
         ({"peer": None}, "values is None: expected a Mapping"),
         ({"peer": "own"}, "the address is that of this server itself"),
-        (
-            {"block_sizes": [32]},
-            r"block_sizes is \[16\] here, but \[32\] in the peer: expected equal",
-        ),
-        ({"hash_block_size": 8}, "hash_block_size is 16 here, but 8 in the peer"),
         ({"events": None}, "events of the peer are None: expected its endpoints"),
         ({"events": {"endpoint": 5}}, "endpoint of the peer's events is 5"),
         ({"events": {"endpoint": "x", "topic": 5}}, "topic of the peer's events is 5"),
@@ -540,6 +535,34 @@ def test_incompatible_peer_is_refused_by_name(network, remote, caplog, changes, 
     assert len(re.findall(f"peer a:1 is not used: .*{message}", caplog.text)) == 1
     remote.changes = {}
     network.wait(lambda: network.source.errors["a:1"] is None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 32}, r"block_sizes is \[16\] here, but \[32\] in the peer: expected equal"),
+        ({"hash_block_size": 8}, "hash_block_size is 16 here, but 8 in the peer"),
+    ],
+)
+def test_peer_with_other_blocks_is_refused_by_name(options, message):
+    engines = lone("a"), lone("b", **options)
+    own, theirs = (PeerSource(manager, connector, []) for connector, manager, _ in engines)
+    with pytest.raises(ValueError, match=message):
+        own.check_peer(theirs.describe())
+
+
+def test_peer_with_other_weights_is_refused_until_their_versions_are_equal():
+    engines = lone("a"), lone("b")
+    own, theirs = (PeerSource(manager, connector, []) for connector, manager, _ in engines)
+    managers = [manager for _, manager, _ in engines]
+    own.check_peer(theirs.describe())
+    for manager in managers:
+        manager.cache.start_epoch()
+        with pytest.raises(ValueError, match="version of the weights is '"):
+            own.check_peer(theirs.describe())
+    for manager in managers:
+        manager.cache.start_epoch("step 1")
+    own.check_peer(theirs.describe())
 
 
 def test_peer_with_another_model_is_refused_by_name(monkeypatch):

@@ -184,30 +184,73 @@ def test_reused_request_name_has_a_separate_lookup(tokens):
     other.end()
 
 
-def test_new_epoch_requires_another_model_text():
+def test_tier_follows_the_epoch_of_the_manager():
     user = a_user()
     user.run(*prompts(LONG))
     user.settle()
-    epoch = user.manager.cache.epoch
-    with pytest.raises(ValueError, match=r"^model is 'tiny': expected a new string"):
-        user.tier.start_epoch("tiny")
-    assert user.manager.cache.epoch == epoch
-    assert user.manager.cache.reset() and match_of(user, LONG) == 28
+    user.manager.cache.start_epoch("newer")
+    assert match_of(user, LONG) == 0
+    user.manager.cache.start_epoch("newest")
+    user.run(*prompts(LONG, LONG)[1:])
+    user.settle()
+    user.manager.cache.start_epoch("newer")  # the former weights again, which stored nothing
+    assert match_of(user, LONG) == 0
+    user.manager.cache.start_epoch("newest")
+    assert match_of(user, LONG) == 28
     user.end()
 
 
-def test_epoch_started_only_in_the_manager_is_detected():
+def test_engines_share_a_store_while_the_versions_of_their_weights_are_equal():
+    store = MemoryStore()
+    one = a_user(store)
+    one.manager.cache.start_epoch("step 1")
+    one.run(*prompts(LONG))
+    one.settle()
+    other = a_user(store)
+    found = [match_of(other, LONG)]
+    for version in ("step 1", "step 2", None):
+        other.manager.cache.start_epoch(version)
+        found.append(match_of(other, LONG))
+    assert found == [0, 28, 0, 0]
+    one.end()
+    other.end()
+
+
+def test_tier_created_after_a_new_epoch_uses_its_version():
+    store = MemoryStore()
+    found = []
+    for version in (None, "newer", "newer"):
+        manager = KVCacheManager(16, 9, 128, enable_events=True)
+        if version is not None:
+            manager.cache.start_epoch(version)
+        tier = StoreTier(manager, KVStorage(9, 16, 1, 8).pages, store, model="tiny")
+        found.append(tier._ranks[0]._fingerprint)
+        tier.close()
+    assert found[0] != found[1] == found[2]
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_load_in_flight_at_a_new_epoch_loads_nothing(has_begun):
     user = a_user()
     user.run(*prompts(LONG))
     user.settle()
-    user.manager.cache.start_epoch()
-    with pytest.raises(
-        RuntimeError,
-        match=r"start_epoch of the manager.s cache was called: call StoreTier.start_epoch",
-    ):
-        user.tier.match(Request("x", LONG))
-    user.tier.start_epoch("newer")
-    assert match_of(user, LONG) == 0
+    assert user.manager.cache.reset()
+    request = Request("x", LONG)
+    while (count := user.tier.match(request)) is None:
+        time.sleep(0.001)
+    plan = user.manager.step(new=[Admit(request, external=External(count, delayed=True))])
+    user.manager.report(StepReport(plan.step_id, completed=True))
+    if not has_begun:
+        user.manager.cache.start_epoch("newer")
+        with pytest.raises(ValueError, match="without a new epoch"):
+            user.tier.begin(request)
+    else:
+        user.tier.begin(request)
+        user.manager.cache.start_epoch("newer")
+        (arrived,) = user.tier.poll()
+        assert arrived.num_computed_tokens == arrived.num_loaded_tokens == 0
+        assert arrived.error == "the weights have changed"
+    user.tier.cancel(request)
     user.end()
 
 
@@ -222,7 +265,7 @@ def test_new_epoch_finds_no_blocks_of_the_earlier_one():
     user = a_user()
     user.run(*prompts(LONG))
     user.settle()
-    user.tier.start_epoch("newer")
+    user.manager.cache.start_epoch("newer")
     user.run(*prompts(LONG, LONG)[1:])
     assert (user.num_loaded, user.num_hit) == (0, 0)
     user.settle()
@@ -356,7 +399,7 @@ def test_put_in_flight_at_a_new_epoch_is_not_announced():
     user.manager.cache.reset()
     begin_a_put(user, prompts(LONG, [*range(100, 130)])[1])
     assert user.tier._num_writing and len(user.store.values) == 7
-    user.tier.start_epoch("newer")
+    user.manager.cache.start_epoch("newer")
     user.store.gate.set()
     for each in [*user.running.values()]:
         user.finish(each)
@@ -624,7 +667,7 @@ def test_content_is_correct_for_any_store_behavior(seed):
     if seed % 3 == 0:
         user.add(prompts(*[[0]] * 99, families[1][:30])[-1])
         user.step()
-        user.tier.start_epoch("newer")  # invalidate while loads and puts are in flight
+        user.manager.cache.start_epoch("newer")  # invalidate while loads and puts are in flight
         user.run(*prompts(*[[0]] * 100, families[0][:40])[-1:])
         user.settle()
     user.end()

@@ -145,10 +145,6 @@ class RankedUser(StoreUser):
         self.running.clear()
         assert self.manager.cache.reset()
 
-    def start_epoch(self, model):
-        self.tier.start_epoch(model)
-        self.of_rank["model"] = model
-
     def end(self):
         for each in self.links:
             each.lag, each.is_silent = 0.0, False
@@ -319,8 +315,10 @@ def test_replaced_rank_continues_with_its_store(replaced):
     user.manager.cache.reset()
     user.run(*prompts(LONG, LONG)[1:])
     assert user.num_loaded == 28
-    user.tier.start_epoch("newer")
-    with pytest.raises(ValueError, match="rank has model 'tiny': expected 'newer'"):
+    user.manager.cache.start_epoch("newer")
+    with pytest.raises(
+        ValueError, match="rank was created for a manager with other groups, hashes or v"
+    ):
         user.tier.replace_rank(replaced, link)
     user.end()
 
@@ -399,7 +397,7 @@ def test_content_is_correct_for_any_behavior_of_ranks_and_stores(seed):
             if choose.random() < 0.02:
                 user.kill(choose.randrange(num_ranks))
             if choose.random() < 0.01:
-                user.start_epoch(f"weights {number} {choose.random()}")
+                user.manager.cache.start_epoch(f"weights {number} {choose.random()}")
             if choose.random() < 0.3:
                 time.sleep(0.002)
     for link in user.links:
@@ -691,6 +689,8 @@ def test_host_pages_are_required_on_each_rank():
         ((((0, 2), 2, (2, 3), 2)), ValueError, r"heads\[0\] is 2: expected 0 to 1"),
         ((((0, 2), 2, 3, 2)), TypeError, "heads is 3: expected"),
         ((((0, 2), 2, (0, 2), 2, 1)), ValueError, "cp_rank is 1: expected 0"),
+        ((((0, 2), 2, (0, 2), 2, 0, 1, (2, 2))), ValueError, r"tp\[0\] is 2: expected 0 to 1"),
+        ((((0, 2), 2, (0, 2), 2, 0, 1, (2,))), ValueError, r"tp is \(2,\): expected the rank and"),
     ],
 )
 def test_invalid_shares_are_rejected_by_name(given, error, message):
@@ -703,15 +703,15 @@ def test_shares_of_uneven_tensor_parallelism_are_rejected():
         Share.of_rank(num_layers=1, num_heads=4, tp_size=3)
 
 
-@pytest.mark.parametrize("identity", ["", "[]", "3", "{}", '{"version": 2}', "[" * 100_000])
+@pytest.mark.parametrize("identity", ["", "[]", "3", "{}", '{"format": 3}', "[" * 100_000])
 def test_text_that_is_not_an_identity_is_rejected(identity):
     with pytest.raises(ValueError, match=r"manager is .*: expected a manager, or the result of ca"):
         fingerprint(identity, None, model="m")
 
 
 def test_identity_of_another_version_is_rejected():
-    identity = cache_identity(manager_of()).replace('"version": 2', '"version": 1')
-    with pytest.raises(ValueError, match="manager has version 1: expected 2"):
+    identity = cache_identity(manager_of()).replace('"format": 3', '"format": 2')
+    with pytest.raises(ValueError, match="manager has format 2: expected 3"):
         fingerprint(identity, None, model="m")
 
 

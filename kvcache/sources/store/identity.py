@@ -132,9 +132,9 @@ class Share:
         return text
 
 
-def check_shares(ranks: Sequence[str | Share]) -> None:
-    """Check that the ranks together hold each block completely. Raises ValueError if they do
-    not.
+def check_shares(ranks: Sequence[str | Share], has_states: bool) -> None:
+    """Check that the ranks together hold each block completely, including every part of recurrent
+    states if there are any. Raises ValueError if they do not.
     """
     shares = [each for each in ranks if isinstance(each, Share)]
     if len(shares) < len(ranks):
@@ -153,11 +153,11 @@ def check_shares(ranks: Sequence[str | Share]) -> None:
                 f"ranks[{i}] has {shares[i]}: expected a share of the same model as ranks[0], {first}"
             )
     is_held = np.zeros(sizes[0], bool)
-    num_parts = math.lcm(*(each.tp[1] for each in shares if each.tp is not None))
+    num_parts = math.lcm(*(each.tp[1] for each in shares if each.tp and has_states))
     has_part = np.zeros((first.num_layers, num_parts, first.cp_world_size), bool)
     for each in shares:
         is_held[slice(*each.layers), slice(*each.heads), each.cp_rank] = True
-        tp_rank, tp_size = each.tp or (0, 1)
+        tp_rank, tp_size = each.tp if each.tp and has_states else (0, 1)
         parts = slice(tp_rank * num_parts // tp_size, (tp_rank + 1) * num_parts // tp_size)
         has_part[slice(*each.layers), parts, each.cp_rank] = True
     for what, held in (("head", is_held), ("tensor-parallel part", has_part)):

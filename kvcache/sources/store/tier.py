@@ -13,6 +13,7 @@ import numpy as np
 from kvcache.allocator import KVCacheManager, Request
 from kvcache.checks import MAX_INT64, flag, instance, integer, listed, seconds, shown
 from kvcache.events import BlockRemoved, CacheEvent
+from kvcache.kinds import kind_class
 from kvcache.sources.base import Arrived
 from kvcache.sources.circuit import Circuit
 from kvcache.sources.loads import SourceLoad, SourceLoads
@@ -221,7 +222,8 @@ class StoreTier:
             for j in range(i):
                 if links[i] is links[j]:
                     raise ValueError(f"ranks[{i}] is ranks[{j}]: expected another rank")
-        check_shares([each.rank for each in described])
+        has_states = not all(kind_class(each.kind).pages.has_slots for each in manager.groups)
+        check_shares([each.rank for each in described], has_states)
         tier = cls.__new__(cls)
         prefixes = StoredPrefixes(manager)
         tier._set_up(manager, links, prefixes, medium, flag(announce, "announce"))

@@ -14,6 +14,7 @@ import torch
 from kvcache.sources.disaggregation.leases import LeaseNumbers, Progress
 from kvcache.sources.disaggregation.offer import Offer
 from kvcache.sources.disaggregation.steps import Load
+from kvcache.sources.identity import KVIdentity
 from tests.machinery import vllm_stand_in
 from tests.machinery.nixl_stand_in import stand_in as nixl_stand_in
 
@@ -117,7 +118,15 @@ def test_load_waits_for_the_step_that_still_writes_to_its_blocks(name):
         handshake = sender.worker.handshake
         lease = LeaseNumbers().take("r", 60.0)
         offer = Offer(
-            "p", "r", 20, "0", None, {}, handshake.groups, ((4, 5, 9),), (handshake.address,), lease
+            "p",
+            "r",
+            20,
+            "0",
+            KVIdentity({}),
+            handshake.groups,
+            ((4, 5, 9),),
+            (handshake.address,),
+            lease,
         )
         sender.worker.begin(TransferMetadata(leases={"r": (lease, 60.0, Progress(20))}))
         side = torch.cuda.Stream()

@@ -159,9 +159,13 @@ def broken(offer, path, value):
 
 WRONG = {
     "a version": (("version",), 1, "install the same version of kvcache"),
-    "a hash seed": (("hashing", "seed"), "0" * 16, "set PYTHONHASHSEED to the same"),
-    "a hash algorithm": (("hashing", "algorithm"), "xxhash", "set --prefix-caching-hash-algo"),
-    "another model": (("model", "head_size"), 64, "serve the same model"),
+    "a hash seed": (("identity", "hashing", "seed"), "0" * 16, "set PYTHONHASHSEED to the same"),
+    "a hash algorithm": (
+        ("identity", "hashing", "algorithm"),
+        "xxhash",
+        "set --prefix-caching-hash-algo",
+    ),
+    "another model": (("identity", "model", "head_size"), 64, "serve the same model"),
     "another dtype": (("groups", 0, "description", "dtype"), "bfloat16", "dtype"),
     "another prompt": (("digest",), "0" * 64, "the offer is for other tokens"),
     "no blocks": (("blocks", 0), [], "expected enough"),

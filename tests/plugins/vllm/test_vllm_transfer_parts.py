@@ -7,6 +7,7 @@ These tests run in `make test-vllm` and are skipped where vLLM is not installed.
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -23,10 +24,12 @@ from kvcache.plugins.vllm.disaggregation.windows import first_needed
 from kvcache.sources.disaggregation.layout import check_like, is_complete
 from kvcache.sources.disaggregation.leases import Lease
 from kvcache.sources.disaggregation.offer import Offer, RankAddress, digest_of
+from kvcache.sources.identity import KVIdentity
 from tests.machinery import vllm_schedulers
 from tests.machinery.vllm_engine import MODULE
 from tests.machinery.vllm_layouts import Side, check_blocks, random_case, read_all, some_blocks
 
+IDENTITY = KVIdentity({"head_size": 4}, hashing={"algorithm": "a", "seed": "s"})
 SIZES = [(32, 32), (32, 64), (64, 32), (96, 64)]
 
 
@@ -87,8 +90,8 @@ class TestOffers:
         layout = Side((2, 2, 4), 32, 2).layout
         ranks = [RankAddress("gloo", "bQ==", ((4096, 8192),), 64) for _ in range(2)]
         return Offer(
-            *("engine", "r0", 70, digest_of(range(70), None, []), {"algorithm": "a", "seed": "s"}),
-            *({"head_size": 4}, (layout,), ((3, 4, 5),), tuple(ranks), Lease(7, 99, 1.5)),
+            *("engine", "r0", 70, digest_of(range(70), None, []), IDENTITY),
+            *((layout,), ((3, 4, 5),), tuple(ranks), Lease(7, 99, 1.5)),
         )
 
     def test_offers_round_trip_through_json(self):
@@ -102,7 +105,7 @@ class TestOffers:
     @pytest.mark.parametrize(
         "path,value,message",
         [
-            (("version",), 1, "version .* is 1: expected 4; install the same version of kvcache"),
+            (("version",), 1, "version .* is 1: expected 5; install the same version of kvcache"),
             (("version",), None, "version of the offer is None"),
             (("num_tokens",), 0, "num_tokens is 0: expected 1"),
             (("num_tokens",), 97, "3 blocks of 32 tokens: expected enough for 97 tokens"),
@@ -118,7 +121,7 @@ class TestOffers:
             (("ranks",), [], "there are 0 ranks: expected"),
             (("lease", "generation"), 2**70, "generation"),
             (("lease",), None, "not an offer"),
-            (("hashing",), 3, "hashing is 3: expected algorithm and seed"),
+            (("identity", "hashing"), 3, "hashing is 3: expected algorithm and seed"),
             (("digest",), None, "digest is None: expected text"),
         ],
     )
@@ -144,16 +147,20 @@ class TestOffers:
             offer_in({"do_remote_prefill": True, "remote_block_ids": [1]})
 
     def test_error_of_another_model_or_hash_names_what_to_change(self):
-        offer, same = self.offer(), {"algorithm": "a", "seed": "s"}
-        offer.check_answers({"head_size": 4}, same)
-        offer.check_answers({"head_size": 4}, None)
-        for model, hashing, message in (
-            ({"head_size": 8}, same, "head_size of the model is 8 here, but 4 in engine 'engine'"),
-            ({"head_size": 4}, same | {"seed": "t"}, "seed .* set hash_seed to the same"),
-            ({"head_size": 4}, same | {"algorithm": "b"}, "set hash_algorithm to the"),
+        offer, same = self.offer(), IDENTITY.hashing
+        offer.check_like(IDENTITY, offer.groups)
+        offer.check_like(replace(IDENTITY, hashing=None), offer.groups)
+        for changes, message in (
+            (
+                {"model": {"head_size": 8}},
+                "head_size of the model is 8 here, but 4 in engine 'engine'",
+            ),
+            ({"hashing": same | {"seed": "t"}}, "seed .* set hash_seed to the same"),
+            ({"hashing": same | {"algorithm": "b"}}, "set hash_algorithm to the"),
+            ({"version": "2"}, "version of the weights is '2' here, but '' in engine 'engine'"),
         ):
             with pytest.raises(ValueError, match=message):
-                offer.check_answers(model, hashing)
+                offer.check_like(replace(IDENTITY, **changes), offer.groups)
 
     def test_other_layers_dtypes_and_kernels_are_rejected(self):
         mine = Side((2, 2, 4), 32, 1).layout

@@ -92,8 +92,8 @@ def layout_of_group(
     if head_size is None or head_size == content:  # without V
         if k_scale != v_scale:
             raise ValueError(
-                f"layer {layers[0]} has other scales for K and V, {k_scale[0]} and {v_scale[0]}: expected "
-                "equal scales, because its cache is exchanged as one vector"
+                f"layer {layers[0]} has scales {k_scale[0]} of K and {v_scale[0]} of V: expected equal "
+                "scales, because its cache is exchanged as one vector"
             )
         v_scale = None
     description = CacheDescription(
