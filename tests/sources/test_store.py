@@ -19,6 +19,7 @@ from kvcache import (
     External,
     GroupSpec,
     KVCacheManager,
+    KVStorage,
     Pages,
     Request,
     StepReport,
