@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections import OrderedDict
 
 import numpy as np
 
 from kvcache import Admit, External, KVCacheManager, Request, Status, StepReport
 from kvcache.allocator import check_invariants
+from kvcache.replay.content import mix64
 from kvcache.replay.running import Running, Span
 from kvcache.replay.verifier import KVVerifier
 from kvcache.replay.workload import WorkloadRequest
@@ -129,7 +131,13 @@ class StoreUser:
         self.running: dict[str, Running] = {}
         self.receiving: dict[str, Running] = {}
         self.events = []
+        self.has_local_hit = {}  # whether requests had a local hit before their load
         self.num_hit = self.num_loaded = self.num_finished = 0
+        self.factors = [group.factors for each in self.verifiers for group in each.groups]
+
+    @property
+    def verifiers(self):
+        return [self.verifier]
 
     def make_verifier(self, **sizes):
         return KVVerifier(num_layers=2, **sizes)
@@ -192,6 +200,7 @@ class StoreUser:
             new.row = int(plan.rows[-1])
             new.num_hit = starts[-1]
             self.num_hit += starts[-1] - external
+            self.has_local_hit[new.request.request_id] = starts[-1] > external
             if external:
                 self.receiving[new.request.request_id] = new
             else:
@@ -240,6 +249,25 @@ class StoreUser:
         """Cancel a request whose KV is being loaded."""
         self.tier.cancel(running.request)
         del self.receiving[running.request.request_id]
+
+    def new_weights(self, version=None):
+        """Compute other KV from the same tokens from now on. Requests that have KV start anew."""
+        if version is not None and version == self.manager.cache.model_version:
+            return
+        self.manager.cache.start_epoch(version)
+        for each in [*self.running.values()]:
+            self.manager.free(each.request)
+            self.waiting.append(Running(each.item, each.request, 0))
+        self.running.clear()
+        for name in [name for name in self.receiving if self.has_local_hit[name]]:
+            running = self.receiving[name]
+            self.cancel(running)
+            self.waiting.append(Running(running.item, running.request, 0))
+        seed = np.uint64(zlib.crc32(self.manager.cache.model_version.encode()))
+        mixed = mix64(np.array([seed])) | np.uint64(1)
+        groups = [group for each in self.verifiers for group in each.groups]
+        for group, factors in zip(groups, self.factors):
+            group.factors = factors * mixed
 
     def restart(self, affected):
         """Record that rows continue from earlier positions."""

@@ -659,6 +659,8 @@ def test_content_is_correct_for_any_store_behavior(seed):
                 user.restart(user.tier.invalidate(blocks[blocks > 0][-2:]))
             if choose.random() < 0.03:
                 user.manager.cache.reset()
+            if choose.random() < 0.02:
+                user.new_weights(choose.choice([None, "a", "b"]))
             if choose.random() < 0.3:
                 time.sleep(0.002)
     user.run()
@@ -668,13 +670,46 @@ def test_content_is_correct_for_any_store_behavior(seed):
     if seed % 3 == 0:
         user.add(prompts(*[[0]] * 99, families[1][:30])[-1])
         user.step()
-        user.manager.cache.start_epoch("newer")  # invalidate while loads and puts are in flight
+        user.new_weights("newer")  # invalidate while loads and puts are in flight
         user.run(*prompts(*[[0]] * 100, families[0][:40])[-1:])
         user.settle()
     user.end()
     assert told(user) == {
         key for text in store.values if (key := key_of_text(user.tier._ranks[0]._fingerprint, text))
     }
+
+
+@pytest.mark.parametrize("seed", sampled(range(100), 3))
+def test_content_is_correct_while_engines_with_a_common_store_change_their_weights(seed):
+    choose = random.Random(seed)
+    groups, hash_block_size = MIXES[[*MIXES][seed % len(MIXES)]]
+    store = MemoryStore(choose.choice([60, 1000]))
+    users = [
+        a_user(store, groups, num_blocks=30 * len(groups), hash_block_size=hash_block_size,
+               announce=False)
+        for _ in range(3)
+    ]  # fmt: skip
+    families = [[choose.randrange(1000) for _ in range(60)] for _ in range(2)]
+    for number in range(60):
+        user = choose.choice(users)
+        head = choose.choice(families)[: choose.randint(1, 50)]
+        user.add(prompts(*[[0]] * number, [*head, choose.randrange(1000)])[-1])
+        for _ in range(choose.randint(1, 6)):
+            choose.choice(users).step(chunk=choose.choice([8, 16, 64]))
+            for each in users:
+                for running in [*each.running.values()]:
+                    if not running.num_left:
+                        each.finish(running)
+        if choose.random() < 0.1:
+            version = choose.choice([None, "a", "b"])
+            for each in users if choose.random() < 0.5 else [user]:
+                each.new_weights(version)
+    for user in users:
+        user.run()
+        user.settle()
+    assert sum(user.num_loaded for user in users) > 0
+    for user in users:
+        user.end()
 
 
 def told(user):

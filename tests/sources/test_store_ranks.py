@@ -110,6 +110,10 @@ class RankedUser(StoreUser):
         self.stores, self.choose = stores, choose
         super().__init__(None, [*groups], **options)
 
+    @property
+    def verifiers(self):
+        return self.verifier.of_rank
+
     def make_verifier(self, **sizes):
         return RankedVerifier(len(self.stores), **sizes)
 
@@ -397,7 +401,7 @@ def test_content_is_correct_for_any_behavior_of_ranks_and_stores(seed):
             if choose.random() < 0.02:
                 user.kill(choose.randrange(num_ranks))
             if choose.random() < 0.01:
-                user.manager.cache.start_epoch(f"weights {number} {choose.random()}")
+                user.new_weights(choose.choice([None, "a", "b"]))
             if choose.random() < 0.3:
                 time.sleep(0.002)
     for link in user.links:

@@ -44,6 +44,7 @@ from kvcache.worker.pages.page_copy import PageCopy
 # milliseconds for a write, and large enough to spread the fixed cost of a call over many blocks.
 # Mooncake accepts at most 1,024 keys per call.
 _BYTES_PER_CALL, _LEAST_PER_CALL, _MOST_PER_CALL = 8 << 20, 8, 1024
+_LISTED = "listed"  # tag of the call that lists the keys
 _TOO_LATE = "the store did not answer in time"
 _WRONG = {
     "missing": "the store no longer has a block",
@@ -235,6 +236,8 @@ class StoreRank:
                 self._identity = replace(self._identity, version=order.version)
                 self._fingerprint = self._identity.digest
                 self._epoch += 1
+                if self._store.knows_keys:  # it may have blocks of the new version
+                    self._thread.submit(self._list, READ, tag=_LISTED)
 
     def take_results(self) -> StoreResults | None:
         """Copy arrived blocks into their pages, and return the results since the last call. None: nothing
@@ -441,6 +444,11 @@ class StoreRank:
 
     # Common ----------------------------------------------------------------------------------------
 
+    def _list(self) -> list[str]:
+        """Return the store's keys. Runs in the store's thread."""
+        self._remove_invalid()
+        return answers.texts(self._store.keys(), "keys")
+
     def _open(self) -> list[str]:
         """Open the store. Runs in the store's thread."""
         self._store.open(self._staging.memory, self._staging.value_bytes)
@@ -504,6 +512,8 @@ class StoreRank:
                 self._has_put(call)
             elif isinstance(call.tag, LookUp):
                 self._has_looked_up(call)
+            elif call.tag == _LISTED and call.result is not None:
+                self._results.entries.append(Held(self._keys(call.result), self._epoch))
             if call.evicted:
                 self._count("evicted_blocks", len(call.evicted))
                 self._results.entries.append(Evicted(self._keys(call.evicted), self._epoch))
