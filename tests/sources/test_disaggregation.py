@@ -5,11 +5,13 @@ leaks.
 
 import base64
 import importlib.util
+import itertools
 import json
 import math
 import random
 import re
 import signal
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,6 +28,7 @@ from kvcache.sources.disaggregation import rank as rank_module
 from kvcache.sources.disaggregation.cache_rank import _Parts
 from kvcache.sources.disaggregation.leases import Progress
 from kvcache.sources.disaggregation.offer import RankAddress, digest_of, sealed
+from kvcache.sources.disaggregation.offer_calls import OfferCalls, OfferServer
 from kvcache.sources.disaggregation.steps import RankHandshake, Results, Step
 from kvcache.transfer import CacheDescription, make_transport
 from tests.machinery.disaggregation_engine import Engine, EngineProcess
@@ -591,6 +594,57 @@ def test_abandoned_request_keeps_its_blocks_until_they_are_released():
     rank.results = Results(failed={"r": "it was given up"}, released={"r"})
     assert receiver.poll() == []
     assert manager.pool.num_free == 49 and receiver.num_loading_requests == 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("moment", ["matched", "begun", "connecting", "one is connected"])
+def test_cancel_before_the_first_connection_frees_the_senders_blocks(
+    engines, monkeypatch, transport, tp, moment
+):
+    """The lease lasts an hour, so only the receiver's notice can end it."""
+    options = {"transport": transport, "lease_s": 3600}
+    sender, receiver = (
+        engines(name, tp=size, options=options) for name, size in zip(("prefill", "decode"), tp)
+    )
+    request = Request("r", range(101))
+    offer = send(sender, "r", range(100))
+    goes_on, has_begun = threading.Event(), threading.Event()
+    calls = itertools.count()
+    for rank in receiver.ranks:
+        connect = rank._reader.transport.connect
+
+        def held(metadata, *, timeout_s, connect=connect):
+            if moment != "one is connected" or next(calls) > 0:
+                has_begun.set()
+                assert goes_on.wait(60)
+            return connect(metadata, timeout_s=timeout_s)
+
+        monkeypatch.setattr(rank._reader.transport, "connect", held)
+    if moment == "matched":
+        assert receiver.connector.match(request, offer) == 100
+    else:
+        assert receiver.admit(request, offer)
+    if moment == "connecting" or (moment == "one is connected" and tp != (1, 1)):
+        assert has_begun.wait(60)
+    receiver.connector.cancel(request)
+    deadline = time.monotonic() + 60
+    while receiver.connector.is_busy:  # the local blocks are free without a connection
+        assert time.monotonic() < deadline
+        receiver.connector.poll()
+    goes_on.set()
+    assert sender.drained(60) and receiver.drained(60)
+
+
+def test_offer_from_a_server_that_does_not_fit_is_declined():
+    receiver, _, (rank,) = lone()
+    calls, request = OfferCalls(receiver, "test"), Request("r", range(500, 571))
+    calls.ask(request, [OfferServer("localhost:1", timeout_s=60)], lambda server: an_offer())
+    with pytest.raises(ValueError, match="the offer is for other tokens"):
+        while calls.match(request) is None:
+            time.sleep(0.001)
+    assert calls.has_late and calls.poll() == [] and not calls.has_late
+    assert [each.request_id for step in rank.steps for each in step.unread] == ["r"]
 
 
 def test_load_is_begun_once_and_only_after_admission():

@@ -201,7 +201,11 @@ class OfferCalls:
             self.missed += 1
             return 0
         call.server.circuit.worked()
-        return self._connector.match(request, offer)
+        try:
+            return self._connector.match(request, offer)
+        except ValueError:
+            self._late.append(answer)  # `poll` declines the offer
+            raise
 
     def poll(self) -> list[Arrived]:
         """Decline late offers, and return the connector's loads that have ended."""

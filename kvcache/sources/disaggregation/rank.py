@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvcache.checks import instance, shown
 from kvcache.sources.disaggregation.layout import GroupLayout
 from kvcache.sources.disaggregation.leases import Leases, Progress
-from kvcache.sources.disaggregation.offer import RankAddress
+from kvcache.sources.disaggregation.offer import Offer, RankAddress
 from kvcache.sources.disaggregation.reading import Read, Reader
 from kvcache.sources.disaggregation.steps import Load, RankHandshake, Results, Step
 from kvcache.worker.swap.streams import Event
@@ -189,6 +189,7 @@ class RankThread:
                 time.sleep(_IDLE_S)
         for load in self._under_way():
             load.cancel("the engine ends")
+            _has_ended(load)  # notify the sender
         self._reader.transport.close()
 
     def _pass(self, failed: set[str]) -> bool:
@@ -215,26 +216,31 @@ class RankThread:
     def _take(self, asked: _QueuedStep) -> None:
         step = asked.step
         for offer in step.unread:
-            # An offer that will not be read is handled as a load of no tokens, which notifies its
-            # sender.
-            nothing = Load(offer, 0, 0, tuple([] for _ in offer.blocks))
-            try:
-                read = self._begin_load(nothing)
-            except Exception as error:
-                _log.warning(_UNTOLD, offer.request_id, error)
-                continue
-            read.count_from(asked.at)
-            self._unread.append((offer.request_id, read))
+            self._decline(offer, asked.at)
         for request_id, load in step.loads.items():
             try:
                 read = self._begin_load(load)
             except Exception as error:  # no transfer can write to the load's blocks
                 self._fail_unbegun(request_id, f"the load did not begin: {error!r}")
+                self._decline(load.offer, asked.at)
                 continue
             read.count_from(asked.at, asked.after)
             self._loads[request_id] = read
         for request_id in step.cancels & set(self._loads):
             self._loads[request_id].cancel("it was canceled")
+
+    def _decline(self, offer: Offer, at: float) -> None:
+        """Notify an offer's sender that the offer will not be read, as soon as it is connected.
+
+        The offer is handled as a load of no tokens, whose end is reported to the sender.
+        """
+        try:
+            read = self._begin_load(Load(offer, 0, 0, tuple([] for _ in offer.blocks)))
+        except Exception as error:
+            _log.warning(_UNTOLD, offer.request_id, error)
+            return
+        read.count_from(at)
+        self._unread.append((offer.request_id, read))
 
     def _step_unread(self) -> None:
         left = []
@@ -262,6 +268,8 @@ class RankThread:
                     self._results.received.add(request_id)
                 else:
                     self._results.released.add(request_id)
+                    if not load.is_told:  # it failed while a connection was being established
+                        self._decline(load.offer, time.monotonic())
         failed -= set(ended)
 
     def _under_way(self) -> list[Read]:

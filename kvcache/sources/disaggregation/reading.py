@@ -159,13 +159,14 @@ class Read(ABC):
     def __init__(self, reader: Reader, load: Load, timeout_s: float) -> None:
         self.error: str | None = None
         self.num_bytes = 0
-        self._reader, self._load = reader, load
+        self._reader, self._load, self.offer = reader, load, load.offer
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
         self._after: Event | None = None
         self._peers: dict[int, str] = {}
         self._cells: dict[int, int] = {}
         self._reads: list[Pending] = []
         self._readers: Mapping[int, int] = {}
+        self.is_told = False  # whether all sender's ranks were notified that the load has ended
         self._is_complete, self._next_look = False, 0.0
         self._stage: Any = self._connect
 
@@ -321,9 +322,11 @@ class Read(ABC):
     def _tell(self) -> None:
         """Notify the sender's ranks that this rank has finished reading.
 
-        Lost peers are not notified.
+        Lost peers are not notified. If the load failed before all peers were connected,
+        `is_told` stays False.
         """
         offer = self._load.offer
+        self.is_told = 0 < len(self._readers) == len(self._peers)
         for source, peer in self._peers.items():
             message = done_message(offer.request_id, offer.lease.generation, self._readers[source])
             try:
