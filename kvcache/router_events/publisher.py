@@ -24,6 +24,7 @@ from kvcache.router_events.translator import EventTranslator, check_event
 from kvcache.router_events.wire import (
     EventEncoding,
     WireBatch,
+    WireCleared,
     WireEvent,
     checked_encoding,
     encode_batch,
@@ -40,7 +41,7 @@ _MOST_BYTES_OF_A_SUBSCRIPTION = 4096
 class PublisherCounts(NamedTuple):
     """Cumulative counts of a publisher."""
 
-    batches: int
+    batches: int  # without the first batch, which announces an empty cache
     payload_bytes: int
     replays: int  # number of replays that were started
     snapshots: (
@@ -55,7 +56,8 @@ class EventPublisher:
 
     Call `publish(manager.cache.drain_events())` after each step. The call only queues the events,
     and a background thread translates and sends them. A publisher belongs to one manager and must
-    receive all of the manager's events, starting with the first.
+    receive all of the manager's events, starting with the first. Its first batch announces an empty
+    cache. Numbers start at the time in microseconds, so they are above those of earlier publishers.
 
     Args:
         endpoint: The address that readers subscribe to.
@@ -110,9 +112,11 @@ class EventPublisher:
         self._topic = text(topic, "topic").encode()
         self._rank = integer(data_parallel_rank, "data_parallel_rank")
         self._encoding = checked_encoding(event_encoding)
+        # Above all numbers of an earlier publisher, which has sent less than a batch per microsecond.
         self._buffer = ReplayBuffer(
             integer(buffer_steps, "buffer_steps", least=1),
             integer(buffer_bytes, "buffer_bytes", least=1, most=MAX_INT64),
+            time.time_ns() // 1_000,
         )
         hwm = integer(hwm, "hwm", least=1)
         self._translator = EventTranslator(hash_seed)
@@ -140,6 +144,7 @@ class EventPublisher:
                 self._socket.close(linger=0)
                 raise
             self._server = ReplayServer(self._router, self._topic, self._buffer, self._snapshot)
+        self._send([WireCleared()], time.time())  # the cache of an earlier publisher is gone
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
@@ -177,6 +182,11 @@ class EventPublisher:
         return self._topic.decode()
 
     @property
+    def next_seq(self) -> int:
+        """Sequence number of the next batch. It may be slightly out of date."""
+        return self._buffer.stop
+
+    @property
     def counts(self) -> PublisherCounts:
         """Cumulative counts. They may be slightly out of date."""
         server = self._server
@@ -185,7 +195,8 @@ class EventPublisher:
             if server
             else (0, 0, 0, 0)
         )
-        return PublisherCounts(self._buffer.stop, self._num_bytes, *replays)
+        num_batches = self._buffer.stop - self._buffer.start - 1
+        return PublisherCounts(num_batches, self._num_bytes, *replays)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Publish queued batches and stop. Replays in progress are aborted. Repeated calls are allowed.
@@ -270,13 +281,20 @@ class EventPublisher:
                 seconds, events = self._waiting.get_nowait()
             except queue.Empty:
                 return True
-            payload = self._encoded(seconds, self._translator.translate(events))
-            self._socket.send_multipart(
-                [self._topic, encode_sequence(self._buffer.stop), payload], copy=False
-            )
-            self._buffer.append(payload)
-            self._num_bytes += len(payload)
+            translated = self._translator.translate(events)
+            if self._buffer.stop == self._buffer.start + 1:
+                # Readers without a replay connected after the announcement was sent.
+                translated.insert(0, WireCleared())
+            self._send(translated, seconds)
         return self._waiting.empty()
+
+    def _send(self, events: list[WireEvent], seconds: float) -> None:
+        payload = self._encoded(seconds, events)
+        self._socket.send_multipart(
+            [self._topic, encode_sequence(self._buffer.stop), payload], copy=False
+        )
+        self._buffer.append(payload)
+        self._num_bytes += len(payload)
 
     def _snapshot(self) -> bytes:
         return self._encoded(time.time(), self._translator.snapshot())

@@ -12,10 +12,11 @@ class ReplayBuffer:
     The oldest payloads are dropped first. The last payload is kept regardless of its size.
     """
 
-    def __init__(self, max_batches: int, max_bytes: int) -> None:
+    def __init__(self, max_batches: int, max_bytes: int, start: int = 0) -> None:
         self._max_batches, self._max_bytes = max_batches, max_bytes
         self._payloads: deque[bytes] = deque()
-        self.first = 0  # sequence number of the oldest payload
+        self.start = start  # sequence number of the first payload
+        self.first = start  # sequence number of the oldest payload that is kept
         self.num_bytes = 0
 
     @property

@@ -16,13 +16,18 @@ class ReplayTimeout(Exception):
 
 
 def replay(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, timeout_s: float
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    first: int,
+    timeout_s: float,
+    topic: bytes = b"",
 ) -> Generator[tuple[int, bytes], None, None]:
     """Yield (sequence number, payload) of the publisher's batches, starting at `first`.
 
-    Each call opens a new connection, so that responses to earlier calls cannot interfere. Raises
-    ReplayTimeout if the replay has not ended within `timeout_s` seconds. Batches that were already
-    yielded remain valid. Raises WireError for a malformed response.
+    Batches of topics other than `topic` are skipped. b"": all topics. Each call opens a new
+    connection, so that responses to earlier calls cannot interfere. Raises ReplayTimeout if the
+    replay has not ended within `timeout_s` seconds. Batches that were already yielded remain valid.
+    Raises WireError for a malformed response.
     """
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
@@ -41,6 +46,8 @@ def replay(
                 raise WireError(f"reply has {len(frames)} frames: expected 4")
             if frames[2] == END_OF_REPLAY:
                 return
+            if topic and frames[1] != topic:
+                continue
             yield decode_sequence(frames[2]), frames[3]
     finally:
         socket.close()

@@ -204,9 +204,12 @@ class ReplayServer:
 
     def _payload(self, replay: _Replay) -> tuple[int, bytes]:
         """Return the next batch and its sequence number."""
-        if replay.next < self._buffer.first:
-            return self._buffer.stop - 1, self._snapshot_payload()
-        return replay.next, self._buffer[replay.next]
+        number, first = replay.next, self._buffer.first
+        if number < first:
+            if first > self._buffer.start:
+                return self._buffer.stop - 1, self._snapshot_payload()
+            number = first  # an earlier publisher had the number: send everything
+        return number, self._buffer[number]
 
     def _snapshot_payload(self) -> bytes:
         if self._snapshot[0] != self._buffer.stop:

@@ -97,7 +97,7 @@ class EventSubscriber:
             None  # payload of the batch before `next_seq`, if it can be replayed
         )
         self._last_live = -1  # the last sequence number that arrived without a replay
-        self._must_catch_up = replay_endpoint is not None
+        self._must_catch_up, self._has_reconnected = replay_endpoint is not None, False
         self._retry_at = 0.0  # time of the next attempt on the monotonic clock
         self._num_batches = self._num_gaps = self._num_restarts = self._num_malformed = 0
 
@@ -198,8 +198,12 @@ class EventSubscriber:
             self._begin_anew()
         self._last_live = seq
         if seq > self.next_seq:
-            self._num_gaps += 1
-            self._must_catch_up = self._can_replay
+            if _names_all(batch) and (self.next_seq == 0 or self._has_reconnected):
+                self._num_restarts += self.next_seq > 0  # the first batch of another publisher
+            else:
+                self._num_gaps += 1
+                self._must_catch_up = self._can_replay
+        self._has_reconnected = False
         if self._must_catch_up:
             self._try_to_catch_up()
             return  # the batch has been or will be replayed
@@ -216,7 +220,7 @@ class EventSubscriber:
             is_new |= self._is_connected
             self._is_connected = True
         if is_new and not self._can_replay:
-            self.is_exact = False
+            self.is_exact, self._has_reconnected = False, True
         elif is_new:
             self._drop_queued()
             self._must_catch_up = True
@@ -251,7 +255,7 @@ class EventSubscriber:
 
     def _apply(self, seq: int, batch: WireBatch, payload: bytes) -> None:
         is_jump = seq != self.next_seq
-        names_all = bool(batch.events) and isinstance(batch.events[0], WireCleared)
+        names_all = _names_all(batch)
         self.is_exact = names_all or seq == 0 or (self.is_exact and not is_jump)
         self.view.apply(batch.events)
         self.next_seq = seq + 1
@@ -290,7 +294,8 @@ class EventSubscriber:
         """
         last = None if self._last_payload is None else self.next_seq - 1
         is_first = True
-        answers = replay(self._context, endpoint, last or 0, deadline - time.monotonic())
+        left = deadline - time.monotonic()
+        answers = replay(self._context, endpoint, last or 0, left, self._topic)
         with closing(answers):
             for seq, payload in answers:
                 if is_first and seq == last:
@@ -300,20 +305,31 @@ class EventSubscriber:
                     continue
                 if is_first and last is None:
                     self._forget()
+                is_empty = self._apply_replayed(seq, payload)
+                # Another publisher starts by announcing an empty cache.
+                self._num_restarts += is_first and last is not None and is_empty
                 is_first = False
-                self._apply_replayed(seq, payload)
         if is_first:  # the publisher has published nothing, or fewer batches than before
             if self.next_seq > 0:
                 return False
             self.is_exact = True
         return True
 
-    def _apply_replayed(self, seq: int, payload: bytes) -> None:
+    def _apply_replayed(self, seq: int, payload: bytes) -> bool:
+        """Apply a replayed batch. Return whether it only announces an empty cache."""
         if seq < self.next_seq:
             raise WireError(f"replay has batch {seq}: expected {self.next_seq} or later")
         try:
-            self._apply(seq, decode_batch(payload), payload)
+            batch = decode_batch(payload)
         except WireError as error:  # another replay would fail in the same way
             self._note_malformed(error)
             self.is_exact = False
             self.next_seq, self._last_payload = seq + 1, payload
+            return False
+        self._apply(seq, batch, payload)
+        return batch.events == [WireCleared()]
+
+
+def _names_all(batch: WireBatch) -> bool:
+    """Return whether a batch describes the whole cache, because it first clears it."""
+    return bool(batch.events) and isinstance(batch.events[0], WireCleared)

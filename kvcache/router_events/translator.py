@@ -53,7 +53,8 @@ class EventTranslator:
         translated: list[WireEvent] = []
         for i, event in enumerate(events):
             if isinstance(event, BlockStored):
-                translated += self._stored(event)
+                if not event.is_reused:  # readers count how often a block was stored
+                    translated += self._stored(event)
             elif isinstance(event, BlockRemoved):
                 translated += self._removed(event.group, wire_hashes(event), event.medium)
             else:

@@ -51,10 +51,15 @@ class CacheView:
     Mediums are "GPU", "CPU" and "STORAGE", as on the wire. Hashes are unsigned 64-bit integers, or
     bytes from publishers that send complete digests. An event without a medium refers to "GPU", and
     an event without a group refers to group 0.
+
+    vLLM announces each of several blocks with the same hash, and each of their removals. A block
+    therefore stays in the view until it was removed as often as it was stored.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[str, int], dict[WireHash, CachedBlock]] = {}
+        # How often blocks were announced again since they were stored, by medium, group and hash.
+        self._copies: dict[tuple[str, int, WireHash], int] = {}
 
     def apply(self, events: Iterable[WireEvent]) -> None:
         """Apply the events of a decoded batch in order.
@@ -70,18 +75,24 @@ class CacheView:
             instance(event, WireEvent, f"events[{i}]")
         for event in events:
             if isinstance(event, WireCleared):
-                self._blocks.clear()
+                self.clear()
                 continue
-            blocks = self._blocks.setdefault((event.medium or "GPU", event.group_idx or 0), {})
+            place = event.medium or "GPU", event.group_idx or 0
+            blocks = self._blocks.setdefault(place, {})
             if isinstance(event, WireStored):
-                _store(blocks, event)
+                self._store(blocks, event, place)
             elif isinstance(event, WireRemoved):
                 for block_hash in event.block_hashes:
-                    blocks.pop(block_hash, None)
+                    num_copies = self._copies.pop((*place, block_hash), 0)
+                    if num_copies > 1:
+                        self._copies[(*place, block_hash)] = num_copies - 1
+                    elif num_copies == 0:
+                        blocks.pop(block_hash, None)
 
     def clear(self) -> None:
         """Remove all blocks."""
         self._blocks.clear()
+        self._copies.clear()
 
     @property
     def places(self) -> list[tuple[str, int]]:
@@ -120,6 +131,26 @@ class CacheView:
                 return i
         return len(hashes)
 
+    def _store(
+        self, blocks: dict[WireHash, CachedBlock], event: WireStored, place: tuple[str, int]
+    ) -> None:
+        size, parent = event.block_size, event.parent_block_hash
+        knows_chain = bool(
+            event.token_ids
+        )  # without tokens, the blocks may belong to several chains
+        for i, block_hash in enumerate(event.block_hashes):
+            if block_hash in blocks:
+                key = (*place, block_hash)
+                self._copies[key] = self._copies.get(key, 0) + 1
+            blocks[block_hash] = CachedBlock(
+                parent if knows_chain else None,
+                tuple(event.token_ids[i * size : (i + 1) * size]),
+                size,
+                event.lora_name,
+                None if event.extra_keys is None else event.extra_keys[i],
+            )
+            parent = block_hash
+
     def _at(self, medium: str, group: int, name: str = "medium") -> dict[WireHash, CachedBlock]:
         """Return the blocks of a group on a medium. Raises TypeError or ValueError."""
         check_name(medium, name)
@@ -134,17 +165,3 @@ def _checked_hash(value: WireHash, name: str) -> WireHash:
     if type(value) is not int and not isinstance(value, bytes):
         raise TypeError(f"{name} is {shown(value)}: expected an integer or bytes")
     return value
-
-
-def _store(blocks: dict[WireHash, CachedBlock], event: WireStored) -> None:
-    size, parent = event.block_size, event.parent_block_hash
-    knows_chain = bool(event.token_ids)  # without tokens, the blocks may belong to several chains
-    for i, block_hash in enumerate(event.block_hashes):
-        blocks[block_hash] = CachedBlock(
-            parent if knows_chain else None,
-            tuple(event.token_ids[i * size : (i + 1) * size]),
-            size,
-            event.lora_name,
-            None if event.extra_keys is None else event.extra_keys[i],
-        )
-        parent = block_hash

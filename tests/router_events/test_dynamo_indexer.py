@@ -20,6 +20,7 @@ from kvcache import KVCacheManager, Request, StepReport
 from kvcache.router_events import EventPublisher
 from tests.machinery.cache_user import cached
 from tests.machinery.dynamo_indexer import BLOCK, Indexer, needs_dynamo, wait_for
+from tests.machinery.ports import free_port
 
 LOCAL = "tcp://127.0.0.1:0"
 
@@ -134,6 +135,35 @@ def test_dynamos_index_equals_the_caches_after_loss_replay_and_restart(
         assert all(each.publisher.counts.replays > 5 for each in workers)
         num_snapshots = sum(each.publisher.counts.snapshots for each in workers)
         assert (num_snapshots > 0) == (buffer_steps == 20)
+
+
+@needs_dynamo
+def test_dynamos_index_follows_a_worker_that_restarts_on_its_ports(tmp_path):
+    """The restarted worker has an empty cache."""
+    places = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    indexer = Indexer(tmp_path)
+    indexer.register(1, *places)
+    try:
+        for life in range(3):
+            manager = KVCacheManager(
+                BLOCK, num_gpu_blocks=60, max_model_len=2048, enable_events=True
+            )
+
+            def is_followed(life=life, manager=manager):
+                """Serve another prompt, because only a live batch reveals that others were lost."""
+                tokens = [10_000 * life + random.randrange(10_000) for _ in range(40)]
+                manager.step(new=[request := Request("r", tokens)])
+                manager.free(request)
+                publisher.publish(manager.cache.drain_events())
+                expected = {(medium, each) for medium, _, each in cached(manager)}
+                with contextlib.suppress(AssertionError):
+                    wait_for(lambda: indexer.blocks(1) == expected, 1)
+                return indexer.blocks(1) == expected
+
+            with EventPublisher(*places) as publisher:
+                wait_for(is_followed)
+    finally:
+        indexer.close()
 
 
 def expect_equal(indexer, worker):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events in the format that routers read, including those of host blocks, and a reader's view."""
 
+import random
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -546,3 +548,51 @@ def test_view_equals_the_cached_blocks(first):
             raise
         num_on_host += driver.num_on_host
     assert num_on_host > 500
+
+
+def test_block_stored_twice_by_another_publisher_stays_until_its_second_removal():
+    """vLLM announces each of several blocks with the same hash, and the removal of each of them."""
+    view = CacheView()
+    stored = WireStored([7, 8], None, [1, 2], 1, None, "GPU", None)
+    view.apply([stored, stored, WireRemoved([7], "CPU"), WireRemoved([7], None)])
+    assert view.hashes() == {7, 8} and view.block(7).token_ids == (1,)
+    view.apply([WireRemoved([7], "GPU"), WireRemoved([7], "GPU")])  # the third has no effect
+    assert view.hashes() == {8}
+    view.apply([stored, WireRemoved([7, 8], "GPU"), WireRemoved([8], "GPU")])
+    assert view.hashes() == {8}
+    view.apply([WireCleared(), stored, WireRemoved([7, 8], "GPU")])
+    assert len(view) == 0 and not view._copies
+
+
+def test_view_counts_blocks_as_a_publisher_with_duplicates_does():
+    """Compare random announcements with a counter. The publisher has several blocks per hash."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    choose, view, blocks = random.Random(seed), CacheView(), Counter()
+    for _ in range(3000):
+        place = choose.choice(["GPU", "CPU"]), choose.randrange(2), choose.randrange(6)
+        medium, group, block_hash = place
+        if choose.random() < 0.02:
+            view.apply([WireCleared()])
+            blocks.clear()
+        elif choose.random() < 0.5:
+            view.apply([WireStored([block_hash], None, [1], 1, None, medium, None, None, group)])
+            blocks[place] += 1
+        else:
+            view.apply([WireRemoved([block_hash], medium, group)])
+            blocks[place] = max(blocks[place] - 1, 0)
+        found = {(m, g, h) for m, g in view.places for h in view.hashes(m, g)}
+        assert found == {each for each, count in blocks.items() if count}
+
+
+def test_reused_blocks_are_not_announced_to_readers_again():
+    manager = make(announce_reused=True)
+    translator, view = EventTranslator(SEED), CacheView()
+    for name in "ab":
+        manager.step(new=[request := Request(name, range(9))])
+        manager.free(request)
+        view.apply(translator.translate(manager.cache.drain_events()))
+        assert len(view) == 2
+    manager.cache.evict(manager.cache.find_prefix(Request("c", range(9))).block_ids)
+    view.apply(translator.translate(manager.cache.drain_events()))
+    assert len(view) == 0

@@ -85,6 +85,16 @@ def publisher(context):
         yield publisher
 
 
+def first_of(publisher):
+    """Return the number of the first batch after the one that announces an empty cache."""
+    return publisher.next_seq - publisher.counts.batches
+
+
+def numbers(publisher, answers):
+    """Return the numbers of answers, counted from the first batch of events."""
+    return [number - first_of(publisher) for _, number, _ in answers]
+
+
 def publish(publisher, count, first=0):
     for i in range(first, first + count):
         publisher.publish([tokens_event(i)])
@@ -107,8 +117,9 @@ def subscribed(reader, publisher):
         return reader._last_live >= 0
 
     wait_for(hears)
-    follow(reader, lambda: reader._last_live == num_published - 1)
-    assert reader.is_exact and len(reader.view) == 0 and reader.next_seq == num_published
+    last = first_of(publisher) + num_published - 1
+    follow(reader, lambda: reader._last_live == last)
+    assert reader.is_exact and len(reader.view) == 0 and reader.next_seq == last + 1
     return num_published
 
 
@@ -141,12 +152,12 @@ class Asker:
 # --- published messages ---------------------------------------------------------------------------
 
 
-def test_messages_have_three_frames_and_are_numbered_from_0(context, publisher):
+def test_messages_have_three_frames_and_increasing_numbers(context, publisher):
     reader = context.socket(zmq.SUB)
     reader.subscribe(b"kv@pod")
     reader.connect(publisher.endpoint)
     before = time.time()
-    num_published = 0
+    num_published, first = 0, first_of(publisher)
     # A subscription takes effect some time after `connect`.
     while num_published < 3 or not reader.poll(20):
         publisher.publish([tokens_event(num_published)])
@@ -156,9 +167,12 @@ def test_messages_have_three_frames_and_are_numbered_from_0(context, publisher):
         assert reader.poll(DEADLINE_S * 1000)
         topic, sequence, payload = reader.recv_multipart()
         batch = decode_batch(payload)
-        (hash_,) = batch.events[0].block_hashes
-        assert topic == b"kv@pod@model" and sequence == encode_sequence(hash_)
-        assert next_seq in (None, hash_)
+        if decode_sequence(sequence) < first:
+            assert batch.events == [WireCleared()]
+            continue
+        (hash_,) = batch.events[-1].block_hashes
+        assert topic == b"kv@pod@model" and sequence == encode_sequence(first + hash_)
+        assert next_seq in (None, hash_) and len(batch.events) == 1 + (hash_ == 0)
         assert batch.data_parallel_rank == 0 and before <= batch.ts <= time.time()
         next_seq = hash_ + 1
     wait_for(lambda: publisher.counts[:2] == (num_published, publisher._buffer.num_bytes))
@@ -392,13 +406,13 @@ def test_non_events_are_rejected(publisher):
 def test_batches_are_replayed_from_a_number_on(context, publisher, num_delimiters):
     publish(publisher, 100)
     asker = Asker(context, publisher)
-    for first in (0, 37, 99, 100, 5000, 2**63 - 1):
-        asker.ask(*[b""] * num_delimiters, encode_sequence(first))
+    for first in (0, 37, 99, 100, 5000, 2**62):
+        asker.ask(*[b""] * num_delimiters, encode_sequence(first_of(publisher) + first))
         answers = asker.answers(num_delimiters)
-        assert [number for _, number, _ in answers] == [*range(first, 100)]
-        for topic, number, payload in answers:
+        assert numbers(publisher, answers) == [*range(first, 100)]
+        for number, (topic, _, payload) in zip(range(first, 100), answers):
             assert topic == b"kv@pod@model"
-            assert decode_batch(payload).events[0].block_hashes == [number]
+            assert decode_batch(payload).events[-1].block_hashes == [number]
     assert publisher.counts.replays == 6 and publisher.counts.snapshots == 0
 
 
@@ -407,9 +421,9 @@ def test_req_client_gets_a_reply_per_request(context, publisher):
     publish(publisher, 3)
     for i in range(3):
         asker = Asker(context, publisher, zmq.REQ)
-        asker.ask(encode_sequence(i))
+        asker.ask(number := encode_sequence(first_of(publisher) + i))
         assert asker.socket.poll(DEADLINE_S * 1000)
-        assert asker.socket.recv_multipart()[1] == encode_sequence(i)
+        assert asker.socket.recv_multipart()[1] == number
 
 
 MALFORMED = [
@@ -437,7 +451,7 @@ def test_malformed_requests_are_only_counted(context, publisher):
         wait_for(lambda i=i: publisher.counts.refused_requests == i + 1)
     assert not asker.socket.poll(50) and publisher.counts.replays == 0
     asker.ask(b"", encode_sequence(0))
-    assert len(asker.answers()) == 2
+    assert numbers(publisher, asker.answers()) == [-1, 0, 1]
 
 
 def test_oversized_request_closes_only_its_own_connection(context, publisher):
@@ -445,7 +459,7 @@ def test_oversized_request_closes_only_its_own_connection(context, publisher):
     for frame in (bytes(257), bytes(2**20)):
         Asker(context, publisher).ask(b"", frame)
     other = Asker(context, publisher)
-    other.ask(b"", encode_sequence(1))
+    other.ask(b"", encode_sequence(first_of(publisher) + 1))
     assert len(other.answers()) == 1
     # ZMQ discarded the oversized requests before they reached the publisher.
     assert publisher.counts.refused_requests == 0
@@ -461,7 +475,7 @@ def test_bytes_that_are_not_zmq_do_not_affect_other_readers(context, publisher):
     publish(publisher, 2)
     asker = Asker(context, publisher)
     asker.ask(b"", encode_sequence(0))
-    assert len(asker.answers()) == 2
+    assert numbers(publisher, asker.answers()) == [-1, 0, 1]
 
 
 @pytest.mark.slow
@@ -476,10 +490,10 @@ def test_stalled_reader_does_not_block_others(context):
         wait_for(lambda: publisher.counts.replays == 1)
         asker = Asker(context, publisher)
         asker.ask(b"", encode_sequence(0))
-        assert [number for _, number, _ in asker.answers()] == [*range(3000)]
+        assert numbers(publisher, asker.answers()) == [*range(-1, 3000)]
         publish(publisher, 1, first=3000)
         # The replay is late but complete.
-        assert [number for _, number, _ in idle.answers()] == [*range(3000)]
+        assert numbers(publisher, idle.answers()) == [*range(-1, 3000)]
 
 
 @pytest.mark.slow
@@ -559,7 +573,7 @@ def test_batch_larger_than_the_bounds_is_replayed(context, monkeypatch):
         large_batches(publisher, 5)
         asker = Asker(context, publisher)
         asker.ask(b"", encode_sequence(0))
-        assert [number for _, number, _ in asker.answers()] == [*range(5)]
+        assert numbers(publisher, asker.answers()) == [*range(-1, 5)]
 
 
 @pytest.mark.slow
@@ -574,7 +588,7 @@ def test_reader_that_stalls_for_long_is_dropped(context, monkeypatch):
         monkeypatch.setattr(replay_server, "SLOW_SECONDS", DEADLINE_S)
         asker = Asker(context, publisher)
         asker.ask(b"", encode_sequence(0))
-        assert len(asker.answers()) == 60
+        assert len(asker.answers()) == 61
         # This includes connections that have been closed.
         wait_for(lambda: not any(publisher._server.held_bytes.values()))
         assert len(readers) == 3
@@ -601,18 +615,18 @@ def test_replay_beyond_the_buffer_sends_the_whole_cache_content(context, encodin
     with EventPublisher(LOCAL, LOCAL, **options) as publisher:
         publish(publisher, 10)
         asker = Asker(context, publisher)
-        asker.ask(b"", encode_sequence(2))
+        asker.ask(b"", encode_sequence(first_of(publisher) + 2))
         ((_, number, payload),) = asker.answers()
         first = msgspec.msgpack.decode(payload)[1][0]
         assert isinstance(first, dict if encoding == "map" else list)
         events = decode_batch(payload).events
-        assert number == 9 and isinstance(events[0], WireCleared)
+        assert number == publisher.next_seq - 1 and isinstance(events[0], WireCleared)
         assert sorted(h for e in events[1:] for h in e.block_hashes) == [*range(10)]
         asker.ask(b"", encode_sequence(0))
         asker.answers()
         assert publisher.counts.snapshots == 1  # one snapshot serves all pending requests
-        asker.ask(b"", encode_sequence(7))
-        assert [number for _, number, _ in asker.answers()] == [7, 8, 9]
+        asker.ask(b"", encode_sequence(first_of(publisher) + 7))
+        assert numbers(publisher, asker.answers()) == [7, 8, 9]
 
 
 # --- readers --------------------------------------------------------------------------------------
@@ -645,7 +659,7 @@ def test_late_reader_receives_the_whole_cache(context, encoding):
     ):
         publish(publisher, 20)
         assert reader.catch_up() and reader.view.hashes() == {*range(20)}
-        assert reader.next_seq == 20
+        assert reader.next_seq == publisher.next_seq
 
 
 def test_lost_messages_are_detected_and_replayed(context, publisher):
@@ -673,14 +687,14 @@ def test_without_replay_a_gap_stays_and_is_reported(context):
     ):
         first = subscribed(reader, publisher)
         publish(publisher, 1, first)
-        follow(reader, lambda: reader.next_seq == first + 1)
+        follow(reader, lambda: reader.next_seq == first_of(publisher) + first + 1)
         assert reader.is_exact
         reader.loss = 1.0
         publish(publisher, 1, first + 1)
         follow(reader, lambda: reader.num_lost == 1)
         reader.loss = 0.0
         publish(publisher, 1, first + 2)
-        follow(reader, lambda: reader.next_seq == first + 3)
+        follow(reader, lambda: reader.next_seq == first_of(publisher) + first + 3)
         assert reader.view.hashes() == {first, first + 2} and not reader.is_exact
         with pytest.raises(ValueError, match="replay_endpoint is None"):
             reader.catch_up()
@@ -713,14 +727,13 @@ def test_without_replay_a_restarted_publisher_is_followed(context):
         before = subscribed(reader, first)
         num_before = before + 100
         publish(first, 100, before)
-        follow(reader, lambda: reader.next_seq == num_before)
+        follow(reader, lambda: reader.next_seq == first_of(first) + num_before)
         first.close()
         with restarted(first, context) as second:
             follow(reader, lambda: not reader.is_exact)  # the reader has reconnected
-            # Only sequence numbers below `num_before` reveal the restart.
-            while not reader.poll(0.5):
-                second.publish([tokens_event(50)])
-            assert reader.view.hashes() == {50}
+            publish(second, 1, 0)
+            follow(reader, lambda: reader.view.hashes() == {0})
+            assert reader.is_exact
     assert reader.counts.restarts == 1
 
 
@@ -753,6 +766,45 @@ def test_other_topics_and_malformed_messages_are_ignored(context):
         follow(reader, lambda: reader.counts.malformed == 4)
         assert not reader.is_exact
     stranger.close()
+
+
+@pytest.mark.parametrize("topic", ["", "kv@a", "kv@a@m", "kv@a@m2", "kv@b@m"])
+def test_only_batches_of_the_topic_are_replayed(context, topic):
+    with EventPublisher(LOCAL, LOCAL, topic="kv@a@m", context=context) as publisher:
+        publish(publisher, 3)
+        with reader_of(publisher, context, topic=topic) as reader:
+            assert reader.catch_up()
+            is_own = topic in ("", "kv@a@m")
+            assert reader.view.hashes() == ({0, 1, 2} if is_own else set())
+            assert reader.next_seq == (publisher.next_seq if is_own else 0)
+
+
+def test_numbers_of_a_restarted_publisher_are_above_all_earlier_numbers(context):
+    numbers = []
+    for _ in range(3):
+        with EventPublisher(LOCAL, LOCAL, context=context) as publisher:
+            publish(publisher, 2)
+            asker = Asker(context, publisher)
+            asker.ask(b"", encode_sequence(numbers[-1] + 1 if numbers else 0))
+            answers = asker.answers()
+            assert publisher.counts.snapshots == 0
+        numbers += [number for _, number, _ in answers]
+        events = [decode_batch(payload).events for _, _, payload in answers]
+        # The first batch announces an empty cache. So does the second one, for readers without
+        # replay, which have not reconnected before.
+        assert [WireCleared() in each for each in events] == [True, True, False]
+        assert events[0] == [WireCleared()] and events[1][0] == WireCleared()
+    assert numbers == sorted(set(numbers)) and len(numbers) == 9
+
+
+def test_reader_with_replay_notices_a_restarted_publisher_that_has_published_nothing(context):
+    first = EventPublisher(OWN, OWN, context=context)
+    with reader_of(first, context) as reader:
+        publish(first, 3)
+        assert reader.catch_up() and reader.view.hashes() == {0, 1, 2}
+        with restarted(first, context):
+            follow(reader, lambda: not reader.view.hashes())
+            assert reader.catch_up() and reader.counts.restarts == 1
 
 
 def test_endless_messages_do_not_block_a_poll(context, monkeypatch):
@@ -869,7 +921,8 @@ def test_messages_of_an_earlier_publisher_are_not_attributed_to_the_next(context
             assert reader._connections.poll(DEADLINE_S * 1000)
             while reader.poll(0.2):
                 pass
-            assert reader.view.hashes() == {*range(100, 108)} and reader.next_seq == 8
+            assert reader.view.hashes() == {*range(100, 108)}
+            assert reader.next_seq == second.next_seq
 
 
 @pytest.mark.slow
@@ -892,7 +945,7 @@ def test_restarted_publisher_is_followed(context, num_before, num_after, polls):
             if polls:  # otherwise, only the new connection reveals the restart
                 follow(reader, lambda: reader.view.hashes() == expected)
             assert reader.catch_up() and reader.view.hashes() == expected
-            assert reader.next_seq == num_after and reader.counts.restarts >= 1
+            assert reader.next_seq == second.next_seq and reader.counts.restarts >= 1
             publish(second, 1, first=num_after)
             assert reader.catch_up() and num_after in reader.view.hashes()
 
@@ -943,7 +996,7 @@ class RandomCourse:
     def compare(self):
         wait_for(lambda: self.publisher.counts.batches == self.num_published)
         wait_for(self.reader.catch_up)
-        assert self.reader.next_seq == self.num_published
+        assert self.reader.next_seq == self.publisher.next_seq
         # Events of blocks whose parent is only on the host, for example after `cache.evict`, are held.
         groups = self.publisher._translator._groups.items()
         held = {("GPU", number, each) for number, group in groups for each in group.held}
@@ -985,7 +1038,7 @@ def test_prompt_lookup_returns_the_cached_prefix(context, publisher):
     publisher.publish(manager.cache.drain_events())
     hashes = [int.from_bytes(each[-8:].tobytes(), "big") for each in manager.cache.hashes(request)]
     with reader_of(publisher, context) as reader:
-        wait_for(lambda: reader.catch_up() and reader.next_seq == 1)
+        wait_for(lambda: reader.catch_up() and reader.next_seq == first_of(publisher) + 1)
         view = reader.view
         assert view.num_leading(hashes) == 3 and view.num_leading([*hashes, 5]) == 3
         assert view.num_leading([5, *hashes]) == 0
