@@ -230,6 +230,7 @@ def build(
     swap_options: Mapping[str, object] | None = None,
     enable_caching: bool = True,
     num_preallocate_tokens: int = 64,
+    clear: str | None = None,
     **options: Unpack[PolicyArguments],
 ) -> KVCache:
     """Build all parts of a cache on one device. Everything that depends on the model is in the plan.
@@ -253,6 +254,9 @@ def build(
         swap_options: Options of `SwapEngine`. Used only with a host tier.
         enable_caching: See `CacheOptions`.
         num_preallocate_tokens: See `CacheOptions`.
+        clear: Which pages the worker zeroes, as in `Worker`. None: "fresh" if several groups
+            share the pages and their dtypes differ, or they hold recurrent states, scales or packed
+            values, whose bytes another group may read as NaN. Otherwise "zero".
         options: Other fields of `CacheOptions`, such as `eviction` and `host_write`.
 
     Returns:
@@ -322,8 +326,21 @@ def build(
         pages, [each.parts for each in storages], cp_kv_cache_interleave_size
     )
     host_pages = pages.on_host(num_host_blocks) if num_host_blocks else None
-    worker = Worker(by_page, tables, host_pages, **swap_options)
+    if clear is None:
+        clear = "fresh" if _has_foreign_bytes(plan) else "zero"
+    worker = Worker(by_page, tables, host_pages, clear=clear, **swap_options)
+    if clear == "zero":
+        pages.memory.zero_()  # memory that was never used may contain anything
     return KVCache(plan, manager, tables, storages, pages, host_pages, worker)
+
+
+def _has_foreign_bytes(plan: CachePlan) -> bool:
+    """Return whether a page may hold bytes of one group that are NaN when another group reads them."""
+    kinds = {layer.dtype for layer in plan.layers}
+    is_packed = "uint8" in kinds or any(
+        layer.state_bytes or layer.scale_bytes_per_token for layer in plan.layers
+    )
+    return len(plan.groups) > 1 and (len(kinds) > 1 or is_packed)
 
 
 def _num_slots(table: GroupTable) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 from kvcache.checks import instances, shown
 from kvcache.native.load import core
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 
 
 class Status(IntEnum):
@@ -113,7 +113,10 @@ class StepPlan(_HeldArrays):
 
     - `swap_out`: int32[n, 2], device page and host page.
     - `copy`: int32[n, 2], source and destination page.
-    - `zero`: int32[n], pages to zero.
+    - `zero`: int32[n], pages to zero: states that start anew, and blocks without the KV of a hit.
+    - `fresh`: int32[n], new pages that no other section fills. They contain bytes of an earlier
+      owner until the step or a load writes them. A worker with `clear="fresh"` zeroes them together
+      with `zero`; no page is in both.
     - `swap_in`: int32[n, 2], host page and device page.
     - `clear_rows`: int32[k], table rows to clear.
     - `append_rows`: int32[r], rows to which blocks are appended. In group g, the blocks
@@ -147,6 +150,7 @@ class StepPlan(_HeldArrays):
     swap_out: np.ndarray = field(default_factory=lambda: NO_PAIRS)
     copy: np.ndarray = field(default_factory=lambda: NO_PAIRS)
     zero: np.ndarray = field(default_factory=lambda: NO_IDS)
+    fresh: np.ndarray = field(default_factory=lambda: NO_IDS)
     swap_in: np.ndarray = field(default_factory=lambda: NO_PAIRS)
     depends_on: np.ndarray = field(default_factory=lambda: NO_PAIRS)
     is_empty: bool = field(default=False, init=False)  # `dataclasses.replace` resets it to False

@@ -31,6 +31,7 @@ class HeldPlan {
     kSwapOut,
     kCopy,
     kZero,
+    kFresh,
     kSwapIn,
     kDependsOn,
     kFirstOfGroup,
@@ -98,7 +99,7 @@ class HeldPlan {
   static void for_each(const StepPlan& plan, const Visit& visit) {
     for (const auto* values : {&plan.rows, &plan.num_computed_tokens, &plan.num_tokens,
                                &plan.clear_rows, &plan.append_rows, &plan.swap_out, &plan.copy,
-                               &plan.zero, &plan.swap_in, &plan.depends_on}) {
+                               &plan.zero, &plan.fresh, &plan.swap_in, &plan.depends_on}) {
       visit(*values);
     }
     for (const StepPlan::Group& group : plan.groups) {

@@ -50,6 +50,7 @@ class PlanType {
     kSwapOut,
     kCopy,
     kZero,
+    kFresh,
     kSwapIn,
     kDependsOn,
     kNumFields,
@@ -70,8 +71,8 @@ class PlanType {
                                                        "append_rows", "append_splits",
                                                        "append_ids",  "replace",
                                                        "swap_out",    "copy",
-                                                       "zero",        "swap_in",
-                                                       "depends_on"};
+                                                       "zero",        "fresh",
+                                                       "swap_in",     "depends_on"};
     const py::module_ dataclasses = py::module_::import("dataclasses");
     std::vector<std::pair<Slot, py::object>> defaults;
     std::array<Slot, kNumFields> slots;
@@ -230,6 +231,7 @@ void set_changes(const PlanType& type, const py::object& out, const py::object& 
   type.set_missing(out, PlanType::kSwapOut, pairs(HeldPlan::kSwapOut));
   type.set_missing(out, PlanType::kCopy, pairs(HeldPlan::kCopy));
   type.set_missing(out, PlanType::kZero, ids(HeldPlan::kZero));
+  type.set_missing(out, PlanType::kFresh, ids(HeldPlan::kFresh));
   type.set_missing(out, PlanType::kSwapIn, pairs(HeldPlan::kSwapIn));
   type.set_missing(out, PlanType::kDependsOn, pairs(HeldPlan::kDependsOn));
 }
@@ -292,7 +294,7 @@ py::object untouched_changes(const py::object& plan) {
   return py::reinterpret_borrow<py::object>(type.held(plan.ptr()));
 }
 
-PlanWork work_of(const py::object& plan) {
+PlanWork work_of(const py::object& plan, bool clears) {
   const PlanType& type = PlanType::get();
   if (!type.is_plan(plan.ptr())) return PlanWork::kPages;
   PyObject* const capsule = type.held(plan.ptr());
@@ -305,7 +307,8 @@ PlanWork work_of(const py::object& plan) {
   };
   if (!is_empty(PlanType::kSwapOut, HeldPlan::kSwapOut) ||
       !is_empty(PlanType::kCopy, HeldPlan::kCopy) || !is_empty(PlanType::kZero, HeldPlan::kZero) ||
-      !is_empty(PlanType::kSwapIn, HeldPlan::kSwapIn)) {
+      !is_empty(PlanType::kSwapIn, HeldPlan::kSwapIn) ||
+      (clears && !is_empty(PlanType::kFresh, HeldPlan::kFresh))) {
     return PlanWork::kPages;
   }
   if (held == nullptr || !type.lacks_changes(plan.ptr()) || !held->is_empty(HeldPlan::kClearRows) ||
@@ -326,7 +329,9 @@ void bind_plan(py::module_& m) {
          const py::object& replace) { PlanType::get().use(plan, {ids, splits, pairs, replace}); },
       py::arg("plan"), py::arg("no_ids"), py::arg("no_splits"), py::arg("no_pairs"),
       py::arg("no_replace"));
-  m.def("plan_work", [](const py::object& plan) { return static_cast<int>(work_of(plan)); });
+  m.def("plan_work", [](const py::object& plan, bool clears) {
+    return static_cast<int>(work_of(plan, clears));
+  });
   m.attr("HeldArrays") = held_arrays_type();
 }
 

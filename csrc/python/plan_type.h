@@ -21,8 +21,8 @@ py::object as_plan(const StepPlan& plan);
 py::object untouched_changes(const py::object& plan);
 
 // What a worker must do for a plan: nothing, update tables, or also move pages. A section that was
-// assigned counts as work.
+// assigned counts as work. `clears`: whether the worker clears fresh pages.
 enum class PlanWork { kNone, kTables, kPages };
-PlanWork work_of(const py::object& plan);
+PlanWork work_of(const py::object& plan, bool clears);
 
 }  // namespace kvcache

@@ -116,6 +116,8 @@ class Worker:
         host: The pages of the manager's host tier (`Pages.on_host`), if it has one.
         last_step_id: The ID of the last step whose plan was applied to `tables`. If another worker
             filled the tables, this is that worker's `last_step_id`. -1 if no plan was applied.
+        clear: Which pages a plan zeroes: "zero", only its section `zero`, or "fresh", also its new
+            pages (`StepPlan.fresh`), so that no kernel reads bytes that an earlier owner left.
         swap_options: Options for `SwapEngine`. All of them except `streams` require `host`.
 
     Example:
@@ -134,11 +136,15 @@ class Worker:
         host: Pages | None = None,
         *,
         last_step_id: int = -1,
+        clear: str = "zero",
         **swap_options: object,
     ) -> None:
         instance(tables, GroupTable | BlockTables, "tables")
         # ID of the last step whose plan was applied to the tables.
         self._last_step_id = integer(last_step_id, "last_step_id", -1, MAX_INT64)
+        if clear not in ("zero", "fresh"):
+            raise ValueError(f"clear is {shown(clear)}: expected 'zero' or 'fresh'")
+        self.clear = clear
         groups = [tables] if isinstance(tables, GroupTable) else tables.block_tables
         if host is not None:
             instance(host, Pages, "host")
@@ -235,7 +241,7 @@ class Worker:
         instance(plan, StepPlan, "plan")
         last, num_applied = self._last_step_id, self._table_set.num_applied
         self._check_order(plan)
-        work = core.plan_work(plan)
+        work = core.plan_work(plan, self.clear == "fresh")
         if work == _PAGES or not self._has_no_moves():
             return self._start(plan, num_applied)
         if work == _TABLES:
@@ -353,9 +359,12 @@ class Worker:
             self._launch(lambda: self._within.copy(moves.copy))
 
     def _zero(self, moves: PageMoves) -> None:
-        if len(moves.zero):
-            self._note("zero", moves.zero)
-            self._launch(lambda: self._within.zero(moves.zero))
+        pages = moves.zero
+        if self.clear == "fresh":
+            pages = np.concatenate([pages, moves.fresh])
+        if len(pages):
+            self._note("zero", pages)
+            self._launch(lambda: self._within.zero(pages))
 
     def _swap_in(self, moves: PageMoves, step: PendingStep) -> None:
         if len(moves.swap_in) == 0:

@@ -274,6 +274,8 @@ class Driver:
         self.kept: list[Request] = []  # freed requests whose blocks are kept for a connector
         self.tables: dict[int, list[list[int]]] = {}
         self.before: dict[int, dict] = {}  # step -> block tables before that step
+        self.fresh: dict[int, set[int]] = {}  # step -> new blocks that its plan listed
+        self.aborted: set[int] = set()  # new blocks of plans aborted since the last step
         self.count = 0
         self.hashes: dict[tuple, bytes] = {}  # prefix -> hash
         self.operations = [
@@ -486,6 +488,7 @@ class Driver:
         assert plan.clear_rows.tolist() == sorted(want.clear)
         assert sorted(map(tuple, plan.copy.tolist())) == sorted(want.copy)
         assert plan.zero.tolist() == want.zero
+        self.check_fresh(plan, want.given)
         assert list(map(tuple, plan.swap_out.tolist())) == want.swap_out
         assert list(map(tuple, plan.swap_in.tolist())) == want.swap_in
         assert len(plan.depends_on) == len(want.depends_on)
@@ -584,6 +587,7 @@ class Driver:
             plan.swap_out,
             plan.copy,
             plan.zero,
+            plan.fresh,
             plan.swap_in,
         )
         return not any(map(len, [*sections, *plan.append_ids, *plan.replace]))
@@ -603,12 +607,23 @@ class Driver:
         """Check that each page is written at most once and that no copy reads a page written by the
         plan.
         """
-        written = [*plan.copy[:, 1].tolist(), *plan.zero.tolist(), *plan.swap_in[:, 1].tolist()]
+        written = [*plan.zero.tolist(), *plan.fresh.tolist()]
+        written += [*plan.copy[:, 1].tolist(), *plan.swap_in[:, 1].tolist()]
         assert len(written) == len(set(written))
         assert not set(plan.copy[:, 0].tolist()) & set(written)
         to_host = plan.swap_out[:, 1].tolist()
         assert len(to_host) == len(set(to_host))
         assert not set(to_host) & {load["host"] for load in self.model.loads}
+
+    def check_fresh(self, plan, given: list[int]) -> None:
+        """Check that `fresh` lists the blocks that rows were given, unless the plan fills them, and
+        otherwise only blocks that an aborted plan gave.
+        """
+        filled = {*plan.zero.tolist(), *plan.copy[:, 1].tolist(), *plan.swap_in[:, 1].tolist()}
+        fresh = set(plan.fresh.tolist())
+        assert set(given) - filled <= fresh
+        assert fresh - set(given) <= self.aborted
+        self.aborted, self.fresh[plan.step_id] = set(), fresh
 
     def apply(self, plan) -> None:
         for row in plan.clear_rows.tolist():
@@ -816,6 +831,7 @@ class Driver:
             return
         step = self.choose.integer(least, self.model.num_steps - 1)
         steps = {each["id"] for each in self.model.in_flight}
+        self.aborted.update(*(self.fresh[each] for each in steps if each >= step and step in steps))
         found = self.manager.report(StepReport(step, completed=False))
         assert found == self.by_request(self.model.abort(step))
         if step in steps and self.choose.chance(2):  # the aborted plans were never applied

@@ -113,6 +113,7 @@ class Answer:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copy: list[tuple[int, int]] = field(default_factory=list)
     zero: list[int] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)  # new blocks, including those that a copy fills
     depends_on: set[tuple[int, int]] = field(default_factory=set)
 
 
@@ -1303,6 +1304,8 @@ class ModelManager:
             columns = [column for group, column in shared if group == g]
             own += [(g, column, self.pool.take()) for column in columns]
             taken.append([self.pool.take() for _ in range(n)])
+        if self.step_answer is not None:
+            self.step_answer.given += [*sum(taken, []), *(block for _, _, block in own)]
         for g, column, block in own:
             self._own(state, g, column, block, start)
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
@@ -1331,6 +1334,9 @@ class ModelManager:
             ):
                 self.step_answer.zero += taken[g][: ceil_div(start - starts, group.block_size)]
                 self.safe_start = min(self.safe_start, starts)
+            if taken[g] and group.pages == TOKENS and start % group.block_size and starts <= start:
+                # The block is filled in part by an external load.
+                self.safe_start = min(self.safe_start, start // group.block_size * group.block_size)
             each.blocks += taken[g]
 
     def _own(self, state, g, column, block, start):

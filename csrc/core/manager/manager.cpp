@@ -269,6 +269,7 @@ const StepPlan& Manager::step(const StepRequest& request) {
   server_.publish_served();
   publisher_.publish_offloaded();
   tiers_.release_read();
+  recovery_.give_again();
   return steps_.end(rows_);
 }
 

@@ -12,7 +12,7 @@ namespace kvcache {
 void StepPlan::clear() {
   for (std::vector<int32_t>* each :
        {&rows, &num_computed_tokens, &num_tokens, &clear_rows, &append_rows, &swap_out, &copy,
-        &zero, &swap_in, &depends_on}) {
+        &zero, &fresh, &swap_in, &depends_on}) {
     each->clear();
   }
   status.clear();
@@ -26,7 +26,7 @@ void StepPlan::clear() {
 
 bool StepPlan::is_empty() const {
   for (const std::vector<int32_t>* each :
-       {&clear_rows, &append_rows, &swap_out, &copy, &zero, &swap_in}) {
+       {&clear_rows, &append_rows, &swap_out, &copy, &zero, &fresh, &swap_in}) {
     if (!each->empty()) return false;
   }
   return std::all_of(groups.begin(), groups.end(),
@@ -49,8 +49,26 @@ const StepPlan& PlanBuilder::end() {
   std::vector<int32_t>& clear = plan_.clear_rows;
   std::sort(clear.begin(), clear.end());
   clear.erase(std::unique(clear.begin(), clear.end()), clear.end());
+  drop_filled();
   is_step_ = false;
   return plan_;
+}
+
+// Removes the pages that another section fills from `fresh`.
+void PlanBuilder::drop_filled() {
+  std::vector<int32_t>& fresh = plan_.fresh;
+  if (fresh.empty()) return;
+  std::vector<int32_t> filled = plan_.zero;
+  for (const std::vector<int32_t>* pairs : {&plan_.copy, &plan_.swap_in}) {
+    for (size_t i = 1; i < pairs->size(); i += 2) filled.push_back((*pairs)[i]);
+  }
+  if (filled.empty()) return;
+  std::sort(filled.begin(), filled.end());
+  fresh.erase(std::remove_if(fresh.begin(), fresh.end(),
+                             [&](BlockId page) {
+                               return std::binary_search(filled.begin(), filled.end(), page);
+                             }),
+              fresh.end());
 }
 
 void PlanBuilder::append(int32_t row, const RowBlocks* blocks, const int64_t* from) {
@@ -105,8 +123,11 @@ void PlanBuilder::check_invariants() const {
     sources.insert(plan_.copy[i]);
     require(written.insert(plan_.copy[i + 1]).second, "a page is written twice", plan_.copy[i + 1]);
   }
-  for (BlockId page : plan_.zero) {
-    require(written.insert(page).second, "a page is written twice", page);
+  for (const std::vector<int32_t>* pages : {&plan_.zero, &plan_.fresh}) {
+    for (BlockId page : *pages) {
+      require(written.insert(page).second, "a page is written twice", page);
+      require(sources.count(page) == 0, "a page is copied before it is written", page);
+    }
   }
   for (size_t i = 0; i < plan_.swap_in.size(); i += 2) {
     const BlockId page = plan_.swap_in[i + 1];

@@ -62,6 +62,10 @@ class PlanBuilder {
   }
   void copy(BlockId source, BlockId target) { add(&plan_.copy, source, target); }
   void zero(BlockId page) { plan_.zero.push_back(page); }
+  // Records pages that a row was just given. `end` keeps those that the plan does not fill.
+  void give(const BlockId* pages, int64_t n) {
+    if (is_step_) plan_.fresh.insert(plan_.fresh.end(), pages, pages + n);
+  }
   void swap_out(BlockId device, BlockId host) { add(&plan_.swap_out, device, host); }
   void swap_in(BlockId host, BlockId device) { add(&plan_.swap_in, host, device); }
 
@@ -92,6 +96,7 @@ class PlanBuilder {
   void check_invariants() const;
 
  private:
+  void drop_filled();
   void add(std::vector<int32_t>* section, int32_t first, int32_t second) {
     if (!is_step_) section = &direct_pairs_;
     section->insert(section->end(), {first, second});

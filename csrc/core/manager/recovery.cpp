@@ -2,6 +2,7 @@
 #include "core/manager/recovery.h"
 
 #include <algorithm>
+#include <unordered_set>
 #include <utility>
 
 namespace kvcache {
@@ -50,7 +51,42 @@ Recompute Recovery::abort_from(int64_t step_id) {
   const std::vector<BlockId> blocks = invalid.blocks();
   parts_.release->note_forgotten();
   c_.pool->evict(blocks.data(), static_cast<int64_t>(blocks.size()));
-  return recompute(invalid.limits());
+  Recompute out = recompute(invalid.limits());
+  for (const StepJournal::Step& step : aborted) note_given(step);
+  return out;
+}
+
+// Other pages that the step gave to rows have been released: a row keeps only blocks with tokens
+// that do not depend on the step, blocks beyond external tokens, and the encoder's pages.
+void Recovery::note_given(const StepJournal::Step& step) {
+  given_.insert(given_.end(), step.given.begin(), step.given.end());
+  for (const StepJournal::Served& served : step.rows) {
+    if (!c_.rows->is_still(served.row, served.admission)) continue;
+    const Row& r = (*c_.rows)[served.row];
+    if (r.on_host || c_.rows->info(served.row).step != step.id) continue;
+    for (const CacheGroup& group : *c_.groups) {
+      const PageTraits& traits = group.rules->traits;
+      if (traits.follows_sequence && !traits.appends) continue;
+      const RowBlocks& each = c_.rows->blocks(served.row)[group.id];
+      const int64_t first =
+          traits.follows_sequence ? ceil_div(r.num_computed, group.block_size) : 0;
+      for (int64_t b = std::max(first, each.num_dropped); b < each.size(); ++b) {
+        given_.push_back({each[b], c_.pool->generation(each[b])});
+      }
+    }
+  }
+}
+
+void Recovery::give_again() {
+  std::unordered_set<BlockId> listed;  // forks share pages
+  for (const StepJournal::Given& each : given_) {
+    const bool is_held = c_.pool->ref_count(each.id) > 0;
+    if (!is_held || c_.pool->generation(each.id) != each.generation) continue;
+    if (!listed.insert(each.id).second) continue;
+    c_.plan->give(&each.id, 1);
+    c_.journal->note_given(each);
+  }
+  given_.clear();
 }
 
 // Undoes the effects of the step on rows, host pages and the tables of the worker.
@@ -106,7 +142,10 @@ Recompute Recovery::invalidate(const std::vector<BlockId>& blocks,
   parts_.release->note_forgotten();
   c_.pool->evict_derived(chains, are_uniform(*c_.groups));
   if (c_.host != nullptr) c_.host->pages().evict_derived(chains, are_uniform(*c_.groups));
-  return recompute(invalid.limits());
+  Recompute out = recompute(invalid.limits());
+  // Rows keep failed pages of encoders.
+  for (BlockId id : blocks) given_.push_back({id, c_.pool->generation(id)});
+  return out;
 }
 
 // Rows with invalid computed tokens return to the end of their valid tokens. If a row does not hold

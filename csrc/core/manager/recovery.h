@@ -46,6 +46,10 @@ class Recovery {
   // Releases the blocks of the row. The row continues from its hit in the device cache.
   void restart(int32_t row);
 
+  // Adds the pages that aborted plans gave to rows, and that the rows still hold without content,
+  // to the current plan, because the aborted plans may not have reached the worker.
+  void give_again();
+
   // Called before the hashes of the device blocks for which `is_evicted` returns true are removed.
   // Records in the journal which of these blocks belong to prefixes of freed rows whose steps may
   // be in flight. If one of the blocks fails later, lookups cannot find it.
@@ -69,9 +73,11 @@ class Recovery {
   void add_published(const StepJournal::Published& published, const LeftRows& left,
                      Invalidation* invalid) const;
   Recompute recompute(const Invalidation::Limits& limits);
+  void note_given(const StepJournal::Step& step);
 
   RowContext c_;
   Parts parts_;
+  std::vector<StepJournal::Given> given_;  // to list in the next plan
 };
 
 }  // namespace kvcache

@@ -116,6 +116,7 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
   if (num_taken == 0 && served->span.num_accepted == 0) return;
   taken_.resize(static_cast<size_t>(num_taken));
   c_.pool->allocate(num_taken, taken_.data());
+  c_.plan->give(taken_.data(), num_taken);
   const BlockId* next = taken_.data();
   for (const CacheGroup& group : *c_.groups) {
     next = group.rules->grow(&growth_, served, group, takes[group.id], next);

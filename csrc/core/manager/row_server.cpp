@@ -334,6 +334,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   AdmissionInfo& info = c_.rows->info(row);
   info = {num_prompt, hit.num_tokens, 0, hit.num_shared_tokens, {}};
   info.hit_end = hit.num_tokens;
+  if (by_step) info.step = c_.journal->last().id;
   info.retained = retained_.ends(num_prompt, hit.num_tokens, hit.num_shared_tokens);
   r.chain = chain;
   r.start = served->span.start;
@@ -498,6 +499,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
       child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked, 0, {}};
   c_.rows->info(other).num_slots = c_.rows->info(row).num_slots;
   c_.rows->info(other).hit_end = c_.rows->info(row).hit_end;
+  c_.rows->info(other).step = c_.rows->info(row).step;
   c_.rows->info(other).retained = retained_.ends(child->num_tokens(), r.num_computed, 0);
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(other)[group.id];

@@ -28,6 +28,7 @@ void StepJournal::forget_oldest() {
   spare_.published.clear();
   spare_.dropped.clear();  // releases the chains
   spare_.left.clear();
+  spare_.given.clear();
 }
 
 void StepJournal::issue(const std::vector<int32_t>& clear_rows) {

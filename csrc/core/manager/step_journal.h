@@ -47,6 +47,10 @@ class StepJournal {
     int32_t row;
     int64_t admission;
   };
+  struct Given {  // a page that an aborted plan gave to a row, and that this plan lists again
+    BlockId id;
+    uint8_t generation;
+  };
   struct Step {
     int64_t id;
     std::vector<Served> rows;
@@ -56,6 +60,7 @@ class StepJournal {
     std::vector<Published> published;
     std::vector<Dropped> dropped;
     std::vector<Left> left;
+    std::vector<Given> given;
   };
 
   const StepNumbers& numbers() const { return numbers_; }
@@ -76,6 +81,7 @@ class StepJournal {
   }
   void note_swapped(int32_t row, const Row& r);
   void note_written(const std::vector<BlockId>& pages);
+  void note_given(const Given& given) { in_flight_.back().given.push_back(given); }
   void note_published(int32_t row, const Row& r, int64_t first_token, uint8_t group, BlockId id,
                       uint8_t generation) {
     if (!notes(r)) return;
