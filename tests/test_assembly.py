@@ -617,3 +617,36 @@ def test_overwritten_circular_context_reads_as_zeros():
     assert key[:, 0, 0].tolist() == [0.0] * 20 + list(range(21, 101))
     with pytest.raises(ValueError, match=r"rows is \[-1\]: expected table rows of 0 or more"):
         cache.gather_context("c", [-1], [3])
+
+
+@pytest.mark.parametrize(
+    ("layers", "clear"),
+    [
+        (FULL, "zero"),
+        ([*LOCAL, *FULL], "zero"),
+        (MODELS["fp8"], "zero"),
+        ([*STATES, *FULL[:2]], "fresh"),
+        ([*MODELS["fp8"], *FULL], "fresh"),
+    ],
+)
+def test_fresh_pages_are_cleared_where_a_group_may_read_nan(layers, clear):
+    plan = plan_of(layers)
+    assert kvcache.build(plan, max_num_reqs=4).worker.clear == clear
+    assert kvcache.build(plan, max_num_reqs=4, clear="fresh").worker.clear == "fresh"
+
+
+def test_no_nan_of_a_state_is_left_in_an_attention_block():
+    layers = [
+        LayerSpec("full", "full_attention", 16, 2, 16, dtype="bfloat16"),
+        LayerSpec("state", "recurrent", 16, dtype="float32", state_bytes=2048),
+    ]
+    cache = kvcache.build(plan_of(layers, state_interval=16), max_num_reqs=4)
+    cache.pages.memory.fill_(0xFF)  # NaN in every dtype
+    request = Request("a", range(5))
+    cache.worker.apply(cache.manager.step(new=[request]))
+    blocks = cache.manager.block_ids(request, cache.group("full"))
+    assert not cache.kv_cache("full")[torch.from_numpy(blocks.astype(np.int64))].isnan().any()
+
+
+def test_memory_that_was_never_used_holds_zeros():
+    assert not kvcache.build(plan_of(FULL), max_num_reqs=4).pages.memory.any()

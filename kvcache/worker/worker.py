@@ -142,7 +142,7 @@ class Worker:
         instance(tables, GroupTable | BlockTables, "tables")
         # ID of the last step whose plan was applied to the tables.
         self._last_step_id = integer(last_step_id, "last_step_id", -1, MAX_INT64)
-        if clear not in ("zero", "fresh"):
+        if not isinstance(clear, str) or clear not in ("zero", "fresh"):
             raise ValueError(f"clear is {shown(clear)}: expected 'zero' or 'fresh'")
         self.clear = clear
         groups = [tables] if isinstance(tables, GroupTable) else tables.block_tables
@@ -259,9 +259,9 @@ class Worker:
         for name in ("swap_out", "swap_in"):
             if self.engine is None and len(integers(getattr(plan, name), name, (2,))):
                 raise ValueError(f"plan has {name}: expected a worker that was given host pages")
-        moves = checked_page_moves(
-            plan, self.pages.num_blocks, 0 if self.host is None else self.host.num_blocks
-        )
+        num_host_blocks = 0 if self.host is None else self.host.num_blocks
+        clears_fresh = self.clear == "fresh"
+        moves = checked_page_moves(plan, self.pages.num_blocks, num_host_blocks, clears_fresh)
         if self.engine is not None:
             swaps = len(moves.swap_out) or len(moves.swap_in)
             if swaps or not self.engine.is_idle:
@@ -359,12 +359,9 @@ class Worker:
             self._launch(lambda: self._within.copy(moves.copy))
 
     def _zero(self, moves: PageMoves) -> None:
-        pages = moves.zero
-        if self.clear == "fresh":
-            pages = np.concatenate([pages, moves.fresh])
-        if len(pages):
-            self._note("zero", pages)
-            self._launch(lambda: self._within.zero(pages))
+        if len(moves.zero):
+            self._note("zero", moves.zero)
+            self._launch(lambda: self._within.zero(moves.zero))
 
     def _swap_in(self, moves: PageMoves, step: PendingStep) -> None:
         if len(moves.swap_in) == 0:

@@ -24,6 +24,7 @@ CHANGES = [
     "swap_out",
     "copy",
     "zero",
+    "fresh",
     "swap_in",
 ]
 

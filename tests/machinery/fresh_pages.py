@@ -158,7 +158,9 @@ class FreshPages:
         """Check all slots, including unused ones, of the pages that attention loads."""
         for g, blocks in enumerate(self.held(request)):
             size = self.groups[g].block_size
-            used = blocks if self.groups[g].kind == "cross_attention" else blocks[: -(-stop // size)]
+            used = (
+                blocks if self.groups[g].kind == "cross_attention" else blocks[: -(-stop // size)]
+            )
             for column, page in enumerate(used):
                 slots = self.pages[page, : NUM_SLOTS if g in self.states else size]
                 is_right = (slots == CLEAN) | (slots == self.life[page])
@@ -232,7 +234,9 @@ class FreshPages:
             )
             if status == Status.SERVED
         ]
-        steps += [(request, new[request]) for request in new if request.request_id not in self.loads]
+        steps += [
+            (request, new[request]) for request in new if request.request_id not in self.loads
+        ]
         self.by_step += new
         if self.apply(plan, before, new):
             for request, start in steps:
@@ -272,7 +276,7 @@ class FreshPages:
             [*shared, 7],
             num_encoder_tokens=parent.num_encoder_tokens,
         )
-        if len(shared) and self.manager.fork(parent, child) >= 0:
+        if 0 < len(shared) < LONGEST and self.manager.fork(parent, child) >= 0:
             self.by_step.append(child)
 
     def report(self) -> None:

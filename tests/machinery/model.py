@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from math import gcd, lcm
 
 SERVED, WAIT, NEVER = 0, 1, 2
@@ -1305,7 +1306,7 @@ class ModelManager:
             own += [(g, column, self.pool.take()) for column in columns]
             taken.append([self.pool.take() for _ in range(n)])
         if self.step_answer is not None:
-            self.step_answer.given += [*sum(taken, []), *(block for _, _, block in own)]
+            self.step_answer.given += [*(block for _, _, block in own), *chain(*taken)]
         for g, column, block in own:
             self._own(state, g, column, block, start)
         for g, (group, each) in enumerate(zip(self.groups, state.held)):

@@ -104,7 +104,7 @@ def append(rows, splits, ids):
         ({"replace": [[(2, 0, 1)]]}, "names column 0, but row 2 has 0 blocks"),
         ({"replace": [[(9, 1, 1)]]}, "names row 9: expected 0 to 3"),
         ({"append_ids": [[], []]}, "append_splits has 1 entries, but append_ids has 2"),
-        ({"version": 99}, "plan has version 99: expected 3"),
+        ({"version": 99}, "plan has version 99: expected 4"),
     ],
 )
 def test_plan_that_does_not_fit_changes_nothing(sections, message):
@@ -904,3 +904,41 @@ def test_reports_of_ranks_are_combined():
         StepReport.of_ranks([StepReport(4, True), StepReport(5, True)])
     with pytest.raises(ValueError, match="reports is empty: expected one report per rank"):
         StepReport.of_ranks([])
+
+
+@pytest.mark.parametrize("clear", ["zero", "fresh"])
+def test_new_pages_are_zeroed_if_the_worker_is_told_to(clear):
+    storage = KVStorage(num_blocks=20, block_size=4, num_kv_heads=1, head_size=2)
+    w = Worker(storage, BlockTable(4, 4, 5, 16, False, "cpu", 4), clear=clear)
+    storage.pages.memory.fill_(7)
+    moves = []
+    w.on_move = lambda section, pages: moves.append((section, pages.tolist()))
+    w.apply(plan(zero=np.array([3]), fresh=np.array([5, 6]), copy=np.array([[4, 2]])))
+    cleared = [3, 5, 6] if clear == "fresh" else [3]
+    assert moves == [("copy", [[4, 2]]), ("zero", cleared)]
+    content = storage.kv_caches[0].view(torch.uint8).movedim(1, 0).reshape(20, -1)
+    assert [page for page in range(20) if not content[page].any()] == cleared
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"fresh": np.array([20])}, "has page 20: expected 1 to 19"),
+        ({"fresh": np.array([5]), "copy": np.array([[4, 5]])}, "write to page 5 twice"),
+        ({"fresh": np.array([5]), "copy": np.array([[5, 6]])}, "page 5, and copy reads it"),
+        ({"fresh": np.array([0.5])}, "fresh"),
+    ],
+)
+def test_a_plan_with_wrong_fresh_pages_changes_nothing(sections, message):
+    storage = KVStorage(num_blocks=20, block_size=4, num_kv_heads=1, head_size=2)
+    storage.pages.memory.fill_(7)
+    w = Worker(storage, BlockTable(4, 4, 5, 16, False, "cpu", 4), clear="fresh")
+    with pytest.raises((TypeError, ValueError), match=message):
+        w.apply(plan(**sections))
+    assert w.pages.memory.unique().tolist() == [7] and w.last_step_id == -1
+
+
+def test_unknown_value_of_clear_is_rejected():
+    for value in ("all", None, np.zeros(2)):
+        with pytest.raises(ValueError, match=r"clear is .*: expected 'zero' or 'fresh'"):
+            Worker(worker().storages[0], worker().tables, clear=value)

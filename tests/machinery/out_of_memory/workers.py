@@ -84,6 +84,7 @@ _MOVES = {
     "swap_out": np.array([[5, 3], [6, 4]], np.int32),
     "copy": np.array([[1, 12]], np.int32),
     "zero": _ids(13),
+    "fresh": _ids(10),
     "swap_in": np.array([[5, 14]], np.int32),
 }
 

@@ -29,6 +29,7 @@ _WORDS = {
         "swap",
         "copy",
         "zero",
+        "fresh",
         "replace",
         "clear_rows",
         "step",

@@ -548,7 +548,13 @@ class WorkerScene(Scene):
 
     def calls(self) -> Iterator[Call]:
         s, w = self.storage, self.worker
-        moves = {"swap_out": [[1, 2]], "copy": [[2, 5]], "zero": [6], "swap_in": [[3, 7]]}
+        moves = {
+            "swap_out": [[1, 2]],
+            "copy": [[2, 5]],
+            "zero": [6],
+            "fresh": [4],
+            "swap_in": [[3, 7]],
+        }
         full = self.plan(2, **moves, clear_rows=[2])
         full = replace(full, replace=[np.array([[0, 1, 8]], np.int32)])
         for name in ("apply", "start"):
