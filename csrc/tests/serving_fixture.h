@@ -46,10 +46,12 @@ struct Serving {
   Clock clock{false};
   RowRelease release{context, 4, &clock};
   RowSwap swap{context, &publisher, &release};
-  PrefixFinder finder{{&pool, &host.pages(), &groups, 4}, setup.options};
-  RowServer server{context,
-                   {4, holders, &finder, &publisher, &swap, &intake, &stats, /*misses=*/nullptr},
-                   setup.options};
+  HitEnds ends{groups};
+  PrefixFinder finder{{&pool, &host.pages(), &groups, &ends, 4}, setup.options};
+  RowServer server{
+      context,
+      {4, holders, &finder, &ends, &publisher, &swap, &intake, &stats, /*misses=*/nullptr},
+      setup.options};
 
   explicit Serving(std::vector<CacheGroup> of = full_groups(4), const ManagerOptions& options = {})
       : setup(with_groups(options, of)), groups(std::move(of)) {

@@ -15,6 +15,7 @@ namespace {
 // A request of 16 tokens, and pools that contain some of its blocks of 4 tokens.
 struct Fixture {
   std::vector<CacheGroup> groups;
+  HitEnds ends{groups};
   BlockPool pool{20}, host{20};
   PrefixFinder finder;
   std::shared_ptr<TokenChain> chain;
@@ -22,7 +23,7 @@ struct Fixture {
   explicit Fixture(std::vector<CacheGroup> of = full_groups(4), const ManagerOptions& options = {},
                    int64_t hash_block_size = 4)
       : groups(std::move(of)),
-        finder({&pool, &host, &groups, hash_block_size}, options),
+        finder({&pool, &host, &groups, &ends, hash_block_size}, options),
         chain(make_chain(hash_block_size, /*reads=*/true)) {}
 
   static std::shared_ptr<TokenChain> make_chain(int64_t block_size, bool reads) {

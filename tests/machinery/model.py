@@ -473,8 +473,10 @@ class ModelManager:
             if not other.request.writes or other.stale or other.receiving:
                 continue
             decided = other.num_computed - other.drafts
-            stop = min(other.num_computed, len(other.request.tokens), len(request.tokens) - 1)
             has_state = any(group.pages == STATE for group in self.groups)
+            redone = self.redone(has_state)
+            stop = min(other.num_computed, len(other.request.tokens), len(request.tokens)) - redone
+            stop = min(stop, len(request.tokens) - 1)
             unit = self.unit if has_state else self.whole_unit
             ends = [n for n in range(0, stop + 1, unit) if n > max(start, num_hit)]
             cached = [g for g, group in enumerate(self.groups) if group.cached]
@@ -484,7 +486,8 @@ class ModelManager:
                 states = [group.block_size for group in self.groups if group.pages == STATE]
                 if any(decided % size for size in states):
                     ends = [n for n in ends if n <= other.num_prompt]
-            if ends and request.tokens[: ends[0]] == other.request.tokens[: ends[0]]:
+            end = ends[0] + redone if ends else 0
+            if ends and request.tokens[:end] == other.request.tokens[:end]:
                 return True
         return False
 
@@ -790,16 +793,11 @@ class ModelManager:
         the retention interval.
         """
         ends = set()
-        drafting = [g for g, group in enumerate(self.groups) if group.drafts and group.cached]
         for partial, unit in ((True, self.unit), (False, self.whole_unit)):
-            redone = [
-                self.hash_size if partial and self.has_partial[g] else self.groups[g].block_size
-                for g in drafting
-            ]
-            ends.add(max(num_prompt - max(redone, default=1), 0) // unit * unit)
+            ends.add(self.longest_of_equal(num_prompt, partial))
             if num_shared > num_hit:
                 ends.add(num_shared // unit * unit)
-                ends.add(max(num_shared - max(redone, default=0), 0) // unit * unit)
+                ends.add(max(num_shared - self.redone(partial), 0) // unit * unit)
         return frozenset(ends - {0})
 
     def is_retained(self, state, g, num_tokens):
@@ -867,24 +865,30 @@ class ModelManager:
         states = [group.block_size for group in self.groups if group.pages == STATE]
         if not states or not self.caching or not request.writes:
             return stop - start
-        if start < shared <= stop:
-            return shared - start
-        equal = [n for n in range(0, known, self.unit) if self.can_hit_of_equal(known, n)]
-        if start < equal[-1] <= stop:
-            return equal[-1] - start
+        prompts = {known} if row is None else {known, self.rows[row].num_prompt}
+        likely = {shared, *(self.longest_of_equal(num_prompt) for num_prompt in prompts)}
+        if reached := [n for n in likely if start < n <= stop]:
+            return min(reached) - start
         boundary = lcm(self.unit, *states)
         ends = [n for n in range(start + 1, stop + 1) if n % boundary == 0]
         return max(ends, default=stop) - start
 
-    def can_hit_of_equal(self, known, n):
-        """Whether a prompt of `known` tokens can hit n tokens of an identical prompt."""
+    def redone(self, partial):
+        """Return the number of tokens after a hit that drafters recompute."""
+        return max(
+            (
+                self.hash_size if partial and self.has_partial[g] else group.block_size
+                for g, group in enumerate(self.groups)
+                if group.drafts and group.cached
+            ),
+            default=0,
+        )
+
+    def longest_of_equal(self, known, partial=True):
+        """Return the longest hit that a prompt of `known` tokens can have of an identical prompt."""
         full = known // self.hash_size * self.hash_size
-        redone = [
-            self.hash_size if self.has_partial[g] else group.block_size
-            for g, group in enumerate(self.groups)
-            if group.drafts and group.cached
-        ]
-        return n == 0 or n + max(redone, default=0) <= full
+        lengths = range(0, known, self.unit if partial else self.whole_unit)
+        return max(n for n in lengths if n == 0 or n + self.redone(partial) <= full)
 
     def capped_hit(self, request, cap, partial=False):
         """Return the hit length with at most `cap` host pages, and whether the host was searched."""

@@ -202,26 +202,25 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         [("if (!drafts || !is_cached) return 0;", "return 0;")],
     ),
     (
-        GROUPS + "retained_hits.h",
-        "groups allocator_random",
+        GROUPS + "hit_ends.h",
+        "groups hit_ends allocator_random",
         [
-            ("add(num_prompt - unit.num_redone, unit);", "add(num_prompt, unit);"),
-            ("add(num_shared, unit);", ""),
+            ("std::min(num_tokens - 1, num_hashed - redone);", "num_hashed - redone;"),
+            ("std::min(num_tokens - 1, num_hashed - redone);", "num_tokens - 1;"),
+            ("ends[n++] = of_prompt(chain, num_prompt, with_partial);", ""),
+            ("ends[n++] = num_shared / of.unit * of.unit;", ""),
+            ("if (end > next.start) first = std::min(first, end);", "first = end;"),
         ],
     ),
     (
         MANAGER + "prefix_finder.cpp",
         "groups manager tiers allocator_random",
         [
-            (
-                "std::max<int64_t>(std::min(chain.num_tokens() - 1, most_tokens), 0);",
-                "std::min(chain.num_tokens(), most_tokens);",
-            ),
             ("if (n == first) break;", "break;"),
             ("while (block >= first_token / bs &&", "while (block > first_token / bs &&"),
-            ("if (only_shared && !limits_shared(group)) continue;", ""),
+            ("if (only_shared && !ends_->limits_shared(group)) continue;", ""),
             ("on_host.back().column >= n / group", "on_host.back().column > n / group"),
-            ("step_ = with_partial ? unit_ : whole_unit_;", "step_ = unit_;"),
+            ("step_ = ends_->unit(with_partial);", "step_ = ends_->unit(true);"),
         ],
     ),
     (

@@ -122,6 +122,10 @@ class TokenChain {
   uint32_t tenant() const { return extra_keys_.tenant(); }
   bool is_given() const { return scheme_.given != nullptr; }  // hashes are given by the engine
   int64_t num_lookahead() const { return scheme_.num_lookahead; }
+  // Number of blocks whose hashes cover only the first num_tokens tokens.
+  int64_t num_hashable(int64_t num_tokens) const {
+    return std::max(num_tokens - scheme_.num_lookahead, int64_t{0}) / block_size_;
+  }
   bool has_unhashed_blocks() const { return static_cast<int64_t>(hashes_.size()) < num_hashable(); }
 
   // Returns the hashes of the full blocks, computing missing ones. Throws std::runtime_error while
@@ -158,10 +162,7 @@ class TokenChain {
 
  private:
   friend class TokenIds;
-  // Number of blocks whose hashes cover only known tokens.
-  int64_t num_hashable() const {
-    return std::max(num_tokens() - scheme_.num_lookahead, int64_t{0}) / block_size_;
-  }
+  int64_t num_hashable() const { return num_hashable(num_tokens()); }
   class Hashing;
   void read_given();
   void forget_removed();  // removes hashes that cover tokens that are no longer known

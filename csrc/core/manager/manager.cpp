@@ -20,11 +20,11 @@ RowContext row_context(const ManagerSetup& setup, CacheTiers* tiers, RowTable* r
 }
 
 std::unique_ptr<MissReasons> misses_of(const ManagerSetup& setup, const CacheTiers& tiers,
-                                       const RowTable& rows, const PrefixFinder& finder) {
+                                       const RowTable& rows) {
   if (setup.options.explain_misses == 0) return nullptr;
   const MissReasons::Parts parts{
       &setup.groups, &tiers.pool(),         tiers.host_pages(),          &rows,
-      &finder,       setup.hash_block_size, setup.options.enable_caching};
+      &setup.ends,   setup.hash_block_size, setup.options.enable_caching};
   return std::make_unique<MissReasons>(parts, setup.options.explain_misses);
 }
 
@@ -44,11 +44,11 @@ Manager::Manager(const ManagerOptions& options)
       steps_(setup_.groups.size(), setup_.options.num_blocks),
       tiers_(&setup_, &steps_),
       stats_(cached_block_sizes(setup_.groups), setup_.options.stats_window),
-      finder_({&tiers_.pool(), tiers_.host_pages(), &setup_.groups, setup_.hash_block_size},
+      finder_({&tiers_.pool(), tiers_.host_pages(), &setup_.groups, &setup_.ends,
+               setup_.hash_block_size},
               setup_.options),
-      misses_(misses_of(setup_, tiers_, rows_, finder_)),
+      misses_(misses_of(setup_, tiers_, rows_)),
       copies_hits_(copies_hits(setup_.groups)),
-      checkpoints_(setup_.groups, finder_.unit(), setup_.hash_block_size),
       publisher_({&setup_.groups, setup_.hash_block_size, &rows_, &tiers_.pool(), tiers_.host(),
                   &steps_.journal(), &stats_},
                  setup_.options),
@@ -59,8 +59,8 @@ Manager::Manager(const ManagerOptions& options)
                &tiers_.clock()),
       swap_(row_context(setup_, &tiers_, &rows_, &steps_), &publisher_, &release_),
       server_(row_context(setup_, &tiers_, &rows_, &steps_),
-              {setup_.hash_block_size, tiers_.holders(), &finder_, &publisher_, &swap_, &intake_,
-               &stats_, misses_.get()},
+              {setup_.hash_block_size, tiers_.holders(), &finder_, &setup_.ends, &publisher_,
+               &swap_, &intake_, &stats_, misses_.get()},
               setup_.options),
       recovery_(row_context(setup_, &tiers_, &rows_, &steps_),
                 {setup_.hash_block_size, &publisher_, &release_, &server_}),
@@ -212,19 +212,26 @@ Status Manager::would_extend(int32_t row, int64_t num_tokens, int64_t num_lookah
 int64_t Manager::checkpoint_tokens(TokenChain& chain, int32_t row, int64_t num_tokens) {
   const Call call(this);
   checked_size("num_tokens", num_tokens, 1);
-  Checkpoints::Prompt prompt{0, chain.num_tokens(), 0,
-                             setup_.options.enable_caching && chain.write_cache()};
+  const int64_t num_known = chain.num_tokens();
+  // Calls outside of steps copy no states, so their hits consist of whole blocks.
+  const bool by_step = row >= 0 ? rows_.at(row).by_step : !setup_.options.engine_copies_states;
+  int64_t start = 0, num_shared = 0, num_prompt = num_known;
   if (row >= 0) {
-    prompt.num_computed = rows_.at(row).num_computed;
-    prompt.num_shared = rows_.info(row).num_shared;
+    start = rows_[row].num_computed;
+    num_shared = rows_.info(row).num_shared;
+    num_prompt = std::min(rows_.info(row).num_prompt, num_known);
   } else {
     checks_.check_new(chain);
     if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
-    const PrefixHit& hit = finder_.find(chain, /*with_partial=*/true, /*with_host=*/true);
-    prompt.num_computed = hit.num_tokens;
-    prompt.num_shared = hit.num_shared_tokens;
+    const PrefixHit& hit = finder_.find(chain, by_step, /*with_host=*/by_step);
+    start = hit.num_tokens;
+    num_shared = hit.num_shared_tokens;
   }
-  return checkpoints_.num_tokens_to_next(prompt, num_tokens);
+  const int64_t stop = std::max(start, std::min(start + num_tokens, num_known));
+  if (!setup_.options.enable_caching || !chain.write_cache()) return stop - start;
+  const int64_t last = setup_.ends.of_prompt(chain, num_prompt, by_step);
+  const int64_t last_known = setup_.ends.of_prompt(chain, num_known, by_step);
+  return setup_.ends.end_of_step({start, stop, by_step}, {num_shared, last, last_known}) - start;
 }
 
 int64_t Manager::pin(const std::string& session, TokenChain& chain) {

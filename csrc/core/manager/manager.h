@@ -28,7 +28,6 @@
 #include "core/manager/cache_stats.h"
 #include "core/manager/cache_tiers.h"
 #include "core/manager/call_guard.h"
-#include "core/manager/checkpoints.h"
 #include "core/manager/miss_reasons.h"
 #include "core/manager/options.h"
 #include "core/manager/prefix_finder.h"
@@ -123,7 +122,7 @@ class Manager {
   Status would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
   // Returns how many of the next num_tokens tokens a step should compute, so that it ends at a
-  // position where recurrent states are kept (see Checkpoints). `row`: the row of the request, or
+  // position where recurrent states are kept (see HitEnds). `row`: the row of the request, or
   // -1.
   int64_t checkpoint_tokens(TokenChain& chain, int32_t row, int64_t num_tokens);
 
@@ -291,7 +290,6 @@ class Manager {
   // Whether hits of `admit` may end inside blocks. False if a state would have to be copied, or if
   // a group that is not cached would need zeros.
   bool copies_hits_;
-  Checkpoints checkpoints_;
   Publisher publisher_;
   RequestChecks checks_;
   TokenIntake intake_;

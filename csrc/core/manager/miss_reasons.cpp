@@ -34,11 +34,7 @@ MissReasons::MissReasons(const Parts& parts, int64_t one_of)
       lost_(parts.pool->num_blocks() + (parts.host == nullptr ? 0 : parts.host->num_blocks()),
             one_of, group_ == nullptr ? uint8_t{0} : group_->id),
       signs_(kMostRecent),
-      recent_(kMostRecent) {
-  for (const CacheGroup& group : *parts_.groups) {
-    num_redone_ = std::max(num_redone_, group.num_redone(/*with_partial=*/true));
-  }
-}
+      recent_(kMostRecent) {}
 
 // Prefers groups that keep all tokens and, among them, the group with the smallest blocks, because
 // small blocks show most precisely which tokens were seen.
@@ -107,7 +103,8 @@ MissReport MissReasons::of(const Asked& asked, const Found& found) const {
   }
   add_until(found.num_tokens, MissReason::kNotTaken);
   add_until(found.num_with_host, MissReason::kNotLoaded);
-  const int64_t last = last_hit(chain);
+  const int64_t last =
+      parts_.ends->longest(chain.num_tokens(), num_hashed(chain), /*with_partial=*/true);
   add_until(std::min(found.num_shared_tokens, last), MissReason::kBoundary);
   if (position < last && group_->keeps_all) {
     add_until(std::min(find_cached(chain, position, last), last), MissReason::kBoundary);
@@ -134,12 +131,6 @@ MissReport MissReasons::of(const Asked& asked, const Found& found) const {
   }
   add_until(report.num_tokens, MissReason::kTail);
   return report;
-}
-
-// The longest hit that the request could have. The last token is always computed.
-int64_t MissReasons::last_hit(const TokenChain& chain) const {
-  const int64_t most = std::min(chain.num_tokens() - 1, num_hashed(chain) - num_redone_);
-  return std::max<int64_t>(most, 0) / parts_.finder->unit() * parts_.finder->unit();
 }
 
 bool MissReasons::is_cached(const TokenChain& chain, int64_t block) const {
@@ -222,7 +213,7 @@ int64_t MissReasons::find_other_keys(const TokenChain& chain, const Sign& sign, 
     if (have_same_content(chain, *each.chain, at)) continue;
     end = std::max(end, num_equal(chain, *each.chain, std::min(each.num_tokens, stop)));
   }
-  return end - end % parts_.finder->unit();
+  return end - end % parts_.ends->unit(/*with_partial=*/true);
 }
 
 void MissReasons::compare_with_recent(const TokenChain& chain, MissReport* report) const {

@@ -60,7 +60,7 @@ class MissReasons {
     const BlockPool* pool;
     const BlockPool* host;  // null without a host tier
     const RowTable* rows;
-    const PrefixFinder* finder;
+    const HitEnds* ends;
     int64_t hash_block_size;
     bool is_enabled;  // whether the manager caches blocks
   };
@@ -128,7 +128,6 @@ class MissReasons {
   MissReport of(const Asked& asked, const Found& found) const;
   // The place for the report of this row.
   MissReport& report_of(int32_t row);
-  int64_t last_hit(const TokenChain& chain) const;
   int64_t num_hashed(const TokenChain& chain) const {
     return static_cast<int64_t>(chain.known_hashes().size()) * parts_.hash_block_size;
   }
@@ -156,7 +155,6 @@ class MissReasons {
   Parts parts_;
   const CacheGroup* group_;  // whose blocks are searched; null: no group is cached
   LostBlocks lost_;
-  int64_t num_redone_ = 0;  // tokens that a drafting group recomputes
   MissReport::Counts total_{};
   std::vector<MissReport> reports_;  // by row
   // Ring buffers.

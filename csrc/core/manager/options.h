@@ -11,6 +11,7 @@
 
 #include "core/eviction/eviction_policy.h"
 #include "core/groups/cache_group.h"
+#include "core/groups/hit_ends.h"
 
 namespace kvcache {
 
@@ -96,11 +97,13 @@ struct ManagerSetup {
   explicit ManagerSetup(const ManagerOptions& asked)
       : options(checked(asked)),
         hash_block_size(hash_block_size_of(options)),
-        groups(groups_of(options, hash_block_size)) {}
+        groups(groups_of(options, hash_block_size)),
+        ends(groups) {}
 
   const ManagerOptions options;
   const int64_t hash_block_size;  // tokens
   const std::vector<CacheGroup> groups;
+  const HitEnds ends;
 };
 
 // Returns the eviction policy for a pool. Null selects the pool's built-in order, least recently

@@ -31,17 +31,13 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
     : pool_(context.pool),
       host_(context.host),
       groups_(context.groups),
+      ends_(context.ends),
       hash_block_size_(context.hash_block_size),
       is_enabled_(options.enable_caching &&
                   std::any_of(groups_->begin(), groups_->end(),
                               [](const CacheGroup& group) { return group.is_cached; })) {
   for (const CacheGroup& group : *groups_) {
     has_tokens_ |= group.rules->traits.appends && group.is_cached;
-    keeps_any_ |= group.keeps_all && group.is_cached;
-    if (!group.rules->traits.has_hits) continue;
-    const char* name = "the least common multiple of the groups' block sizes";
-    unit_ = group.hit_unit;
-    whole_unit_ = checked_size(name, std::lcm(whole_unit_, group.block_size), 1);
   }
   for (const bool keeps_all : {true, false}) {
     for (const CacheGroup& group : *groups_) {
@@ -51,8 +47,9 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
       }
     }
   }
-  limits_more_ = !std::all_of(groups_->begin(), groups_->end(),
-                              [this](const CacheGroup& group) { return limits_shared(group); });
+  limits_more_ = !std::all_of(groups_->begin(), groups_->end(), [this](const CacheGroup& group) {
+    return ends_->limits_shared(group);
+  });
   hit_.blocks.resize(groups_->size());
   hit_.on_host.resize(groups_->size());
   hit_.sources.resize(groups_->size());
@@ -137,16 +134,15 @@ const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, 
   static const HashList kNone;
   reads = reads && is_enabled_ && chain.num_tokens() > 0;
   const HashList& hashes = reads ? chain.known_hashes() : kNone;
-  const int64_t max_tokens = std::max<int64_t>(std::min(chain.num_tokens() - 1, most_tokens), 0);
   begin(hashes, reads ? chain.variants() : nullptr, with_partial, with_host);
   hit_.num_host_blocks = 0;
   for (std::vector<BlockId>& blocks : hit_.blocks) blocks.clear();
   for (auto& on_host : hit_.on_host) on_host.clear();
   std::fill(hit_.sources.begin(), hit_.sources.end(), kNullBlock);
 
-  hit_.num_tokens = accepted_by_all(std::min(max_tokens, num_hashed_), /*only_shared=*/true);
-  hit_.num_shared_tokens = has_tokens_ ? hit_.num_tokens : 0;
-  if (limits_more_) hit_.num_tokens = accepted_by_all(hit_.num_tokens, /*only_shared=*/false);
+  const Lengths found = search(chain.num_tokens(), most_tokens);
+  hit_.num_tokens = found.all;
+  hit_.num_shared_tokens = has_tokens_ ? found.shared : 0;
   for (const CacheGroup& group : *groups_) collect(group);
   return hit_;
 }
@@ -158,8 +154,17 @@ void PrefixFinder::begin(const HashList& hashes, const uint64_t* variants, bool 
   num_hashed_ = static_cast<int64_t>(hashes.size()) * hash_block_size_;
   with_partial_ = with_partial;
   with_host_ = with_host && host_ != nullptr;
-  step_ = with_partial ? unit_ : whole_unit_;
+  step_ = ends_->unit(with_partial);
   num_leading_.assign(groups_->size(), -1);
+}
+
+PrefixFinder::Lengths PrefixFinder::search(int64_t num_tokens, int64_t most_tokens) {
+  const auto found = [&](bool only_shared, int64_t most) {
+    const int64_t longest = ends_->longest(num_tokens, num_hashed_, with_partial_, only_shared);
+    return accepted_by_all(std::min(longest, most), only_shared);
+  };
+  const int64_t shared = found(/*only_shared=*/true, most_tokens);
+  return {shared, limits_more_ ? found(/*only_shared=*/false, shared) : shared};
 }
 
 void PrefixFinder::compare(SimulatedCache* cache, const TokenChain& chain, const PrefixHit& hit,
@@ -169,10 +174,7 @@ void PrefixFinder::compare(SimulatedCache* cache, const TokenChain& chain, const
         with_host && cache->has_host());
   const int64_t num_hit = with_host_ ? hit.num_tokens : hit.first_host_token(*groups_);
   simulated_ = cache;
-  const int64_t most = std::min(chain.num_tokens() - 1, num_hashed_);
-  const int64_t num_shared = accepted_by_all(most, /*only_shared=*/true);
-  const int64_t num_simulated =
-      limits_more_ ? accepted_by_all(num_shared, /*only_shared=*/false) : num_shared;
+  const auto [num_shared, num_simulated] = search(chain.num_tokens());
   simulated_ = nullptr;
   // With the other policy, the request would read or recompute the blocks at these ends.
   for (const CacheGroup& group : *groups_) {
@@ -184,7 +186,7 @@ void PrefixFinder::compare(SimulatedCache* cache, const TokenChain& chain, const
     }
   }
   const auto num_blocks = [this](int64_t num_tokens) { return num_tokens / compared_unit_; };
-  cache->note_admission(num_blocks(num_hashed_), num_blocks(num_hit - num_hit % whole_unit_),
+  cache->note_admission(num_blocks(num_hashed_), num_blocks(num_hit - num_hit % step_),
                         num_blocks(num_simulated));
 }
 
@@ -196,7 +198,7 @@ int64_t PrefixFinder::accepted_by_all(int64_t num_tokens, bool only_shared) {
     // Groups that need the whole prefix come first, so that one miss identifies a cold prompt.
     for (bool whole : {true, false}) {
       for (const CacheGroup& group : *groups_) {
-        if (only_shared && !limits_shared(group)) continue;
+        if (only_shared && !ends_->limits_shared(group)) continue;
         if (group.keeps_all == whole && num_tokens > 0) num_tokens = accepted(group, num_tokens);
       }
     }
@@ -212,10 +214,9 @@ int64_t PrefixFinder::accepted(const CacheGroup& group, int64_t num_tokens) {
 
 int64_t PrefixFinder::accepted_by_prefix(const CacheGroup& group, int64_t num_tokens) {
   const int64_t bs = group.block_size, redone = group.num_redone(with_partial_);
-  num_tokens = std::min(num_tokens, num_hashed_ - redone);
   int64_t& num_leading = num_leading_[group.id];
   if (num_leading < 0) {
-    num_leading = find_leading(group, std::max<int64_t>(num_tokens + redone, 0) / bs);
+    num_leading = find_leading(group, (num_tokens + redone) / bs);
   }
   // The hit ends no later than inside the block that follows the whole blocks.
   num_tokens = std::min(num_tokens, (num_leading + 1) * bs - hash_block_size_ - redone);
@@ -230,7 +231,6 @@ int64_t PrefixFinder::accepted_by_prefix(const CacheGroup& group, int64_t num_to
 
 int64_t PrefixFinder::accepted_by_window(const CacheGroup& group, int64_t num_tokens) {
   const int64_t bs = group.block_size, redone = group.num_redone(with_partial_);
-  while (num_tokens > num_hashed_ - redone) num_tokens -= step_;
   while (num_tokens > 0) {
     if (redone > 0 && !is_end_found(group, num_tokens + redone)) {
       num_tokens -= step_;

@@ -8,6 +8,7 @@
 
 #include "core/eviction/simulated_cache.h"
 #include "core/groups/cache_group.h"
+#include "core/groups/hit_ends.h"
 #include "core/groups/rules/page_rules.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/options.h"
@@ -63,6 +64,7 @@ class PrefixFinder {
     const BlockPool* pool;
     const BlockPool* host;  // null without a host tier
     const std::vector<CacheGroup>* groups;
+    const HitEnds* ends;
     int64_t hash_block_size;
   };
   // A drafter needs the hidden states of the tokens before the computed ones, so the last block
@@ -88,18 +90,14 @@ class PrefixFinder {
   void compare(SimulatedCache* cache, const TokenChain& chain, const PrefixHit& hit,
                bool with_host);
 
-  // Hits end at multiples of this number of tokens: `unit` for all hits, `whole_unit` for hits of
-  // whole blocks.
-  int64_t unit() const { return unit_; }
-  int64_t whole_unit() const { return whole_unit_; }
-
  private:
-  // Whether the group limits num_shared_tokens.
-  bool limits_shared(const CacheGroup& group) const {
-    return keeps_any_ ? group.keeps_all : !group.rules->traits.updates_in_place;
-  }
   // Starts a search for whole or partial blocks with these hashes.
   void begin(const HashList& hashes, const uint64_t* variants, bool with_partial, bool with_host);
+  // The lengths of the hit in the groups that limit the shared prefix, and in all groups.
+  struct Lengths {
+    int64_t shared, all;
+  };
+  Lengths search(int64_t num_tokens, int64_t most_tokens = kUnbounded);
   int64_t accepted_by_all(int64_t num_tokens, bool only_shared);
   int64_t accepted(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_prefix(const CacheGroup& group, int64_t num_tokens);
@@ -123,18 +121,17 @@ class PrefixFinder {
   const BlockPool* pool_;
   const BlockPool* host_;
   const std::vector<CacheGroup>* groups_;
+  const HitEnds* ends_;
   int64_t hash_block_size_;
-  // See unit() and whole_unit().
-  int64_t unit_ = 1, whole_unit_ = 1;
   // Tokens per block in which hits are compared: the block size of the first cached group that
   // keeps all tokens or, without one, of the first cached group. 0: no group is cached.
   int64_t compared_unit_ = 0;
-  bool is_enabled_, has_tokens_ = false, keeps_any_ = false, limits_more_ = false;
+  bool is_enabled_, has_tokens_ = false, limits_more_ = false;
   // State of the current search.
   const HashList* hashes_ = nullptr;
   const uint64_t* variants_ = nullptr;
   bool with_partial_ = false;
-  int64_t step_ = 1;        // unit_ or whole_unit_
+  int64_t step_ = 1;        // hits end at multiples of this number of tokens
   int64_t num_hashed_ = 0;  // tokens
   bool with_host_ = false;
   SimulatedCache* simulated_ = nullptr;  // the cache to search; null: the pools

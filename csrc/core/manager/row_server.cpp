@@ -15,7 +15,6 @@ RowServer::RowServer(const RowContext& context, const Parts& parts, const Manage
       has_state_(has_states(*c_.groups)),
       has_bound_(has_bound(*c_.groups)),
       max_drafts_(max_drafts(*c_.groups)),
-      retained_(*c_.groups, parts_.finder->unit(), parts_.finder->whole_unit()),
       candidate_(c_.groups->size()) {}
 
 // Inlined, because it runs for every row of a step.
@@ -158,8 +157,10 @@ Span RowServer::span_of(const NewRow& asked, const PrefixHit& hit) {
 
 // Whether an earlier row of the step fills blocks that this request could hit in the next step.
 bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) const {
-  const int64_t unit = has_state_ ? parts_.finder->unit() : parts_.finder->whole_unit();
+  const int64_t unit = parts_.ends->unit(has_state_), redone = parts_.ends->num_redone(has_state_);
   const HashList& hashes = chain.known_hashes();
+  const auto num_hashed = static_cast<int64_t>(hashes.size()) * parts_.hash_block_size;
+  const int64_t longest = parts_.ends->longest(chain.num_tokens(), num_hashed, has_state_);
   for (const StepJournal::Served& served : c_.journal->last().rows) {
     const Row& r = (*c_.rows)[served.row];
     if (r.next_publish == kUnbounded) continue;
@@ -170,10 +171,10 @@ bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) cons
     const int64_t stop = first_retained(served.row, from, unit);
     if (has_state_ && stop != from) continue;
     if (stop % unit != 0 || stop <= first || !keeps_states_at(served.row, stop)) continue;
-    if (stop > r.num_computed || stop >= chain.num_tokens()) continue;
-    const auto last = static_cast<size_t>(stop / parts_.hash_block_size - 1);
+    if (stop + redone > r.num_computed || stop > longest) continue;
+    const auto last = static_cast<size_t>((stop + redone) / parts_.hash_block_size - 1);
     const HashList& others = r.chain->known_hashes();
-    if (last < hashes.size() && last < others.size() && hashes[last] == others[last]) return true;
+    if (last < others.size() && hashes[last] == others[last]) return true;
   }
   return false;
 }
@@ -335,7 +336,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   info = {num_prompt, hit.num_tokens, 0, hit.num_shared_tokens, {}};
   info.hit_end = hit.num_tokens;
   if (by_step) info.step = c_.journal->last().id;
-  info.retained = retained_.ends(num_prompt, hit.num_tokens, hit.num_shared_tokens);
+  info.retained = parts_.ends->retained(*chain, num_prompt, hit.num_tokens, hit.num_shared_tokens);
   r.chain = chain;
   r.start = served->span.start;
   r.num_computed = served->span.stop;
@@ -368,7 +369,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
 void RowServer::compare_hit(const NewRow& asked, const PrefixHit& hit, bool by_step) {
   SimulatedCache* simulated = c_.pool->simulated();
   if (simulated == nullptr || !asked.reads()) return;
-  const int64_t unit = parts_.finder->whole_unit();
+  const int64_t unit = parts_.ends->unit(/*with_partial=*/false);
   if (hit.num_tokens / unit < found_.num_tokens / unit) return;
   const auto most = asked.chain->num_tokens() * static_cast<int64_t>(c_.groups->size());
   const bool with_host = by_step && asked.max_host_blocks >= most;
@@ -500,7 +501,8 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   c_.rows->info(other).num_slots = c_.rows->info(row).num_slots;
   c_.rows->info(other).hit_end = c_.rows->info(row).hit_end;
   c_.rows->info(other).step = c_.rows->info(row).step;
-  c_.rows->info(other).retained = retained_.ends(child->num_tokens(), r.num_computed, 0);
+  c_.rows->info(other).retained =
+      parts_.ends->retained(*child, child->num_tokens(), r.num_computed, 0);
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(other)[group.id];
     each = c_.rows->blocks(row)[group.id];

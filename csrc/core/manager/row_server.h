@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/groups/cache_group.h"
-#include "core/groups/retained_hits.h"
+#include "core/groups/hit_ends.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/block_holders.h"
 #include "core/manager/cache_stats.h"
@@ -36,6 +36,7 @@ class RowServer {
     int64_t hash_block_size;
     BlockHolders holders;
     PrefixFinder* finder;
+    const HitEnds* ends;
     Publisher* publisher;
     RowSwap* swap;
     TokenIntake* intake;
@@ -126,10 +127,9 @@ class RowServer {
   DemandRules rules_;
   RowGrowth growth_;
   StepFills fills_;
-  bool has_state_;      // whether a group updates pages in place
-  bool has_bound_;      // whether a group has a limited number of token slots per row
-  int64_t max_drafts_;  // maximum per step and row
-  RetainedHits retained_;
+  bool has_state_;                    // whether a group updates pages in place
+  bool has_bound_;                    // whether a group has a limited number of token slots per row
+  int64_t max_drafts_;                // maximum per step and row
   std::vector<RowBlocks> candidate_;  // scratch: blocks of a new request, by group
   MissReasons::Found found_;          // the longest hit of the last new request
 };
