@@ -27,7 +27,7 @@ from kvcache.checks import (
 from kvcache.engine.batch import Batch, following
 from kvcache.engine.beams import Beams
 from kvcache.engine.drafters import Drafter
-from kvcache.engine.generation import Delta, Generation
+from kvcache.engine.generation import Delta, Generation, Sample
 from kvcache.engine.metrics import Metrics, Timer
 from kvcache.engine.output_processor import OutputProcessor
 from kvcache.engine.sampling import SamplingParams, most_likely
@@ -88,6 +88,9 @@ class Engine:
       sampler or `free` raises an exception, the request ends with `finish_reason` "error". The
       attribute `error` of its last `Delta` and of its `Sample` contains the cause. Other requests
       are not affected. Logits of -inf are allowed as long as a row has a finite value.
+    - If a request does not fit even into an empty pool, it ends with `finish_reason` "refused", and
+      `error` states the number of blocks. All other requests end after a bounded number of steps (see
+      `Scheduler`), because beams and samples that do not fit together are computed one after another.
     - If a signal arrives (Ctrl-C), its handler runs only after the step, including the forward pass,
       has completed. If the handler raises an exception, the next `step` returns the tokens, so no
       tokens are lost or duplicated. `num_unfinished` includes requests whose last tokens have not
@@ -475,13 +478,22 @@ class Engine:
             raise
         self._count_pages(step.plan)
         for sample in step.refused:
-            self._outputs.deltas.append(self._outputs.end(sample, "refused"))
+            self._outputs.deltas += self._outputs.refuse(sample, self._shortage(sample))
         if report.failed_pages or report.failed_host_pages:
             self.scheduler.complete(step, report)
             self.metrics.failed_steps += 1
             return None
         self.scheduler.begin_loads(step)
         return step
+
+    def _shortage(self, sample: Sample) -> Exception:
+        num_tokens, total = sample.request.num_tokens, self.cache.manager.pool.num_total
+        needed = max(self.cache.plan.pages_per_request(num_tokens), total + 1)
+        request_id = shown(sample.generation.request_id)
+        return ValueError(
+            f"request {request_id} needs at least {needed} blocks for {num_tokens} tokens: expected at "
+            f"most {total}, all blocks of the pool"
+        )
 
     def _save(self) -> None:
         """Pass the last step's blocks to the sources. Called before the next step is planned."""

@@ -24,7 +24,7 @@ class Delta(NamedTuple):
     index: int  # index of the sample
     token_ids: list[int]
     finish_reason: FinishReason | None = None
-    error: Exception | None = None  # the cause if finish_reason is "error"
+    error: Exception | None = None  # the cause if finish_reason is "error" or "refused"
     logprobs: list[TokenLogprob] | None = None  # one per token if `SamplingParams.logprobs` is set
 
 
@@ -37,7 +37,7 @@ class Sample(Sequence):
     sampler: Sampler | None = None
     finish_reason: FinishReason | None = None
     score: float | None = None  # only for beams: the sum of the tokens' log probabilities
-    error: Exception | None = None  # the cause if finish_reason is "error"
+    error: Exception | None = None  # the cause if finish_reason is "error" or "refused"
     logprobs: list[TokenLogprob] | None = None  # one per token if `SamplingParams.logprobs` is set
 
     @property

@@ -308,6 +308,12 @@ class OutputProcessor:
         running = [sample for sample in generation.samples if sample.finish_reason is None]
         return [self.end(sample, reason, error) for sample in running]
 
+    def refuse(self, sample: Sample, error: Exception) -> list[Delta]:
+        """End a sample that does not fit into the pool, or the whole request if it is a beam."""
+        if sample.generation.beams is not None:
+            return self.end_all(sample.generation, "refused", error)
+        return [self.end(sample, "refused", error)]
+
     def end(self, sample: Sample, reason: FinishReason, error: Exception | None = None) -> Delta:
         """Release the resources of a sample. The request ends with its last sample.
 

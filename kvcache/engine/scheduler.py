@@ -105,11 +105,19 @@ class Scheduler:
     sequences may be preempted.
 
     A step computes at most `max_num_batched_tokens` tokens. Decoding sequences are scheduled first,
-    followed by chunks of prompts, swapped-out sequences and new sequences, each in order of rank. If a
-    running sequence does not fit, it waits, and the sequence with the highest rank is preempted before
-    the next step. With `preemption="swap"`, the preempted sequence's blocks are swapped out to the
-    host. With "recompute", or if the blocks do not fit on the host, the sequence is freed. It is later
-    recomputed, except for the part that is still cached.
+    followed by chunks of prompts, swapped-out sequences and new sequences, each in order of rank and
+    then of arrival. If a running sequence does not fit, it waits, and the last running sequence in this
+    order is preempted before the next step. With `preemption="swap"`, the preempted sequence's blocks
+    are swapped out to the host. With "recompute", or if the blocks do not fit on the host, the sequence
+    is freed. It is later recomputed, except for the part that is still cached.
+
+    Every sequence ends, because tokens are sampled after a bounded number of steps. Assume that no
+    sequence decodes. Of all sequences with a row and with tokens to compute, the first one in order is
+    served in each step unless it lacks blocks. In that case, a later sequence is preempted, or one that
+    is settled: a beam without tokens to compute, which waits for other beams. A settled sequence that
+    was freed does not return before it gets a token. So at most one step per row passes until the
+    first sequence computes its next chunk, and it is never preempted itself. A sequence that exceeds
+    the whole pool is refused. A sequence that waits for its first blocks lets no later one pass.
 
     After `schedule`, call `complete` or `fail` for the step before the next `schedule`. During the
     step, the caller applies the plan, runs the model, and reports sampled tokens (`accept`), new
@@ -174,6 +182,8 @@ class Scheduler:
         # Whether sequences have started or stopped running since `_decoding` was built.
         self._has_changed = False
         self._victim: Sequence | None = None
+        self._first_stuck: Sequence | None = None  # waiting sequence that the last step did not fit
+        self._num_arrived = 0
         self._is_short = False  # whether the last step lacked blocks for a running sequence
         self._in_flight: ScheduledStep | None = None
 
@@ -195,7 +205,11 @@ class Scheduler:
                 f"sequence {sequence.request.request_id!r} needs {sequence.num_rows} rows: expected at "
                 f"most {self.max_num_rows}, the manager's max_num_reqs"
             )
+        self._number(sequence)
         self._insert(self.waiting, sequence)
+
+    def _number(self, sequence: Sequence) -> None:
+        sequence.arrival, self._num_arrived = self._num_arrived, self._num_arrived + 1
 
     def num_pending(self, sequence: Sequence) -> int:
         """Return the number of known tokens that are not computed."""
@@ -244,10 +258,10 @@ class Scheduler:
         if not (decoding or asked or new or leaving or guests or guest_rows):
             if self.is_waiting_for_sources or num_guests:
                 return None
-            if self.waiting and self.admitted:
-                # All rows belong to beams that wait for each other, so preempt one beam and recompute it
-                # later.
-                self._recompute(max(self.admitted, key=lambda each: each.rank))
+            if self.admitted and not all(each.is_settled for each in self.waiting):
+                # All rows belong to beams without tokens to compute, which wait for a beam without a
+                # row.
+                self._recompute(self.admitted[-1])
                 return self.schedule()
             if self.num_unfinished:
                 raise RuntimeError(
@@ -380,6 +394,7 @@ class Scheduler:
         has_row = is_there and self.manager.fork(parent.request, child.request) >= 0
         parent.num_rows = max(1, parent.num_rows - child.num_rows)
         child.has_begun = True
+        self._number(child)
         if has_row:
             child.state = State.RUNNING
             child.num_cached_tokens = self.manager.num_computed_tokens(child.request)
@@ -444,6 +459,8 @@ class Scheduler:
         return []
 
     def _recompute(self, sequence: Sequence) -> None:
+        is_settled = not self._num_pending(sequence)
+        sequence.num_settled = sequence.request.num_tokens if is_settled else 0
         self.manager.free(sequence.request)
         sequence.num_preemptions += 1
         self.num_recomputed += 1
@@ -583,6 +600,8 @@ class Scheduler:
         rows = self.max_num_rows - sum(each.num_rows for each in self.admitted)
         new = []
         for sequence in sorted(self.waiting, key=lambda each: not each.has_begun):
+            if sequence.is_settled:
+                continue
             rows -= sequence.num_rows
             if rows < self.hints.num_rows:
                 self.hints.give_way()
@@ -598,10 +617,13 @@ class Scheduler:
             taken, request = 0, sequence.request
             if not external:
                 num_cached = self.manager.cache.cached_tokens(request).with_host
-                taken = self._chunk(sequence, min(request.num_tokens - num_cached, budget))
+                most = min(request.num_tokens - num_cached, budget, sequence.most_new)
+                taken = self._chunk(sequence, most)
             self.hints.look(request)
             new.append((sequence, taken, external))
             budget -= taken
+            if sequence is self._first_stuck:
+                break
         return new
 
     def _guests(self, new: list[tuple[Sequence, int, int]], leaving: list[Sequence]) -> list[Admit]:
@@ -658,6 +680,7 @@ class Scheduler:
             decoding, k, self._decoding = decoding.first(0), 0, None
         admitted = [(sequence, external) for sequence, _, external in new]
         externals = dict(admitted)
+        asked_of = {sequence: count for sequence, count, _ in new}
         for of, first, sequences in ((answers.rows, k, running), (answers.new, 0, admitted)):
             for (sequence, external), row, status, start, count in zip(
                 sequences, *(each[first:].tolist() for each in of)
@@ -670,7 +693,7 @@ class Scheduler:
                     self._loading.give_up(
                         sequence, "it does not fit if the source's tokens are loaded"
                     )
-                elif status == Status.NEVER:
+                elif status == Status.NEVER and not self._shrink(sequence, asked_of.get(sequence)):
                     refused.append(sequence)
                 else:
                     stuck.append(sequence)
@@ -693,7 +716,7 @@ class Scheduler:
                 if sequence.num_cached_tokens is None:
                     sequence.num_cached_tokens = start
                 self.hints.hit(sequence.request)
-            sequence.state = State.RUNNING
+            sequence.state, sequence.most_new = State.RUNNING, MAX_INT32
         for sequence in loading:
             self.waiting.remove(sequence)
             self._insert(self.admitted, sequence)
@@ -708,7 +731,9 @@ class Scheduler:
         if stuck:
             self.hints.give_way()
         is_busy = decoding or entries or leaving or refused or self.is_waiting_for_sources
-        self._choose_victim(stuck, nothing_done=bool(stuck and not is_busy))
+        self._first_stuck = next((each for each in stuck if each.state is State.WAITING), None)
+        served = {*decoding.sequences, *(sequence for sequence, *_ in entries)} if stuck else set()
+        self._choose_victim(stuck, served, nothing_done=bool(stuck and not is_busy))
         step = self._in_flight = _scheduled(plan, decoding, entries, refused, loading)
         return step
 
@@ -717,31 +742,42 @@ class Scheduler:
         if self.manager.options.explain_misses is not None and _log.isEnabledFor(logging.INFO):
             _log.info("%s", self.manager.cache.explain(sequence.request))
 
-    def _choose_victim(self, stuck: list[Sequence], nothing_done: bool) -> None:
-        """Choose the running sequence with the highest rank as the victim, if a sequence with a lower
-        rank waits for blocks.
+    def _shrink(self, sequence: Sequence, count: int | None) -> bool:
+        """Halve the first chunk of a new sequence that never fits in one chunk, because admission leaves
+        the watermark free. Return False if smaller chunks do not fit either.
+        """
+        if count is None or count == 1:
+            return False
+        if self.manager.would_fit(Admit(sequence.request, 1), whole=True) == Status.NEVER:
+            return False
+        sequence.most_new = count // 2
+        return True
+
+    def _choose_victim(
+        self, stuck: list[Sequence], served: set[Sequence], nothing_done: bool
+    ) -> None:
+        """Choose the last running sequence as the victim, if a running sequence before it waits for
+        blocks. If there is none, choose a settled one.
 
         A victim is also chosen if no sequence was served. In this case, all sequences with blocks are
-        beams that have no tokens to compute and wait for a beam without blocks.
+        settled, or were not asked because earlier ones took the token budget.
         """
         self._is_short = any(each.state is State.RUNNING for each in stuck)
         if not (self._is_short or nothing_done):
             return
-        first = min(stuck, key=lambda each: (each.state is not State.RUNNING, each.rank))
-        behind = [
-            each
-            for each in self.admitted
-            if each.state is State.RUNNING
-            and each is not first
-            and (nothing_done or each.rank >= first.rank)
-        ]
-        self._victim = max(behind, key=lambda each: each.rank, default=None)
+        first = min(stuck, key=lambda each: (each.state is not State.RUNNING, each.order))
+        running = [each for each in self.admitted if each.state is State.RUNNING]
+        others = [each for each in running if each is not first]
+        behind = [each for each in others if each.order > first.order]
+        settled = [each for each in others if not (each in served or self._num_pending(each))]
+        victims = behind or settled or (others if nothing_done else [])
+        self._victim = victims[-1] if victims else None
 
     @staticmethod
     def _insert(queue: list[Sequence], sequence: Sequence) -> None:
-        """Insert a sequence after all sequences with an equal or smaller rank."""
+        """Insert a sequence in order."""
         at = len(queue)
-        while at and queue[at - 1].rank > sequence.rank:
+        while at and queue[at - 1].order > sequence.order:
             at -= 1
         queue.insert(at, sequence)
 
