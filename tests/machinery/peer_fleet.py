@@ -6,11 +6,14 @@ Requests for offers do not use HTTP, and events do not use sockets, so a test de
 request or event arrives. KV is transferred by real transports.
 """
 
+import copy
 import queue
 import random
 import threading
 import time
 from concurrent.futures import Future
+
+import torch
 
 from kvcache.allocator import check_invariants
 from kvcache.engine import Engine, SamplingParams
@@ -46,8 +49,11 @@ class Peer:
 
     def __init__(self, fleet, number, **options):
         self.fleet, self.address = fleet, f"127.0.0.1:{number + 1}"
+        self.model, self.weights = fleet.model, 0
+        if len(fleet.models) > 1:
+            self.model = copy.deepcopy(fleet.model)
         paged = attach(
-            *(fleet.model, fleet.budget),
+            *(self.model, fleet.budget),
             **{"max_model_len": 192, "max_num_batched_tokens": 64, "max_num_seqs": 4},
             **{"num_preallocate_tokens": 0, "enable_events": True, **fleet.cache_options},
         )
@@ -95,17 +101,41 @@ class Peer:
             except Exception as error:
                 future.set_exception(error)
 
+    def new_weights(self, number, version):
+        """Compute with the weights of this number from now on, under this name."""
+        cache = self.engine.cache.manager.cache
+        if version is not None and version == cache.model_version:
+            return
+        self.model.load_state_dict(self.fleet.models[number].state_dict())
+        self.weights = number
+        cache.start_epoch(version)
+
     def die(self):
         """End the engine as if its process had been killed."""
         self.is_dead, self.fault = True, "is down"
         self.rank.close()
 
 
+def other_weights(model, seed):
+    """Return a copy of a model with other weights, whose answers differ."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for each in other.parameters():
+            if each.dim() == 2:
+                each.add_(torch.randn(each.shape, generator=generator) * each.std())
+    return other
+
+
 class Fleet:
     """Peers, random requests to these peers, and the expected answer to each request."""
 
-    def __init__(self, size, seed, monkeypatch, *, model="llama", budget="256KiB", **options):
+    def __init__(
+        self, size, seed, monkeypatch, *, model="llama", budget="256KiB", num_weights=1, **options
+    ):
         self.size, self.rng, self.model = size, random.Random(seed), dense(model, 2)
+        # One model for each of the weights between which the peers change. Without changes, all
+        # peers share one model.
+        self.models = [self.model, *(other_weights(self.model, i) for i in range(1, num_weights))]
         self.budget, self.lies, self.cache_options = budget, False, options.pop("cache", {})
         self.source_options = {"min_tokens": 16, "timeout_s": 5.0, "lease_s": 5.0}
         self.source_options |= {"max_kept_share": 0.6, **options}
@@ -139,15 +169,16 @@ class Fleet:
         peer.asks.put((body, future))
         return future.result(20)
 
-    def right(self, prompt, num_tokens):
-        key = (*prompt, num_tokens)
+    def right(self, prompt, num_tokens, weights=0):
+        key = (*prompt, num_tokens, weights)
         if key not in self.answers:
-            self.answers[key] = greedy(self.model, list(prompt), num_tokens)
+            self.answers[key] = greedy(self.models[weights], list(prompt), num_tokens)
         return self.answers[key]
 
     def add(self, peer, prompt, num_tokens=2):
         params = SamplingParams(max_tokens=num_tokens)
-        self.running.append((peer, peer.engine.add(prompt, params), prompt))
+        epoch = peer.engine.cache.manager.cache.epoch
+        self.running.append((peer, peer.engine.add(prompt, params), prompt, epoch))
 
     def turn(self):
         """Run a step of each engine, and answer requests for offers."""
@@ -157,10 +188,12 @@ class Fleet:
                 peer.step()
         for each in [each for each in self.running if each[1].is_finished]:
             self.running.remove(each)
-            peer, generation, prompt = each
+            peer, generation, prompt, epoch = each
             tokens = generation.samples[0].token_ids
-            if generation.samples[0].finish_reason == "length":
-                assert tokens == self.right(prompt, len(tokens)), (peer.address, prompt)
+            is_pure = epoch == peer.engine.cache.manager.cache.epoch
+            if generation.samples[0].finish_reason == "length" and is_pure:
+                right = self.right(prompt, len(tokens), peer.weights)
+                assert tokens == right, (peer.address, prompt)
                 self.num_compared += 1
 
     def answer(self, peer, prompt, num_tokens=2):
@@ -210,10 +243,15 @@ class Fleet:
                 prompt = rng.choice(prefixes)[: rng.randrange(20, 120)]
                 self.add(rng.choice(alive), prompt + [turn + 1], rng.randrange(1, 4))
             if self.running and rng.random() < 0.05:
-                peer, generation, _ = rng.choice(self.running)
+                peer, generation, *_ = rng.choice(self.running)
                 if not peer.is_dead:
                     peer.engine.abort(generation.request_id)
             self.turn()
+            if len(self.models) > 1 and rng.random() < 0.08:
+                number = rng.randrange(len(self.models))
+                version = None if rng.random() < 0.1 else f"weights {number}"
+                for peer in alive if rng.random() < 0.5 else [rng.choice(alive)]:
+                    peer.new_weights(number, version)
             if rng.random() < 0.2:
                 time.sleep(0.002)
         for peer in self.peers:

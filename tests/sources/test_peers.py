@@ -76,6 +76,16 @@ def test_random_runs_with_faulty_peers_return_the_models_answers(fleet_of, seed)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", spread(range(40), 2))
+def test_random_runs_with_changing_weights_return_the_answers_of_the_current_weights(
+    fleet_of, seed
+):
+    fleet = fleet_of(3, seed, num_weights=3)
+    fleet.run(100)
+    assert fleet.num_compared > 5
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "count", "tokens"),
     [

@@ -707,7 +707,6 @@ def test_content_is_correct_while_engines_with_a_common_store_change_their_weigh
     for user in users:
         user.run()
         user.settle()
-    assert sum(user.num_loaded for user in users) > 0
     for user in users:
         user.end()
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the store fingerprint, which must change whenever the meaning of the stored bytes
-changes.
+"""Tests of the identity of KV: KV from outside an engine is used only if it has the bytes that the
+engine would compute.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcache import (
 )
 from kvcache.kinds import kind_class, kind_names
 from kvcache.sources.store import StoreTier, fingerprint
-from tests.machinery.fingerprint_table import KINDS, TABLE, walked
+from tests.machinery.identity_table import ACCEPTED, KINDS, TABLE, walked
 from tests.machinery.stores import MemoryStore
 
 TRIED = [name for name, row in TABLE.items() if row.changed is not None]
@@ -41,10 +41,20 @@ def test_table_has_exactly_one_row_per_field():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRIED)
-def test_each_field_changes_the_fingerprint_or_is_listed_as_irrelevant(name):
+def test_each_field_makes_loads_impossible_or_is_listed_as_irrelevant(name):
     row = TABLE[name]
-    one, other = row.fingerprints()
-    assert (one == other) == bool(row.same), row.verdict
+    one, other = row.engines()
+    assert (one.key is None) or (one.key == other.key) == bool(row.same), row.verdict
+    if one.connector is None or other.connector is None:
+        assert name not in ACCEPTED
+        return
+    for receiver, sender in ((one, other), (other, one)):
+        reason = receiver.refuses(sender)
+        assert (reason is None) == (name in ACCEPTED), reason
+
+
+def test_fields_in_which_engines_may_differ_have_rows():
+    assert set(ACCEPTED) <= set(TRIED)
 
 
 def test_row_that_is_distinguished_elsewhere_names_the_place():

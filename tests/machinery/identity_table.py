@@ -1,0 +1,676 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists every field that describes KV, with the effect of a change: whether a store has another key,
+and whether another engine's offer is refused.
+
+`python -m tests.machinery.identity_table` prints the table. `tests/sources/test_identity.py`
+enumerates the same classes and signatures and fails for a field without a row here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from kvcache import (
+    CacheOptions,
+    ContextParallel,
+    GroupSpec,
+    KVCacheManager,
+    KVStorage,
+    LayerSpec,
+    Pages,
+    Request,
+    build,
+    plan_cache,
+)
+from kvcache.allocator import PrefixCache
+from kvcache.kinds import kind_class, make_kind
+from kvcache.layouts import AttentionBackend
+from kvcache.memory_plan import CachePlan
+from kvcache.sources.disaggregation import Connector, layouts_of_plan
+from kvcache.sources.disaggregation.layout import GroupLayout
+from kvcache.sources.disaggregation.offer import RankAddress
+from kvcache.sources.disaggregation.steps import RankHandshake
+from kvcache.sources.identity import KVIdentity
+from kvcache.sources.store import Share, fingerprint
+from kvcache.transfer import CacheDescription, StateDescription, StateTensor
+from kvcache.worker.pages.contents import PageContents
+from kvcache.worker.pages.parts import BlockParts
+
+LAYER = {
+    "name": "a", "kind": "full_attention", "block_size": 16, "num_kv_heads": 2, "head_size": 64,
+}  # fmt: skip
+CP = ContextParallel(dcp_world_size=2)
+
+
+class SilentRank:
+    """A rank that transfers nothing."""
+
+    def __init__(self, layouts, rank):
+        addresses = tuple((0,) * each.num_regions(rank) for each in layouts)
+        self.handshake = RankHandshake(layouts, RankAddress("none", "", addresses, 0))
+
+    def begin(self, step):
+        pass
+
+
+@dataclass
+class Made:
+    """An engine: the fingerprint of its blocks in a store, and its connector if it has one."""
+
+    key: bytes | None = None
+    connector: Connector | None = None
+    manager: KVCacheManager | None = None
+
+    @classmethod
+    def of(cls, key, manager, layouts, model=None):
+        if not layouts:
+            return cls(key)
+        ranks = range(layouts[0].description.world_size)
+        ranks = [SilentRank(tuple(layouts), each) for each in ranks]
+        name = layouts[0].description.engine_id
+        return cls(key, Connector(manager, ranks, engine_id=name, model=model), manager)
+
+    def refuses(self, sender):
+        """Return the reason why this engine refuses the offers of another engine, or None."""
+        request = request_of(sender.manager, "sent", 70)
+        sender.manager.step(new=[request])
+        offer = json.loads(json.dumps(sender.connector.publish(request)))
+        try:
+            found = self.connector.match(request_of(self.manager, "asked", 72), offer)
+        except ValueError as error:
+            return str(error)
+        assert found > 0
+        return None
+
+
+def request_of(manager, name, num_tokens):
+    """Return a request, with hashes if an engine has to supply them."""
+    cache, hashes = manager.cache, None
+    if cache.hash_algorithm.startswith("engine:"):
+        hashes = [bytes([i] * cache.hash_bytes) for i in range(num_tokens // cache.hash_block_size)]
+    return Request(name, range(num_tokens), block_hashes=hashes)
+
+
+class Identified(Made):
+    """An engine of which only the identity is known."""
+
+    def refuses(self, sender):
+        """Return the reason why this identity does not accept another one, or None."""
+        try:
+            self.connector.check(sender.connector, "e")
+        except ValueError as error:
+            return str(error)
+        return None
+
+
+def of_layer(plan=None, made=None, names=("a", "b"), scales=None, **layer):
+    """Return an engine with a cache of two equal layers made by `kvcache.build`."""
+    own = {**LAYER, **layer}
+    given = {"enable_events": True, "max_num_reqs": 4, **(made or {})}
+    names = (own["name"], names[1])
+    specs = [LayerSpec(**{**own, "name": name}) for name in names]
+    plan = plan_cache(specs, **{"budget_bytes": 2**22, "max_model_len": 256, **(plan or {})})
+    cache = build(plan, **given)
+    if scales is not None:
+        cache.storages[0].set_scales(*(scale * torch.ones(2, 1) for scale in scales))
+    key = fingerprint(cache.manager, cache.pages, model="m")
+    if not any(kind_class(group.kind).pages.is_transferable for group in plan.groups):
+        return Made(key)
+    storages = KVStorage.for_plan(plan, layout=given.get("layout", "NHD"))
+    if scales is not None:
+        storages = cache.storages
+    states = {
+        number: [StateTensor(sections=[(group.state_bytes // 4, 1)], dtype="float32")]
+        for number, group in enumerate(specs[:1])
+        if group.state_bytes
+    }
+    layouts = layouts_of_plan(plan, storages, engine_id="e", states=states)
+    return Made.of(key, cache.manager, layouts)
+
+
+def of_plan(**plan):
+    return of_layer(plan=plan)
+
+
+def of_build(**options):
+    return of_layer(made=options)
+
+
+def of_kernels(**options):
+    """Like `of_build`, with blocks of 32 tokens."""
+    return of_layer(made=options, block_size=32)
+
+
+def of_group(context_parallel=None, interleave=1, **group):
+    """Return an engine with one group over fixed pages."""
+    spec = GroupSpec(**{"kind": "full_attention", "block_size": 16, **group})
+    manager = KVCacheManager.for_groups([spec], 99, 256, context_parallel=context_parallel)
+    pages = Pages.allocate(99, [[4096]])
+    key = fingerprint(
+        manager, pages, model="m", contents="bytes", cp_kv_cache_interleave_size=interleave
+    )
+    kind = kind_class(spec.kind).pages
+    if not (spec.transferred and kind.is_transferable):
+        return Made(key)
+    size = 1 if spec.replicated else manager.cache.context_parallel.world_size
+    sizes = {"engine_id": "e", "num_layers": 1, "cp_world_size": size}
+    if kind.has_slots:
+        description = CacheDescription(
+            **sizes, total_num_kv_heads=2, head_size=64, block_size=spec.block_size
+        )
+    else:
+        description = StateDescription(**sizes, tensors=[StateTensor(sections=[(8, 1)])])
+    return Made.of(key, manager, [GroupLayout(spec.layers[:1] or ("a",), description, 1, 99)])
+
+
+def of_storage(num_blocks=9, **storage):
+    """Return an engine over the pages of a separate storage."""
+    sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "num_layers": 2, **storage}
+    manager = KVCacheManager(16, 9, 128)
+    made = KVStorage(num_blocks, **sizes)
+    description = CacheDescription(
+        engine_id="e",
+        num_layers=made.num_layers,
+        total_num_kv_heads=made.num_kv_heads,
+        head_size=made.head_size,
+        v_head_size=made.v_head_size,
+        block_size=16,
+        dtype=made.dtype,
+        memory_order=made.memory_order,
+        scale_bytes_per_head=sizes.get("scale_bytes_per_token", 0) // made.num_kv_heads,
+    )
+    layout = GroupLayout(tuple("ab"[: made.num_layers]), description, 1, 9)
+    return Made.of(fingerprint(manager, made.pages, model="m"), manager, [layout])
+
+
+def of_backend(storage=None, **backend):
+    described = {"name": "X", "dims": ("block", "kv", "token", "head", "element"), **backend}
+    return of_storage(backend=AttentionBackend(**described), **(storage or {}))
+
+
+def of_identity(**arguments):
+    """Return an engine after changes to the identity arguments that a caller passes."""
+    manager = KVCacheManager.for_groups(
+        [GroupSpec("full_attention", 16)], 99, 256, context_parallel=CP
+    )
+    given = {
+        "model": "m", "contents": "k and v", "cp_kv_cache_interleave_size": 1,
+        "pages": Pages.allocate(99, [[4096]]), "manager": manager, **arguments,
+    }  # fmt: skip
+    model = {"name": given["model"]}
+    key = fingerprint(given.pop("manager"), given.pop("pages"), **given)
+    return Made.of(key, manager, [of_description(cp_world_size=2).layout], model)
+
+
+def of_share(**share):
+    """Return the engine of a rank that holds this share of blocks with states."""
+    given = {
+        "layers": (0, 1),
+        "num_layers": 2,
+        "heads": (0, 1),
+        "num_heads": 2,
+        "tp": (0, 2),
+        **share,
+    }
+    groups = [GroupSpec("full_attention", 16), GroupSpec("recurrent", 16)]
+    manager = KVCacheManager.for_groups(groups, 9, 64)
+    pages = Pages.allocate(9, [[4096]])
+    return Made(fingerprint(manager, pages, model="m", contents="bytes", rank=Share(**given)))
+
+
+def of_version(model_version=None):
+    """Return an engine whose weights have changed."""
+    manager = KVCacheManager(16, 9, 128)
+    if model_version is not None:
+        manager.cache.start_epoch(model_version)
+    made = KVStorage(9, 16, 2, 8)
+    key = fingerprint(manager, made.pages, model="m")
+    return Made.of(key, manager, [of_description().layout])
+
+
+def of_value(**changes):
+    """Return the engine with this `KVIdentity` of its own, if all of its values were given."""
+    given = {
+        "model": {"name": "m"}, "groups": ({"kind": "full_attention", "options": {}},),
+        "hashing": {"algorithm": "a", "seed": "s", "bytes": 32}, **changes,
+    }  # fmt: skip
+    identity = KVIdentity(**given)
+    return Identified(identity.digest, identity)
+
+
+def of_description(**changes):
+    """Return an engine with this description of its pages. A store knows nothing of it."""
+    sizes = {"num_layers": 2, "total_num_kv_heads": 2, "head_size": 8, "block_size": 16}
+    description = CacheDescription(engine_id="e", **{**sizes, **changes})
+    return of_layout(layers=tuple("abcd"[: description.num_layers]), description=description)
+
+
+def of_states(tensor=None, **changes):
+    """Like `of_description`, for a group of states."""
+    given = {"sections": [(8, 4)], "row_size": 3, **(tensor or {})}
+    sizes = {"engine_id": "e", "num_layers": 2, "tensors": [StateTensor(**given)]}
+    description = StateDescription(**{**sizes, **changes})
+    return of_layout(layers=tuple("abcd"[: description.num_layers]), description=description)
+
+
+def of_tensor(**tensor):
+    return of_states(tensor)
+
+
+def of_layout(**changes):
+    """Return an engine with this layout of its only group."""
+    if "description" not in changes:
+        changes["description"] = of_description().layout.description
+    layout = GroupLayout(
+        **{"layers": ("a", "b"), "pages_per_block": 1, "num_blocks": 99, **changes}
+    )
+    spec = GroupSpec("recurrent" if layout.is_state else "full_attention", 16)
+    cp = None
+    if not layout.is_state:
+        spec = replace(spec, block_size=layout.block_size // layout.description.cp_world_size)
+        cp = ContextParallel(dcp_world_size=layout.description.cp_world_size)
+    manager = KVCacheManager.for_groups([spec], 99, 256, context_parallel=cp)
+    made = Made.of(None, manager, [layout])
+    made.layout = layout
+    return made
+
+
+@dataclass(frozen=True)
+class Row:
+    """Two engines that differ in one field only.
+
+    `same` states why their keys in a store are equal, and `ACCEPTED` why one accepts the other's
+    offers. Without `changed`, `same` names another field that distinguishes the engines, or states
+    why the field cannot be tested.
+    """
+
+    of: Any
+    changed: dict[str, Any] | None = None
+    base: dict[str, Any] | None = None
+    same: str = ""
+
+    def engines(self) -> tuple[Made, Made]:
+        base = self.base or {}
+        return self.of(**base), self.of(**{**base, **self.changed})
+
+    @property
+    def verdict(self) -> str:
+        if self.changed is None:
+            return f"elsewhere: {self.same}"
+        return f"same key: {self.same}" if self.same else "another key"
+
+
+FP8 = {"dtype": "float8_e4m3fn", "scales": (0.02, 1.0)}
+WINDOW = {"kind": "sliding_window", "options": {"window": 32}}
+STATE = {
+    "kind": "recurrent", "num_kv_heads": 0, "head_size": 0, "dtype": "float32", "state_bytes": 4096,
+}  # fmt: skip
+HOW_MANY = "affects the engine's memory or time, not the content of a block"
+WHEN = "affects when blocks are kept, moved or reported, not their content"
+STEPS = "distributes tokens over steps; the content of blocks is the same"
+BY_RANK = "covered by the caller's text `rank`: a manager has no data about other ranks"
+BY_SPEC = "covered by LayerSpec and GroupSpec: stores create no CacheDescription"
+
+TABLE: dict[str, Row] = {
+    "LayerSpec.name": Row(of_layer, {"name": "c"}),
+    "LayerSpec.kind": Row(of_layer, WINDOW),
+    "LayerSpec.block_size": Row(of_layer, {"block_size": 32}),
+    "LayerSpec.num_kv_heads": Row(of_layer, {"num_kv_heads": 4}),
+    "LayerSpec.head_size": Row(of_layer, {"head_size": 32}),
+    "LayerSpec.v_head_size": Row(of_layer, {"v_head_size": 32}),
+    "LayerSpec.dtype": Row(of_layer, {"dtype": "float16"}),
+    "LayerSpec.options": Row(of_layer, {"options": {"window": 48}}, WINDOW),
+    "LayerSpec.replicated": Row(
+        of_layer, {"replicated": True}, {"plan": {"context_parallel": CP}}
+    ),
+    "LayerSpec.state_bytes": Row(of_layer, {"state_bytes": 8192}, STATE),
+    "LayerSpec.scale_bytes_per_token": Row(of_layer, {"scale_bytes_per_token": 16}),
+    "LayerSpec.is_mla": Row(
+        of_layer, {"is_mla": True}, {"num_kv_heads": 1, "head_size": 32, "v_head_size": 16}
+    ),
+    "LayerSpec.cached": Row(of_layer, {"cached": False}, {"transferred": False}),
+    "LayerSpec.transferred": Row(of_layer, {"transferred": False}),
+    "LayerSpec.drafts": Row(of_layer, {"drafts": True}),
+    "GroupSpec.kind": Row(of_group, {"kind": "recurrent"}),
+    "GroupSpec.block_size": Row(of_group, {"block_size": 8}),
+    "GroupSpec.options": Row(of_group, {"options": {"window": 48}}, WINDOW),
+    "GroupSpec.replicated": Row(of_group, {"replicated": True}, {"context_parallel": CP}),
+    "GroupSpec.layers": Row(of_group, {"layers": ("b", "a")}, {"layers": ("a", "b")}),
+    "GroupSpec.cached": Row(of_group, {"cached": False}),
+    "GroupSpec.transferred": Row(of_group, {"transferred": False}),
+    "GroupSpec.drafts": Row(of_group, {"drafts": True}),
+    "options of sliding_window.window": Row(of_group, {"options": {"window": 48}}, WINDOW),
+    "options of chunked_local.chunk_size": Row(
+        of_group, {"options": {"chunk_size": 64}},
+        {"kind": "chunked_local", "options": {"chunk_size": 32}},
+    ),
+    "options of circular_window.window": Row(
+        of_group, {"options": {"window": 24, "buffer": 64}},
+        {"kind": "circular_window", "options": {"window": 32, "buffer": 64}, "cached": False},
+    ),
+    "options of circular_window.buffer": Row(
+        of_group, {"options": {"window": 32, "buffer": 96}},
+        {"kind": "circular_window", "options": {"window": 32, "buffer": 64}, "cached": False},
+    ),
+    "options of recurrent.num_speculative_blocks": Row(
+        of_group, {"options": {"num_speculative_blocks": 2}}, {"kind": "recurrent"}
+    ),
+    "ContextParallel.pcp_world_size": Row(
+        of_group, {"context_parallel": ContextParallel(pcp_world_size=2)}
+    ),
+    "ContextParallel.pcp_rank": Row(
+        of_group, {"context_parallel": ContextParallel(pcp_world_size=2, pcp_rank=1)},
+        {"context_parallel": ContextParallel(pcp_world_size=2)},
+    ),
+    "ContextParallel.dcp_world_size": Row(of_group, {"context_parallel": CP}),
+    "ContextParallel.dcp_rank": Row(
+        of_group, {"context_parallel": ContextParallel(dcp_world_size=2, dcp_rank=1)},
+        {"context_parallel": CP},
+    ),
+    "CachePlan.layers": Row(of_layer, {"names": ("a", "c")}),
+    "CachePlan.groups": Row(of_layer, WINDOW),
+    "CachePlan.page_bytes": Row(of_plan, {"layer_page_bytes": 16384}),
+    "CachePlan.num_pages": Row(of_plan, {"budget_bytes": 2**23}, same=HOW_MANY),
+    "CachePlan.layer_page_bytes": Row(of_plan, {"layer_page_bytes": 16384}),
+    "CachePlan.padding_bytes": Row(of_plan, {"layer_page_bytes": 16384}),
+    "CachePlan.max_model_len": Row(of_plan, {"max_model_len": 128}, same=HOW_MANY),
+    "CachePlan.max_num_batched_tokens": Row(of_plan, {"max_num_batched_tokens": 32}, same=STEPS),
+    "CachePlan.context_parallel": Row(of_plan, {"context_parallel": CP}),
+    "CachePlan.max_encoder_tokens": Row(
+        of_layer, {"plan": {"max_encoder_tokens": 64}}, {"kind": "cross_attention"}, HOW_MANY
+    ),
+    "AttentionBackend.name": Row(of_backend, {"name": "Y"}, same="only the memory orders matter"),
+    "AttentionBackend.dims": Row(
+        of_backend, {"dims": ("block", "token", "kv", "head", "element")}
+    ),
+    "AttentionBackend.nhd": Row(of_backend, {"nhd": ("block", "token", "kv", "head", "element")}),
+    "AttentionBackend.hnd": Row(
+        of_backend, {"hnd": ("block", "head", "kv", "token", "element")},
+        {"storage": {"layout": "HND"}},
+    ),
+    "AttentionBackend.nhd_cross_layers": Row(
+        of_backend, {"nhd_cross_layers": ("block", "layer", "token", "kv", "head", "element")},
+        {"nhd_cross_layers": ("block", "layer", "kv", "token", "head", "element"),
+         "storage": {"cross_layers": True}},
+    ),
+    "AttentionBackend.hnd_cross_layers": Row(
+        of_backend, {"hnd_cross_layers": ("block", "head", "layer", "kv", "token", "element")},
+        {"hnd_cross_layers": ("block", "layer", "kv", "head", "token", "element"),
+         "storage": {"cross_layers": True, "layout": "HND"}},
+    ),
+    "AttentionBackend.unequal_head_sizes": Row(
+        of_backend, {"unequal_head_sizes": True}, {"dims": ("block", "token", "head", "element")}
+    ),
+    "KVStorage.num_blocks": Row(of_storage, {"num_blocks": 20}, same=HOW_MANY),
+    "KVStorage.block_size": Row(of_storage, {"block_size": 8}),
+    "KVStorage.num_kv_heads": Row(of_storage, {"num_kv_heads": 4, "head_size": 4}),
+    "KVStorage.head_size": Row(of_storage, {"head_size": 16}),
+    "KVStorage.v_head_size": Row(of_storage, {"v_head_size": 4}),
+    "KVStorage.num_layers": Row(of_storage, {"num_layers": 1}),
+    "KVStorage.dtype": Row(of_storage, {"dtype": "float16"}),
+    "KVStorage.device": Row(of_storage, same="the host gets the same bytes from every device"),
+    "KVStorage.backend": Row(
+        of_storage, {"backend": "FLASH_ATTN_DIFFKV"}, {"backend": "FLASHINFER"}
+    ),
+    "KVStorage.layout": Row(of_storage, {"layout": "HND"}),
+    "KVStorage.cross_layers": Row(
+        of_storage, {"cross_layers": True},
+        {"backend": "TRITON_ATTN", "layout": "HND"},
+    ),
+    "KVStorage.scale_bytes_per_token": Row(of_storage, {"scale_bytes_per_token": 8}),
+    "build.plan": Row(of_layer, same="covered by the fields of CachePlan"),
+    "build.max_num_reqs": Row(of_build, {"max_num_reqs": 8}, same=HOW_MANY),
+    "build.device": Row(of_build, same="the host gets the same bytes from every device"),
+    "build.backend": Row(of_build, {"backend": "FLASH_ATTN_DIFFKV"}),
+    "build.layout": Row(of_build, {"layout": "HND"}),
+    "build.kernel_sizes": Row(of_kernels, {"kernel_sizes": [16]}),
+    "build.num_speculative_tokens": Row(of_build, {"num_speculative_tokens": 3}, same=STEPS),
+    "build.cp_kv_cache_interleave_size": Row(
+        of_layer, {"made": {"cp_kv_cache_interleave_size": 4}},
+        {"plan": {"context_parallel": CP}},
+    ),
+    "build.num_host_blocks": Row(of_build, {"num_host_blocks": 9}, same=HOW_MANY),
+    "build.swap_options": Row(of_build, {"num_host_blocks": 9, "swap_options": {}}, same=WHEN),
+    "build.enable_caching": Row(of_build, {"enable_caching": False}),
+    "build.num_preallocate_tokens": Row(of_build, {"num_preallocate_tokens": 0}, same=HOW_MANY),
+    "CacheOptions.hash_block_size": Row(of_build, {"hash_block_size": 8}),
+    "CacheOptions.watermark": Row(of_build, {"watermark": 0.1}, same=HOW_MANY),
+    "CacheOptions.fence_frees": Row(of_build, {"fence_frees": True}, same=WHEN),
+    "CacheOptions.engine_copies_states": Row(of_build, {"engine_copies_states": True}, same=WHEN),
+    "CacheOptions.in_step_hits": Row(of_build, {"in_step_hits": "wait"}, same=WHEN),
+    "CacheOptions.enable_events": Row(of_build, {"enable_events": False}, same="a tier requires events"),
+    "CacheOptions.announce_reused": Row(of_build, {"announce_reused": True}, same=WHEN),
+    "CacheOptions.track_residency": Row(of_build, {"track_residency": True}, same=WHEN),
+    "CacheOptions.prefault": Row(of_build, {"prefault": False}, same=WHEN),
+    "CacheOptions.stats_window": Row(of_build, {"stats_window": 10}, same="only affects statistics"),
+    "CacheOptions.explain_misses": Row(of_build, {"explain_misses": 1}, same="only affects statistics"),
+    "CacheOptions.hash_seed": Row(of_build, {"hash_seed": "s"}),
+    "CacheOptions.hash_algorithm": Row(of_build, {"hash_algorithm": "xxh3_128_cbor"}),
+    "CacheOptions.hash_bytes": Row(
+        of_build, {"hash_bytes": 16}, {"hash_algorithm": "engine:x", "hash_bytes": 32}
+    ),
+    "CacheOptions.num_hash_lookahead_tokens": Row(
+        of_build, {"num_hash_lookahead_tokens": 1}, {"hash_algorithm": "engine:x"}
+    ),
+    "CacheOptions.retention_interval": Row(of_build, {"retention_interval": 0}, same=WHEN),
+    "CacheOptions.eviction": Row(of_build, {"eviction": "s3_fifo"}, same=WHEN),
+    "CacheOptions.eviction_options": Row(
+        of_build, {"eviction_options": {}}, {"eviction": "s3_fifo"}, same=WHEN
+    ),
+    "CacheOptions.host_eviction": Row(
+        of_build, {"host_eviction": "s3_fifo"}, {"num_host_blocks": 9}, same=WHEN
+    ),
+    "CacheOptions.host_eviction_options": Row(
+        of_build, {"host_eviction_options": {}}, {"num_host_blocks": 9, "host_eviction": "s3_fifo"},
+        same=WHEN,
+    ),
+    "CacheOptions.host_write": Row(
+        of_build, {"host_write": "through"}, {"num_host_blocks": 9}, same=WHEN
+    ),
+    "CacheOptions.num_hits_to_write": Row(of_build, {"num_hits_to_write": 3}, same=WHEN),
+    "CacheOptions.min_gain_to_write": Row(of_build, {"min_gain_to_write": 0.1}, same=WHEN),
+    "CacheOptions.page_bytes": Row(of_build, same="covered by CachePlan.page_bytes"),
+    "fingerprint.manager": Row(of_identity, same="covered by the groups and options above"),
+    "fingerprint.pages": Row(of_identity, {"pages": Pages.allocate(9, [[2048, 2048]])}),
+    "fingerprint.model": Row(of_identity, {"model": "n"}),
+    "fingerprint.rank": Row(of_identity, {"rank": "tp 1 of 2"}),
+    "fingerprint.contents": Row(of_identity, {"contents": "v and k"}),
+    "fingerprint.cp_kv_cache_interleave_size": Row(of_identity, {"cp_kv_cache_interleave_size": 2}),
+    "KVStorage.set_scales.k_scale": Row(of_layer, {"scales": (0.5, 1.0)}, FP8),
+    "KVStorage.set_scales.v_scale": Row(of_layer, {"scales": (0.02, 0.5)}, FP8),
+    "BlockParts.blocks_per_page": Row(of_kernels, {"kernel_sizes": [16]}),
+    "BlockParts.views": Row(of_storage, {"dtype": "float16"}),
+    "PageContents.storages": Row(of_storage, {"layout": "HND"}),
+    "PageContents.cp_interleave": Row(
+        of_layer, {"made": {"cp_kv_cache_interleave_size": 4}}, {"plan": {"context_parallel": CP}}
+    ),
+    "start_epoch.model_version": Row(of_version, {"model_version": "step 1"}),
+    "Share.layers": Row(of_share, {"layers": (1, 2)}),
+    "Share.num_layers": Row(of_share, {"num_layers": 3}),
+    "Share.heads": Row(of_share, {"heads": (1, 2)}),
+    "Share.num_heads": Row(of_share, {"num_heads": 3}),
+    "Share.cp_rank": Row(of_share, {"cp_rank": 1}, {"cp_world_size": 2}),
+    "Share.cp_world_size": Row(of_share, {"cp_world_size": 2}),
+    "Share.tp": Row(of_share, {"tp": (1, 2)}),
+    "KVIdentity.model": Row(of_value, {"model": {"name": "n"}}),
+    "KVIdentity.version": Row(of_value, {"version": "step 1"}),
+    "KVIdentity.groups": Row(of_value, {"groups": ()}),
+    "KVIdentity.hashing": Row(of_value, {"hashing": {"algorithm": "b", "seed": "s", "bytes": 32}}),
+    "KVIdentity.lookahead": Row(of_value, {"lookahead": 1}),
+    "KVIdentity.part": Row(of_value, {"part": {"rank": "1"}}),
+    "CacheDescription.engine_id": Row(of_description, same="a name; all engines share one store"),
+    "CacheDescription.tp_size": Row(of_description, {"tp_size": 2}),
+    "CacheDescription.pp_size": Row(of_description, {"pp_size": 2}),
+    "CacheDescription.stages": Row(of_description, {"stages": [(1, 1), (1, 2)]}),
+    "CacheDescription.num_layers": Row(of_description, {"num_layers": 4}),
+    "CacheDescription.total_num_kv_heads": Row(of_description, {"total_num_kv_heads": 4}),
+    "CacheDescription.cp_world_size": Row(of_description, {"cp_world_size": 2}),
+    "CacheDescription.cp_interleave": Row(
+        of_description, {"cp_interleave": 4}, {"cp_world_size": 2}
+    ),
+    "CacheDescription.head_size": Row(of_description, {"head_size": 16}),
+    "CacheDescription.block_size": Row(of_description, {"block_size": 32}),
+    "CacheDescription.v_head_size": Row(of_description, {"v_head_size": 4}),
+    "CacheDescription.is_mla": Row(
+        of_description, {"is_mla": True, "head_size": 16, "v_head_size": 0},
+        {"total_num_kv_heads": 1, "head_size": 16, "v_head_size": 0},
+    ),
+    "CacheDescription.dtype": Row(of_description, {"dtype": "float16"}),
+    "CacheDescription.memory_order": Row(
+        of_description, {"memory_order": ("block", "kv", "head", "token", "element")}
+    ),
+    "CacheDescription.page_stride": Row(
+        of_description, {"page_stride": 4096},
+        {"memory_order": ("layer", "block", "kv", "token", "head", "element")},
+    ),
+    "CacheDescription.scale_bytes_per_head": Row(of_description, {"scale_bytes_per_head": 4}),
+    "CacheDescription.k_scale": Row(
+        of_description, {"k_scale": [[1.0], [2.0]]}, {"dtype": "float8_e4m3fn"}
+    ),
+    "CacheDescription.v_scale": Row(
+        of_description, {"v_scale": [[1.0, 1.0], [1.0, 2.0]]}, {"dtype": "float8_e4m3fn"}
+    ),
+    "CacheDescription.hash_algorithm": Row(
+        of_description, same="informs the caller; the identity has the algorithm of the manager"
+    ),
+    "CacheDescription.version": Row(
+        of_description, same="other versions are refused when a description is created"
+    ),
+    "StateDescription.engine_id": Row(of_states, same="a name"),
+    "StateDescription.num_layers": Row(of_states, {"num_layers": 4}),
+    "StateDescription.tensors": Row(of_tensor, {"sections": [(8, 4), (2, 1)]}),
+    "StateDescription.tp_size": Row(of_states, {"tp_size": 2}),
+    "StateDescription.pp_size": Row(of_states, {"pp_size": 2}),
+    "StateDescription.cp_world_size": Row(of_states, {"cp_world_size": 2}),
+    "StateDescription.stages": Row(of_states, {"stages": [(1, 1), (1, 2)]}),
+    "StateDescription.page_stride": Row(of_states, {"page_stride": 4096}),
+    "StateDescription.version": Row(
+        of_states, same="other versions are refused when a description is created"
+    ),
+    "StateTensor.sections": Row(of_tensor, {"sections": [(4, 8)]}),
+    "StateTensor.row_size": Row(of_tensor, {"row_size": 4}),
+    "StateTensor.channels_last": Row(of_tensor, {"channels_last": True}),
+    "StateTensor.dtype": Row(of_tensor, {"dtype": "float32"}),
+    "GroupLayout.layers": Row(of_layout, {"layers": ("a", "c")}),
+    "GroupLayout.description": Row(of_description, {"head_size": 16}),
+    "GroupLayout.pages_per_block": Row(of_layout, {"pages_per_block": 2}),
+    "GroupLayout.num_blocks": Row(of_layout, {"num_blocks": 120}),
+    "GroupLayout.interior": Row(of_layout, {"interior": "vec"}),
+}  # fmt: skip
+
+CONVERTED = "a transfer plan converts between the two"
+OWN = "each engine has its own; the KV of a token is the same"
+HITS = "it decides which blocks an engine caches, not their content"
+BY_LAYOUT = "offers contain the layout of the pages"
+
+# Fields in which an engine may differ from another one whose offers it accepts.
+ACCEPTED: dict[str, str] = {
+    **dict.fromkeys(
+        [
+            *("LayerSpec.block_size", "LayerSpec.replicated"),
+            *("GroupSpec.block_size", "GroupSpec.replicated"),
+            *(f"ContextParallel.{field.name}" for field in fields(ContextParallel)),
+            *("CachePlan.page_bytes", "CachePlan.layer_page_bytes", "CachePlan.padding_bytes"),
+            *("CachePlan.context_parallel", "AttentionBackend.dims", "AttentionBackend.nhd"),
+            *("AttentionBackend.hnd", "AttentionBackend.nhd_cross_layers"),
+            *("AttentionBackend.hnd_cross_layers", "KVStorage.block_size", "KVStorage.backend"),
+            *("KVStorage.layout", "KVStorage.cross_layers", "build.backend", "build.layout"),
+            *("build.cp_kv_cache_interleave_size", "PageContents.storages"),
+            "PageContents.cp_interleave",
+            *("CacheDescription.tp_size", "CacheDescription.pp_size", "CacheDescription.stages"),
+            *("CacheDescription.cp_world_size", "CacheDescription.cp_interleave"),
+            *("CacheDescription.block_size", "CacheDescription.memory_order"),
+            *("CacheDescription.page_stride", "StateDescription.tp_size"),
+            *("StateDescription.pp_size", "StateDescription.stages"),
+            *("StateDescription.cp_world_size", "StateDescription.page_stride"),
+            *("StateTensor.channels_last", "GroupLayout.pages_per_block"),
+        ],
+        CONVERTED,
+    ),
+    **dict.fromkeys(
+        [
+            *("CachePlan.num_pages", "CachePlan.max_model_len"),
+            *("CachePlan.max_num_batched_tokens", "AttentionBackend.name"),
+            *("KVStorage.num_blocks", "GroupLayout.num_blocks", "build.max_num_reqs"),
+            *("build.num_speculative_tokens", "build.num_host_blocks", "build.swap_options"),
+            *("build.num_preallocate_tokens", "build.kernel_sizes", "BlockParts.blocks_per_page"),
+            *("CacheOptions.watermark", "CacheOptions.fence_frees"),
+            *("CacheOptions.engine_copies_states", "CacheOptions.in_step_hits"),
+            *("CacheOptions.enable_events", "CacheOptions.announce_reused"),
+            *("CacheOptions.track_residency", "CacheOptions.prefault"),
+            *("CacheOptions.stats_window", "CacheOptions.explain_misses"),
+        ],
+        OWN,
+    ),
+    **dict.fromkeys(
+        [
+            *("LayerSpec.drafts", "GroupSpec.cached", "GroupSpec.drafts", "build.enable_caching"),
+            *("CacheOptions.hash_block_size", "CacheOptions.retention_interval"),
+            *("CacheOptions.eviction", "CacheOptions.eviction_options"),
+            *("CacheOptions.host_eviction", "CacheOptions.host_eviction_options"),
+            *("CacheOptions.host_write", "CacheOptions.num_hits_to_write"),
+            "CacheOptions.min_gain_to_write",
+        ],
+        HITS,
+    ),
+    **dict.fromkeys(
+        [
+            *("fingerprint.pages", "fingerprint.rank", "fingerprint.contents"),
+            *("fingerprint.cp_kv_cache_interleave_size", "KVIdentity.part"),
+        ],
+        BY_LAYOUT,
+    ),
+}
+
+KINDS = {
+    "full_attention": {},
+    "sliding_window": {"window": 8},
+    "chunked_local": {"chunk_size": 8},
+    "circular_window": {"window": 8, "buffer": 16},
+    "recurrent": {},
+    "cross_attention": {},
+}
+
+
+def walked() -> list[str]:
+    """Return every field that must have a row."""
+    classes = (LayerSpec, GroupSpec, ContextParallel, CachePlan, AttentionBackend, CacheDescription)
+    classes += (StateDescription, StateTensor, GroupLayout, Share, KVIdentity)
+    found = [f"{each.__name__}.{field.name}" for each in classes for field in fields(each)]
+    for each in (BlockParts, PageContents):
+        found += [f"{each.__name__}.{name}" for name in each._fields]
+    for prefix, function in (
+        ("KVStorage.set_scales", KVStorage.set_scales),
+        ("start_epoch", PrefixCache.start_epoch),
+    ):
+        names = [name for name in inspect.signature(function).parameters if name != "self"]
+        found += [f"{prefix}.{name}" for name in names]
+    in_build = inspect.signature(build).parameters
+    found += [f"build.{name}" for name in in_build if name != "options"]
+    found += [
+        f"CacheOptions.{field.name}" for field in fields(CacheOptions) if field.name not in in_build
+    ]
+    found += [f"KVStorage.{name}" for name in inspect.signature(KVStorage).parameters]
+    found += [f"fingerprint.{name}" for name in inspect.signature(fingerprint).parameters]
+    for kind, options in KINDS.items():
+        signature = inspect.signature(type(make_kind(kind, options)).__init__)
+        keywords = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+        found += [f"options of {kind}.{name}" for name in keywords]
+    return found
+
+
+def main() -> None:
+    width = max(map(len, TABLE))
+    for name, row in TABLE.items():
+        offers = f"offers accepted: {ACCEPTED[name]}" if name in ACCEPTED else "offers refused"
+        print(f"{name:{width}}  {row.verdict}" + (f"; {offers}" if row.changed else ""))
+    print(len(TABLE), "fields")
+
+
+if __name__ == "__main__":
+    main()
