@@ -627,6 +627,13 @@ ACCEPTED: dict[str, str] = {
     ),
 }
 
+WITHOUT_STORE = (of_description, of_states, of_tensor, of_layout)
+TABLE |= {
+    name: replace(row, same="a store knows the pages instead")
+    for name, row in TABLE.items()
+    if row.of in WITHOUT_STORE and row.changed is not None
+}
+
 KINDS = {
     "full_attention": {},
     "sliding_window": {"window": 8},

@@ -391,8 +391,8 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "GroupLayout.description": lambda w: m.descriptions("a"),
     "layouts_of_plan.plan": lambda w: w.get("connectors").one.plan,
     "layouts_of_plan.storages": lambda w: w.get("connectors").one.storages[0],
-    "Offer.check_answers.hashing": lambda w: w.get("Offer").hashing,
-    "Offer.check_answers.model": lambda w: w.get("Offer").model,
+    "Offer.check_like.identity": lambda w: w.get("Offer").identity,
+    "Offer.check_like.layouts": lambda w: w.get("Offer").groups,
     "CacheRank.begin.step": lambda w: __import__(
         "kvcache.sources.disaggregation.steps").sources.disaggregation.steps.Step(),
     "CacheRank.advance.progress": lambda w: __import__(
@@ -400,7 +400,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "Offer.engine_id": lambda w: "one",
     **{
         f"Offer.{each}": lambda w, each=each: getattr(w.get("Offer"), each)
-        for each in ("num_tokens", "digest", "hashing", "model", "groups", "blocks", "ranks", "lease")
+        for each in ("num_tokens", "digest", "identity", "groups", "blocks", "ranks", "lease")
     },
     "digest_of_first": lambda w: lambda count: w.get("Offer").digest,
     "Offer.check_prompt.num_tokens": lambda w: 2 * TOKENS,
@@ -419,7 +419,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "hints_of_envelope.envelope": lambda w: {
         **{"protocol_version": "0.1", "message_id": "m", "actions": []},
     },
-    "StoreTier.start_epoch.model": lambda w: "m of newer weights",
+    "PrefixCache.start_epoch.model_version": lambda w: "newer weights",
     "Scheduler.add.sequence": lambda w: __import__("kvcache.engine").engine.Sequence(
         Request("another", range(5))),
     "Scheduler.accept.sequence": lambda w: w.get("ended sequence"),
