@@ -113,7 +113,8 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--trust-clients",
         action="store_true",
-        help="accept cache_salt and priority from requests; only behind a proxy that sets them",
+        help="accept cache_salt, priority and hints from requests, and announcements of new weights; only "
+        "behind a proxy that sets them",
     )
     sub.add_argument(
         "--api-key",

@@ -10,6 +10,7 @@ from kvcache.lazy import lazy_names
 
 _HOME = {
     "Arrived": "kvcache.sources.base",
+    "KVIdentity": "kvcache.sources.identity",
     "KVSource": "kvcache.sources.base",
     "LoadStats": "kvcache.sources.base",
 }

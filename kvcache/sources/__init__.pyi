@@ -6,3 +6,4 @@ from kvcache.sources import store as store
 from kvcache.sources.base import Arrived as Arrived
 from kvcache.sources.base import KVSource as KVSource
 from kvcache.sources.base import LoadStats as LoadStats
+from kvcache.sources.identity import KVIdentity as KVIdentity

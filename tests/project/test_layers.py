@@ -103,8 +103,8 @@ MAY_IMPORT = {
         *("kvcache.sources.disaggregation", "kvcache.sources.store", "kvcache.transfer"),
     },
     "kvcache.plugins.vllm": {
-        *("kvcache", "kvcache.allocator", "kvcache.sources.disaggregation", "kvcache.transfer"),
-        *("kvcache.worker", "kvcache.plugins.disaggregation"),
+        *("kvcache", "kvcache.allocator", "kvcache.sources", "kvcache.sources.disaggregation"),
+        *("kvcache.transfer", "kvcache.worker", "kvcache.plugins.disaggregation"),
     },
     "kvcache.plugins.vllm_sanitizer": {"kvcache.plugins", "kvcache.sanitizer"},
     "kvcache.plugins.sglang_sanitizer": {"kvcache.plugins", "kvcache.sanitizer"},
@@ -149,6 +149,7 @@ TORCH_FREE = {
 TORCH_FREE_MODULES = {
     "kvcache.sources",
     "kvcache.sources.base",
+    "kvcache.sources.identity",
     "kvcache.sources.loads",
     "kvcache.sources.disaggregation",
     "kvcache.sources.disaggregation.connector",
