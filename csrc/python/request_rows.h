@@ -163,7 +163,6 @@ class RequestRows {
     py::object id = id_of(request, name);
     NewRow row;
     row.chain = chain_of(request, name);
-    row.takes_all = true;
     if (is_admit(asked)) read_fields(asked, name, &row);
     check_new(id);
     check_encoder_tokens(*row.chain, id);
@@ -194,7 +193,6 @@ class RequestRows {
     } else if (row->receives) {
       row->num_tokens = 0;
     }
-    row->takes_all = field(1) == Py_None;
     row->num_lookahead = integer(field(3), "num_lookahead_tokens");
     row->num_reserved_blocks = integer(field(4), "num_reserved_blocks");
     if (field(5) != Py_None) row->max_host_blocks = integer(field(5), "max_host_blocks");

@@ -295,7 +295,7 @@ std::vector<int64_t> Manager::external_hits(const std::vector<NewRow>& requests)
   return hits;
 }
 
-Slots Manager::admit(NewRow asked, const std::vector<std::vector<BlockId>>& computed) {
+Slots Manager::admit(const NewRow& asked, const std::vector<std::vector<BlockId>>& computed) {
   const Call call(this);
   checks_.check_counts(asked);
   if (!setup_.options.engine_copies_states) checks_.check_has_no_state("admit");
@@ -310,13 +310,7 @@ Slots Manager::admit(NewRow asked, const std::vector<std::vector<BlockId>>& comp
   const int64_t num_computed =
       partial ? partial->num_tokens : checks_.check_computed(*chain, computed, asked.reads());
   checks_.check_external(asked, num_computed);
-  if (asked.takes_all && !asked.receives) {
-    asked.num_tokens = chain->num_tokens() - num_computed - asked.num_external;
-    checked_size("num_tokens", asked.num_tokens, 1);
-  }
-  checks_.check_length(num_computed + asked.num_external + asked.num_tokens, "a new request");
-  const int64_t start = asked.num_external == 0 ? 0 : num_computed + asked.num_external;
-  checks_.check_places(start, asked.num_tokens + asked.num_lookahead, "a new request");
+  checks_.check_new_places(asked, asked.num_external == 0 ? 0 : num_computed + asked.num_external);
   PrefixHit hit = partial ? *partial : PrefixHit::of_device(num_computed, computed);
   hit.num_shared_tokens = asked.num_shared;
   if (misses_ != nullptr) misses_->release_dropped();
@@ -392,7 +386,7 @@ void Manager::reject(int32_t row, int64_t num_tokens) {
   const Call call(this);
   rows_.at(row);
   checked_size("num_tokens", num_tokens, 0);
-  checks_.check_rejected(row, num_tokens);
+  checks_.check_only_drafts(row, num_tokens);
   rows_[row].take_back(num_tokens);
 }
 

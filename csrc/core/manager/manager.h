@@ -133,7 +133,7 @@ class Manager {
 
   // Creates a row with the blocks of a previous lookup, and with slots for its external tokens and
   // num_tokens additional tokens. `new_blocks` in the result excludes the computed blocks.
-  Slots admit(NewRow asked, const std::vector<std::vector<BlockId>>& computed);
+  Slots admit(const NewRow& asked, const std::vector<std::vector<BlockId>>& computed);
 
   // Reports that this number of a row's external tokens have arrived and that no more will follow.
   // Publishes the blocks that they fill. Returns the row's number of computed tokens, from which it

@@ -85,7 +85,13 @@ void RequestChecks::check_counts(const NewRow& asked) const {
   checked_size("num_prompt_tokens", asked.num_prompt, 0);
   checked_size("num_shared_tokens", asked.num_shared, 0);
   checked_size("external.num_tokens", asked.num_external, 0);
-  if (asked.num_external > 0) check_all_transferred(asked.num_external);
+  if (asked.num_external > 0) {
+    check_all_transferred(asked.num_external);
+    if (!asked.reads()) {
+      throw std::invalid_argument("external.num_tokens is " + std::to_string(asked.num_external) +
+                                  ", but the request has read_cache=False: expected 0");
+    }
+  }
   if (!asked.receives) {
     checked_size("num_tokens", asked.num_tokens, 1);
     return;
@@ -181,6 +187,27 @@ void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
                               ", the number of uncached tokens of its last step");
 }
 
+void RequestChecks::check_only_drafts(int32_t row, int64_t num_rejected) const {
+  if (num_rejected == 0) return;
+  check_rejected(row, num_rejected);
+  const Row& r = (*c_.rows)[row];
+  const int64_t num_unknown = std::max<int64_t>(r.num_computed - r.num_known, 0);
+  if (num_rejected <= num_unknown) return;
+  throw std::invalid_argument("num_rejected_tokens of row " + std::to_string(row) + " is " +
+                              std::to_string(num_rejected) + ": expected at most " +
+                              std::to_string(num_unknown) +
+                              ", its drafts: tokens that were not known when it was last "
+                              "served");
+}
+
+void RequestChecks::fail_undecided(int32_t row, int64_t num_left) {
+  throw std::invalid_argument(
+      "row " + std::to_string(row) + " has " + std::to_string(num_left) +
+      " drafts of its last step that are neither rejected nor known: expected num_rejected_tokens "
+      "and the token_ids of accepted drafts before the next step, because a recurrent state "
+      "continues after the last accepted token");
+}
+
 int64_t RequestChecks::check_computed(const TokenChain& chain,
                                       const std::vector<std::vector<BlockId>>& computed,
                                       bool reads) const {
@@ -248,14 +275,17 @@ void RequestChecks::check_step_rows(const StepRequest& request) const {
     Row& r = (*c_.rows)[row];
     if (request.num_tokens[i] < 0) checked_size("num_tokens", request.num_tokens[i], 0);
     const int64_t num_rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
-    if (num_rejected != 0) check_rejected(row, num_rejected);
+    if (num_rejected != 0) check_only_drafts(row, num_rejected);
     check_length(r.num_computed - num_rejected + request.num_tokens[i], "a row");
+    if (has_state_ && request.num_tokens[i] > 0) {
+      check_decided(row, num_rejected, request.num_ids_of(i));
+    }
     if (max_drafts_ > 0) {
       check_drafts(row, r.num_computed - num_rejected, request.num_tokens[i],
                    r.chain->num_tokens() + request.num_ids_of(i));
     }
-    check_places(r.num_computed - num_rejected, request.num_tokens[i] + request.lookahead_of(i),
-                 "a row");
+    check_row_places(r, r.num_computed - num_rejected,
+                     request.num_tokens[i] + request.lookahead_of(i), request.num_ids_of(i));
     if (!c_.rows->name(row)) {
       throw std::invalid_argument("rows contains row " + std::to_string(row) + " twice");
     }
@@ -338,10 +368,15 @@ void RequestChecks::check_ask(const RowAsk& ask) const {
     check_start(ask);
   } else {
     checked_size("num_tokens", ask.num_tokens, 0);
+    if (has_state_) check_decided(ask.row, /*num_rejected=*/0, ask.num_ids);
   }
   const int64_t start = ask.start.value_or(r.num_computed);
   check_length(start + ask.num_tokens, "a row");
-  check_places(start, ask.num_tokens + ask.num_lookahead, "a row");
+  if (ask.start) {
+    check_places(start, ask.num_tokens + ask.num_lookahead, "a row");
+  } else {
+    check_row_places(r, start, ask.num_tokens + ask.num_lookahead, ask.num_ids);
+  }
   if (ask.ids == nullptr) return;
   // The last token may be sampled without ever being computed, so it is not counted.
   if (ask.num_ids > 0) check_length(r.chain->num_tokens() + ask.num_ids - 1, "a request");
@@ -361,6 +396,12 @@ void RequestChecks::check_start(const RowAsk& ask) const {
   }
   if (start < 0) throw std::invalid_argument(what("start", start) + ": expected at least 0");
   if (start < num_computed) check_rejected(row, num_computed - start);
+  const int64_t num_known = (*c_.rows)[row].chain->num_tokens();
+  if (ask.num_ids > 0 && start < std::min(num_computed, num_known)) {
+    throw std::invalid_argument(what("start", start) + " with new token_ids: expected at least " +
+                                std::to_string(std::min(num_computed, num_known)) +
+                                ", because new tokens follow the known tokens");
+  }
   int64_t num_slots = kMaxSize;
   for (const CacheGroup& group : c_.setup->groups) {
     num_slots = std::min(num_slots, group.rules->num_slots(group, c_.rows->blocks(row)[group.id]));

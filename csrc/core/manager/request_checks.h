@@ -51,6 +51,12 @@ class RequestChecks {
   void check_places(int64_t start, int64_t num_slots, const char* what) const {
     if (has_bound_) check_bound(start, num_slots, what);
   }
+  // Like the function above, for a row whose last step may have been shorter than planned.
+  void check_row_places(const Row& r, int64_t start, int64_t num_slots, int64_t num_ids) const {
+    if (!has_bound_) return;
+    const int64_t num_undecided = r.num_undecided(start, num_ids);
+    check_bound(start - num_undecided, num_slots + num_undecided, "a row");
+  }
   // Checks the tokens of a request after its external tokens, which end at `start`. If the external
   // tokens do not all fit, only as many as fit are received, taken from the end.
   void check_new_places(const NewRow& asked, int64_t start) const {
@@ -74,7 +80,10 @@ class RequestChecks {
   void check_new(const TokenChain& chain, int64_t least_tokens = 1) const;
   // Checks the numbers of tokens and blocks in a request for a new row.
   void check_counts(const NewRow& asked) const;
+  // Checks that a row can go back by this many tokens. Known tokens can only be computed again.
   void check_rejected(int32_t row, int64_t num_rejected) const;
+  // Checks that a row can go back by this many tokens, all of which are drafts.
+  void check_only_drafts(int32_t row, int64_t num_rejected) const;
   // Checks the request for one row outside of a step.
   void check_ask(const RowAsk& ask) const;
   // Checks the external tokens that follow a hit of num_hit tokens.
@@ -92,6 +101,15 @@ class RequestChecks {
                     const std::vector<BlockId>& failed_on_host) const;
 
  private:
+  // For states, checks that all drafts of the row's last step are rejected or known, because the
+  // next step continues from the state after the last accepted token. `num_ids`: new known tokens.
+  void check_decided(int32_t row, int64_t num_rejected, int64_t num_ids) const {
+    const Row& r = (*c_.rows)[row];
+    const int64_t num_left = r.num_drafts_after(num_rejected);
+    const int64_t num_missing = r.num_computed - num_rejected - r.chain->num_tokens() - num_ids;
+    if (num_left > 0 && num_missing > 0) fail_undecided(row, num_left);
+  }
+  [[noreturn]] static void fail_undecided(int32_t row, int64_t num_left);
   void check_start(const RowAsk& ask) const;
   void check_departure(int32_t row, const Departure& departure) const;
   [[noreturn]] void fail_length(int64_t num_total, const char* what) const;

@@ -36,6 +36,7 @@ inline Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_to
   const Row& r = (*c_.rows)[row];
   const int64_t start = r.num_computed - num_rejected;
   Span span{start, start + num_tokens, num_lookahead};
+  span.num_undecided = r.num_undecided(start);
   if (max_drafts_ == 0) return span;
   const int64_t num_known = std::max(start + 1, r.chain->num_tokens());
   span.num_drafts = std::max<int64_t>(span.stop - num_known, 0);
@@ -49,6 +50,7 @@ inline bool RowServer::pass_quietly(int32_t row, const Span& span) {
   Row& r = (*c_.rows)[row];
   r.start = span.start;
   r.num_computed = span.stop;
+  r.num_known = static_cast<int32_t>(r.chain->num_tokens());
   note_slots(row, span);
   return true;
 }
@@ -281,6 +283,7 @@ Status RowServer::extend(ServedRow* served) {
   if (demand.status != Status::kServed) return demand.status;
   r.start = span.start;
   r.num_computed = span.stop;
+  r.num_known = static_cast<int32_t>(r.chain->num_tokens());
   r.num_drafts = static_cast<int32_t>(span.num_drafts);
   growth_.serve(served, demand);
   note_slots(row, span);
@@ -340,6 +343,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   r.chain = chain;
   r.start = served->span.start;
   r.num_computed = served->span.stop;
+  r.num_known = static_cast<int32_t>(chain->num_tokens());
   r.reads = asked.reads();
   r.is_receiving = asked.receives;
   r.waits_for_marks = asked.waits_for_marks;
@@ -406,10 +410,8 @@ void RowServer::restart(int32_t row) {
 
 Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit) {
   c_.plan->begin_direct();
-  const int64_t start = hit.num_tokens + asked.num_external;
   ServedRow served;
-  served.span = {start, start + asked.num_tokens,
-                 asked.num_lookahead};  // not clipped, because drafts may follow
+  served.span = span_of(asked, hit);
   if (parts_.misses != nullptr || c_.pool->simulated() != nullptr) {
     NewRow on_device = asked;  // `admit` loads no blocks
     on_device.max_host_blocks = 0;

@@ -34,6 +34,7 @@ struct Row {
   // state after all computed tokens is in the page num_drafts columns after the first page of the
   // row.
   int32_t num_drafts = 0;
+  int32_t num_known = 0;         // known tokens when the row was last served
   bool by_step = false;          // admitted by `step`
   bool reads = false;            // the row takes hits when it is restarted
   bool is_stale = false;         // holds KV of an earlier epoch, so it publishes nothing
@@ -43,6 +44,14 @@ struct Row {
   bool is_receiving = false;     // the KV of its external tokens has not arrived
   bool waits_for_marks = false;  // blocks are published by `mark_computed`; see NewRow
 
+  // Returns how many of the first `stop` tokens, after which the row continues, may still be
+  // rejected. Unless they are all known (`num_ids`: new known tokens), this is the number of drafts
+  // of the last step, because the rejections so far may belong to the step before it.
+  int64_t num_undecided(int64_t stop, int64_t num_ids = 0) const {
+    const int64_t num_drafted = num_computed - std::max<int64_t>(start + 1, num_known);
+    if (num_drafted <= 0 || chain->num_tokens() + num_ids >= stop) return 0;
+    return std::min(num_drafted, stop);
+  }
   // Removes the last n computed tokens, which were rejected drafts.
   void take_back(int64_t n) {
     num_computed -= n;

@@ -24,9 +24,8 @@ struct NewRow {
   // The KV of external tokens arrives later, and the row is not served until then.
   bool receives = false;
   std::optional<bool> read_cache = std::nullopt;  // overrides the setting of the chain
-  bool takes_all = false;           // `admit`: computes all known tokens instead of num_tokens
-  int64_t num_lookahead = 0;        // additional slots for drafts
-  int64_t num_reserved_blocks = 0;  // blocks left free in addition to the watermark
+  int64_t num_lookahead = 0;                      // additional slots for drafts
+  int64_t num_reserved_blocks = 0;                // blocks left free in addition to the watermark
   // The whole prompt is computed in one step from its own K and V. Therefore, blocks outside the
   // window at the end of the prompt are never allocated.
   bool computes_whole = false;

@@ -42,6 +42,10 @@ struct Span {
   int64_t start, stop, lookahead;
   // For states: tokens at the end that may be rejected, and accepted drafts of the previous step.
   int64_t num_drafts = 0, num_accepted = 0;
+  // Tokens before `start` that may still be rejected, so that the step may begin earlier.
+  int64_t num_undecided = 0;
+
+  int64_t first_start() const { return start - num_undecided; }
 };
 
 struct GroupDemand {

@@ -31,7 +31,8 @@ class TokenRules final : public PageRules {
           std::clamp<int64_t>(group.first_needed_block(asked.skip_for) - size, 0, needs->num_new);
       needs->num_new -= needs->num_skipped;
     }
-    needs->drop_to = std::max(held.num_dropped, std::min(group.first_needed_block(start), size));
+    needs->drop_to = std::max(held.num_dropped,
+                              std::min(group.first_needed_block(asked.span.first_start()), size));
     // Blocks that leave a window make room for new ones, unless a step may still read them.
     for (int64_t b = held.num_dropped; b < needs->drop_to && on.frees_at_once; ++b) {
       *num_free += on.pool->ref_count(held[b]) == 1;
@@ -62,7 +63,7 @@ class TokenRules final : public PageRules {
                            const Span& span) const override;
   Returning returning(const CacheGroup& group, const RowBlocks& held,
                       const Span& span) const override {
-    const int64_t needed = std::min(group.first_needed_block(span.start), held.size());
+    const int64_t needed = std::min(group.first_needed_block(span.first_start()), held.size());
     return {std::max(held.num_dropped, needed), true};
   }
   int64_t num_slots(const CacheGroup& group, const RowBlocks& held) const override {
