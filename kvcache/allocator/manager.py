@@ -508,17 +508,6 @@ class KVCacheManager:
             return RequestState.RECEIVING
         return RequestState.SWAPPED_OUT if self._native.is_on_host(row) else RequestState.RUNNING
 
-    def is_stale(self, request: Request) -> bool:
-        """Return whether an admitted request may hold KV that was computed before `start_epoch`.
-
-        Such a request publishes no blocks, and its KV must not be given to other engines.
-
-        Args:
-            request: An admitted request.
-        """
-        self._native.check_reader()
-        return self._native.is_stale(self.row(request))
-
     def take_copies(self) -> np.ndarray:
         """Return the page copies (source, destination) required since the last call, int32[n, 2].
 

@@ -351,11 +351,9 @@ class PrefixCache:
         """Make all current hashes unreachable. To be called after the weights have changed, before a
         step uses them.
 
-        Running requests keep their blocks. They publish no more blocks, to this cache or to other
-        engines. Sources of KV accept only KV of the new version from then on: offers, leases and
-        loads of earlier versions end, and the keys of stores change. Report the steps in flight
-        first: if a step fails afterward, requests that had hits on a failed block, but no longer
-        hold it, do not recompute.
+        Running requests keep their blocks, but publish no more blocks. Sources end the offers, leases
+        and loads of earlier weights. Report the steps in flight first: if a step fails afterward,
+        requests that had hits on a failed block, but no longer hold it, do not recompute.
 
         Args:
             model_version: Name of the new weights. Engines exchange KV, and share a store, only
@@ -364,22 +362,14 @@ class PrefixCache:
         Raises:
             TypeError: `model_version` is neither a string nor an integer.
             ValueError: `model_version` is empty, or the current version. Nothing has changed.
-
-        >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
-        >>> manager.cache.start_epoch("step 1000")
-        >>> manager.cache.epoch, manager.cache.model_version
-        (1, 'step 1000')
         """
-        if model_version is None:
-            version = f"unnamed {uuid.uuid4().hex}"
-        else:
-            is_number = isinstance(model_version, int) and not isinstance(model_version, bool)
-            version = str(model_version) if is_number else text(model_version, "model_version")
-            if version in (INITIAL_VERSION, self.model_version):
-                raise ValueError(
-                    f"model_version is {shown(model_version)}: expected another name than that of the "
-                    f"current weights, {shown(self.model_version)}, whose KV stores may still have"
-                )
+        version = f"unnamed {uuid.uuid4().hex}" if model_version is None else model_version
+        version = str(version) if type(version) is int else text(version, "model_version")
+        if version in (INITIAL_VERSION, self.model_version):
+            raise ValueError(
+                f"model_version is {shown(model_version)}: expected another name than that of the "
+                f"current weights, {shown(self.model_version)}, whose KV stores may still have"
+            )
         # Recorded before the native call, because a signal handler may raise right after it.
         self._model_versions[self.epoch + 1] = version
         self._native.start_epoch()
@@ -393,6 +383,15 @@ class PrefixCache:
     def model_version(self) -> str:
         """Name of the weights that cached blocks were computed with. Empty before `start_epoch`."""
         return self._model_versions[self.epoch]
+
+    def is_stale(self, request: Request) -> bool:
+        """Return whether an admitted request may have KV that was computed before `start_epoch`.
+
+        Args:
+            request: An admitted request. Its blocks are neither cached nor offered if it is stale.
+        """
+        self._native.check_reader()
+        return self._native.is_stale(self._requests.at(request))
 
     def num_common_prefix_blocks(
         self, request: Request, num_running_requests: int, group: int = 0

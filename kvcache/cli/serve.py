@@ -113,7 +113,7 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--trust-clients",
         action="store_true",
-        help="accept cache_salt, priority and hints from requests, and announcements of new weights; only "
+        help="accept cache_salt, priority, hints and announcements of new weights from clients; only "
         "behind a proxy that sets them",
     )
     sub.add_argument(

@@ -29,7 +29,6 @@ from kvcache.server.prefill import add_prefill
 from kvcache.server.request_log import RequestLog
 from kvcache.server.snapshot import sanitizer_reports
 from kvcache.server.texts import Texts
-from kvcache.server.weights import add_weights
 from kvcache.sources.disaggregation import Connector
 from kvcache.sources.disaggregation.offer_calls import offer_key
 
@@ -137,6 +136,10 @@ def make_app(
     async def kv_hints(request: Request) -> dict[str, Any]:
         return await endpoints.hint(request)
 
+    @guarded.post("/v1/weights")
+    async def weights(request: Request) -> dict[str, Any]:
+        return await endpoints.new_weights(request)
+
     @guarded.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [entry]}
@@ -154,16 +157,13 @@ def make_app(
     async def detokenize(request: Request) -> dict[str, Any]:
         return await endpoints.reader.detokenize(request, endpoints.max_body_bytes)
 
-    most = endpoints.max_body_bytes
-    add_weights(
-        *(guarded, loop, endpoints.check_model), max_body_bytes=most, trust_clients=trust_clients
-    )
     app.include_router(guarded)
     check = key_check(
         offer_key(transfer_secret), "the key of this peer", "the same KVCACHE_TRANSFER_SECRET"
     )
     between_servers = APIRouter(dependencies=[Depends(check)] if transfer_secret else [])
     trusts_servers = trust_clients or bool(transfer_secret)
+    most = endpoints.max_body_bytes
     if connector is not None:
         add_prefill(
             *(between_servers, loop, connector, admission),

@@ -18,7 +18,13 @@ from kvcache.server.errors import CONTEXT_CODE, AskError
 from kvcache.server.hints import AskedHints, Hints
 from kvcache.server.limits import Limits
 from kvcache.server.prompts import PromptReader
-from kvcache.server.request_fields import Asked, AskedChat, AskedCompletion, StreamOptions
+from kvcache.server.request_fields import (
+    Asked,
+    AskedChat,
+    AskedCompletion,
+    AskedWeights,
+    StreamOptions,
+)
 from kvcache.server.request_log import RequestLog
 from kvcache.server.stops import StopTexts
 from kvcache.server.texts import Texts
@@ -90,6 +96,24 @@ class Completions:
             )
         hints = Hints(self._loop, asked.kv_hints, tokens, asked.cache_salt, is_completion=False)
         return await hints.receipts()
+
+    async def new_weights(self, request: Request) -> dict[str, Any]:
+        """Serve /v1/weights: start an epoch of the cache between two steps."""
+        body = await read_body(request, self.max_body_bytes)
+        asked = await apart(len(body), parsed, body, AskedWeights)
+        self.check_model(asked.model)
+        if not self._trust_clients:
+            raise AskError(
+                "new weights empty the cache of all clients: expected a server that trusts its clients "
+                "(`kvcache serve --trust-clients`)",
+                403,
+            )
+        cache = self._loop.engine.cache.manager.cache
+        try:
+            await self._loop.ask(lambda _: cache.start_epoch(asked.model_version))
+        except ValueError as error:
+            raise AskError(str(error), param="model_version") from None
+        return {"model_version": cache.model_version, "epoch": cache.epoch}
 
     def check_model(self, name: str) -> None:
         """Raise AskError with status 404 unless the request names the served model."""

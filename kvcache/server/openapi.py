@@ -13,14 +13,13 @@ from pydantic.json_schema import models_json_schema
 from kvcache.server.errors import ErrorAnswer
 from kvcache.server.hints import AskedHints
 from kvcache.server.prompts import AskedText, AskedTokens
-from kvcache.server.request_fields import AskedChat, AskedCompletion
-from kvcache.server.weights import WEIGHTS_PATH, AskedWeights
+from kvcache.server.request_fields import AskedChat, AskedCompletion, AskedWeights
 
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": AskedCompletion,
     "/v1/chat/completions": AskedChat,
     "/v1/kv_hints": AskedHints,
-    WEIGHTS_PATH: AskedWeights,
+    "/v1/weights": AskedWeights,
     "/tokenize": AskedTokens,
     "/detokenize": AskedText,
 }

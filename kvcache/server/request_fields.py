@@ -246,3 +246,10 @@ class AskedChat(Asked):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class AskedWeights(Fields):
+    """The body of /v1/weights, which announces new weights."""
+
+    model: str
+    model_version: str | None = None  # None: a name that no other engine has

@@ -154,7 +154,7 @@ class Engine:
 
     def check(self, request, end):
         """Check what the token after `end` tokens reads, unless weights changed under the request."""
-        if self.manager.is_stale(request):
+        if self.manager.cache.is_stale(request):
             return
         tokens = request.token_ids.tolist()
         for group in range(len(self.manager.groups)):

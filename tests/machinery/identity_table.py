@@ -236,7 +236,8 @@ def of_version(model_version=None):
 def of_value(**changes):
     """Return the engine with this `KVIdentity` of its own, if all of its values were given."""
     given = {
-        "model": {"name": "m"}, "groups": ({"kind": "full_attention", "options": {}},),
+        "model": {"name": "m"},
+        "groups": ({"kind": "full_attention", "options": {}, "transferred": True},),
         "hashing": {"algorithm": "a", "seed": "s", "bytes": 32}, **changes,
     }  # fmt: skip
     identity = KVIdentity(**given)

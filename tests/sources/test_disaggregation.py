@@ -273,7 +273,7 @@ CHANGES = [
     ),
     (("identity", "lookahead"), 1, "set num_hash_lookahead_tokens to the same in both"),
     (("identity", "hashing", "bytes"), 16, "set hash_bytes to the same in both"),
-    (("identity", "hashing"), 3, "hashing is 3: expected algorithm and seed"),
+    (("identity", "hashing"), 3, "hashing is 3: expected a Mapping"),
     (("identity", "part"), 3, "part is 3: expected a Mapping"),
     (("identity",), None, "this is not an offer"),
     (("digest",), "another", "the offer is for other tokens"),

@@ -53,10 +53,8 @@ def layouts_of_plan(
         states: The tensors of recurrent states, keyed by group index.
         layers: The layer names of all stages, keyed by group index. Required with `pp_size`. All
             stages must have the same structure.
-        scales: `k_scale` and `v_scale` of all layers and KV heads of the model, as in
-            `CacheDescription`, keyed by group index. None: those of the storages. Required if
-            `set_scales` was called and other ranks may hold other scales: with `pp_size`, or for
-            scales per head with `tp_size`.
+        scales: `k_scale` and `v_scale` as in `CacheDescription`, keyed by group index. None: those
+            of the storages. Required with `pp_size`, or for scales per head with `tp_size`.
         sizes: Values for `tp_size`, `pp_size`, `total_num_kv_heads` and `cp_interleave` of
             `CacheDescription`.
 
@@ -113,37 +111,33 @@ def layouts_of_plan(
     return tuple(found)
 
 
-def _scales_of(
-    storage: KVStorage, group: int, sizes: Mapping[str, int]
-) -> tuple[Scales | None, Scales | None]:
-    """Return a storage's scales in the form of `CacheDescription`, if they are those of all ranks."""
+def _scales_of(storage: KVStorage, group: int, sizes: Mapping[str, int]) -> tuple:
+    """Return a storage's `k_scale` and `v_scale`. Raises ValueError if other ranks may have others."""
     if storage.k_scale is None:
         return None, None
-    num_heads = max(storage.k_scale.shape[1], storage.v_scale.shape[1])
-    if sizes.get("pp_size", 1) > 1 or (num_heads > 1 and sizes.get("tp_size", 1) > 1):
+    is_per_head = max(storage.k_scale.shape[1], storage.v_scale.shape[1]) > 1
+    if sizes.get("pp_size", 1) > 1 or (is_per_head and sizes.get("tp_size", 1) > 1):
         raise ValueError(
-            f"scales is None, and group {group} has fp8 scales of {num_heads} heads "
-            "on this rank: expected the scales of all layers and heads of the model, because other "
-            "ranks may have others"
+            f"scales is None, and group {group} has fp8 scales on this rank: expected the scales of all "
+            "layers and heads of the model, because other ranks may have others"
         )
     return storage.k_scale.tolist(), storage.v_scale.tolist() if storage.v_head_size else None
 
 
 def _check_scales(layout: GroupLayout, storage: KVStorage, rank: int) -> None:
-    """Raise ValueError unless a rank's storage has the scales that its layout tells others."""
+    """Raise ValueError unless a rank's storage has the scales of its layout."""
     own = layout.description
-    if layout.is_state:
-        return
-    shape = own.num_layers, own.total_num_kv_heads
-    held = np.ix_(own.layers(rank), own.heads(rank))
-    for name in ("k_scale", "v_scale") if own.v_head_size else ("k_scale",):
+    for name in () if layout.is_state else ("k_scale", "v_scale")[: 1 + bool(own.v_head_size)]:
         told, scale = getattr(own, name), getattr(storage, name)
-        told = np.broadcast_to(1.0 if told is None else np.array(told), shape)[held]
-        set_ = np.broadcast_to(1.0 if scale is None else scale.cpu().numpy(), told.shape)
-        if not np.array_equal(told.astype(np.float32), set_):
+        told = np.broadcast_to(
+            np.float32(1 if told is None else told), (own.num_layers, own.total_num_kv_heads)
+        )[np.ix_(own.layers(rank), own.heads(rank))]
+        if not np.array_equal(
+            told, np.broadcast_to(1 if scale is None else scale.cpu(), told.shape)
+        ):
             raise ValueError(
-                f"storages has {name} {set_.tolist()} on rank {rank}, but its layout has "
-                f"{told.tolist()}: expected equal scales; call set_scales before layouts_of_plan"
+                f"storages has another {name} on rank {rank} than its layout, {told.tolist()}: expected "
+                "set_scales before layouts_of_plan, and equal scales"
             )
 
 
@@ -201,8 +195,8 @@ class CacheRank(RankThread):
                 reader, layouts, addresses, lambda load: _PlanRead(reader, load, options.timeout_s)
             )
             self._described = [each.scale_home[0].described_by for each in storages]
-            for each in self._described:
-                each.add(self)
+            for described in self._described:
+                described.add(self)
         except BaseException:
             transport.close()
             raise

@@ -132,7 +132,7 @@ class Connector:
                 f"there are {len(self._ranks)} ranks: expected {size}, as in the layouts"
             )
         self._epoch = manager.cache.epoch
-        self._initial_identity = KVIdentity.of_manager(manager, dict(model or {})).exchanged()
+        self._initial_identity = KVIdentity.of_manager(manager, dict(model or {}))
         self._numbers = LeaseNumbers()
         # For each request whose blocks are kept, the number of ranks on which its lease has ended.
         self._kept: dict[str, tuple[Request, int]] = {}
@@ -617,7 +617,7 @@ class Connector:
         num_computed = num_tokens
         num_tokens = min(num_computed, request.num_tokens - lookahead)
         has_other_state = num_tokens < num_computed and any(each.is_state for each in self._layouts)
-        is_stale = self._manager.is_stale(request)
+        is_stale = self._manager.cache.is_stale(request)
         if num_tokens < 1 or request in self._loads or has_other_state or is_stale:
             return None
         lease = self._numbers.take(request.request_id, seconds)

@@ -44,7 +44,7 @@ class Offer:
     Attributes:
         digest: Digest of the tokens on which the KV depends, from `digest_of`: `num_tokens`, and the
             identity's `lookahead`.
-        identity: The sender's `KVIdentity.exchanged`, which must be equal in both engines.
+        identity: The sender's identity.
         groups: The layouts of the sender's blocks, which may be converted.
         blocks: The request's block table for each group. 0 marks a block that is no longer held.
         order: The layers in the order in which they are computed, if the offer was made before the

@@ -28,9 +28,8 @@ class Share:
 
     Ranks with equal shares hold identical bytes. This happens, for example, if there are more
     tensor-parallel ranks than KV heads. Such ranks share the blocks of a store, even if they belong
-    to engines with different numbers of ranks. They do not if a model also keeps recurrent states,
-    or has groups with different numbers of KV heads: replicas of a KV head then hold different parts
-    of the rest, which `tp` tells apart.
+    to engines with different numbers of ranks. With recurrent states or several groups, replicas of
+    a KV head may hold different parts of the rest, so ranks also need equal `tp` to share blocks.
 
     Args:
         layers: First layer and end layer (exclusive).
@@ -39,8 +38,7 @@ class Share:
         num_heads: Number of KV heads of the model.
         cp_rank: Rank in context parallelism.
         cp_world_size: Number of ranks in context parallelism.
-        tp: Rank and number of ranks in tensor parallelism, over which recurrent states and KV heads
-            of other groups are distributed. None: unknown, which is refused for such models.
+        tp: Rank and number of ranks in tensor parallelism. Required with states or several groups.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -243,19 +241,17 @@ def fingerprint(
         >>> len(one), one == other
         (16, False)
     """
-    options = {"rank": rank, "contents": contents}
-    options["cp_kv_cache_interleave_size"] = cp_kv_cache_interleave_size
-    return identity_of(manager, pages, model=model, **options).digest
+    described = rank, contents, cp_kv_cache_interleave_size
+    return identity_of(manager, pages, model, *described).digest
 
 
 def identity_of(
     manager: KVCacheManager | str,
     pages: Pages | None,
-    *,
     model: str,
     rank: str | Share,
     contents: str | Sequence[KVStorage] | None,
-    cp_kv_cache_interleave_size: int | None,
+    cp_interleave: int | None,
 ) -> KVIdentity:
     """Return the identity of the blocks in a rank's pages. See `fingerprint`."""
     from kvcache.worker.pages.pages import Pages
@@ -267,33 +263,17 @@ def identity_of(
     if pages is not None:
         part["contents"] = _contents(pages, contents, len(identity.groups))
         if "context_parallel" in part:
-            part["cp_interleave"] = _interleave(pages, cp_kv_cache_interleave_size)
-    if isinstance(rank, Share):
-        known = None if pages is None or pages.contents is None else pages.contents.storages
-        part["rank"] = _share_text(rank, identity, known)
-    else:
-        part["rank"] = text(rank, "rank")
+            part["interleave"] = _interleave(pages, cp_interleave)
+    part["rank"] = str(rank) if isinstance(rank, Share) else text(rank, "rank")
+    has_rest = len(identity.groups) > 1 or any(group["is_state"] for group in identity.groups)
+    if isinstance(rank, Share) and has_rest:
+        if rank.tp is None:
+            raise ValueError(
+                f"rank is {rank} with tp=None, but the manager has states or several groups: expected "
+                "the rank and the number of ranks over which they are distributed"
+            )
+        part["tp"] = rank.tp
     return replace(identity, model={"name": text(model, "model")}, part=part)
-
-
-def _share_text(share: Share, identity: KVIdentity, storages: Sequence[tuple] | None) -> str:
-    """Return the text that identifies a share. Ranks with equal texts hold equal bytes.
-
-    Replicas of KV heads are equal only if nothing else of a block is distributed over the ranks. Of
-    several groups, this is known only if pages show that all have the same number of heads.
-    """
-    has_states = any(group["is_state"] for group in identity.groups)
-    num_heads = share.heads[1] - share.heads[0]
-    heads = {part[2][3] for parts in storages or () for part in parts if part[0] == "key"}
-    if not has_states and (len(identity.groups) == 1 or heads == {num_heads}):
-        return str(share)
-    if share.tp is None:
-        what = "recurrent states" if has_states else "groups that may have other KV heads"
-        raise ValueError(
-            f"rank is {share} with tp=None, but the manager has {what}: expected tp as well, the rank "
-            "and the number of ranks over which they are distributed"
-        )
-    return f"{share}, tensor-parallel rank {share.tp[0]} of {share.tp[1]}"
 
 
 def _identity(manager: KVCacheManager | str) -> KVIdentity:
@@ -303,14 +283,13 @@ def _identity(manager: KVCacheManager | str) -> KVIdentity:
     try:
         values = json.loads(manager)
         version = values["format"]
-        identity = KVIdentity.from_dict(values) if version == FORMAT_VERSION else None
+        if version == FORMAT_VERSION:
+            return KVIdentity.from_dict(values)
     except (ValueError, TypeError, LookupError, RecursionError):
         raise ValueError(
             f"manager is {shown(manager)}: expected a manager, or the result of cache_identity"
         ) from None
-    if identity is None:
-        raise ValueError(f"manager has format {shown(version)}: expected {FORMAT_VERSION}")
-    return identity
+    raise ValueError(f"manager has format {shown(version)}: expected {FORMAT_VERSION}")
 
 
 def _contents(pages: Pages, given: str | Sequence[KVStorage] | None, num_groups: int) -> list[Any]:

@@ -158,13 +158,8 @@ class StoreRank:
             instance(circuit, Circuit, "circuit")
         identity = manager if isinstance(manager, str) else cache_identity(manager)
         self._pages, self._store = pages, store
-        self._identity = identity_of(
-            *(identity, pages),
-            model=model,
-            rank=rank,
-            contents=contents,
-            cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
-        )
+        described = rank, contents, cp_kv_cache_interleave_size
+        self._identity = identity_of(identity, pages, model, *described)
         own = self._identity.digest
         self._fingerprint, self._epoch = own, 0
         self._timeout_s = checked_number(timeout_s, "timeout_s", "seconds")

@@ -121,7 +121,7 @@ class TestOffers:
             (("ranks",), [], "there are 0 ranks: expected"),
             (("lease", "generation"), 2**70, "generation"),
             (("lease",), None, "not an offer"),
-            (("identity", "hashing"), 3, "hashing is 3: expected algorithm and seed"),
+            (("identity", "hashing"), 3, "hashing is 3: expected a Mapping"),
             (("digest",), None, "digest is None: expected text"),
         ],
     )

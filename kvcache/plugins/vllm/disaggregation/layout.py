@@ -48,8 +48,8 @@ def layout_of_group(
         scales: Result of `scales_of`. None: the layers have no scales.
 
     Raises:
-        ValueError: Pages are not contiguous, or differ between layers, or K and V have different
-            scales although they are described as one vector.
+        ValueError: Pages are not contiguous, or differ between layers, or their scales cannot be
+            described.
     """
     first = tensors[0]
     if first.ndim == 3 and is_mla:
@@ -117,23 +117,20 @@ def layout_of_group(
 def scales_of(layers: Sequence[str], attention: Mapping[str, Any]) -> tuple[list, list]:
     """Return `k_scale` and `v_scale` of layers with fp8 caches, in the form of `CacheDescription`.
 
-    Args:
-        layers: Names of the layers.
-        attention: vLLM's attention layers, by name.
-
-    Raises:
-        ValueError: The scales of a layer are unknown, change at runtime, or differ by head.
+    `attention` contains vLLM's attention layers by name. Raises ValueError if a layer's scales are
+    unknown, change at runtime, or differ by head.
     """
-    found = []
-    for name in ("_k_scale", "_v_scale"):
-        scales = [getattr(attention.get(layer), name, None) for layer in layers]
-        for layer, scale in zip(layers, scales):
-            is_computed = getattr(attention.get(layer), "calculate_kv_scales", False)
+    found: tuple[list, list] = ([], [])
+    for layer in layers:
+        own = attention.get(layer)
+        is_computed = getattr(own, "calculate_kv_scales", False)
+        for name, scales in zip(("_k_scale", "_v_scale"), found):
+            scale = getattr(own, name, None)
             if is_computed or not isinstance(scale, torch.Tensor) or scale.numel() != 1:
-                what = "computed at runtime" if is_computed else shown(scale)
                 raise ValueError(
-                    f"{name} of layer {layer} is {what}: expected one known scale per layer, because the "
-                    "other engine reads fp8 KV by the same scale; use --kv-cache-dtype auto"
+                    f"{name} of layer {layer} is {'computed' if is_computed else shown(scale)}: expected "
+                    "one fixed scale per layer, by which the other engine reads fp8 KV as well; use "
+                    "--kv-cache-dtype auto"
                 )
-        found.append([[float(scale)] for scale in scales])
-    return found[0], found[1]
+            scales.append([float(scale)])
+    return found
