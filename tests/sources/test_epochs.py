@@ -3,12 +3,14 @@
 
 import json
 import random
+import time
 
 import pytest
 
 from kvcache import Admit, External, Request
 from kvcache.sources.disaggregation.leases import Progress
 from kvcache.sources.disaggregation.steps import Results
+from tests.machinery import disaggregation_engine as transport
 from tests.machinery.epoch_fleet import Fleet
 from tests.machinery.shared import sampled
 from tests.sources.test_disaggregation import lone
@@ -225,6 +227,30 @@ def test_lookahead_tokens_on_which_kv_depends_must_be_equal():
         receiver.match(Request("b", [*TOKENS[:69], 3, 1], block_hashes=hashes), offer)
     with pytest.raises(ValueError, match="the request has 69 tokens, but the offer has 70"):
         receiver.match(Request("c", TOKENS[:69], block_hashes=hashes), offer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_load_over_a_transport_ends_without_tokens_at_a_new_epoch(has_arrived):
+    with transport.Engine("p") as sender, transport.Engine("d") as receiver:
+        request = Request("r", range(200))
+        sender.prefill(request)
+        offer = json.loads(json.dumps(sender.connector.publish(request)))
+        again = Request("r", [*range(200), 7])
+        assert receiver.admit(again, offer)
+        if has_arrived:
+            until = time.monotonic() + 30
+            while not (rank := receiver.ranks[0])._results.received:
+                assert rank._thread.is_alive() and time.monotonic() < until
+                time.sleep(0.001)
+        receiver.manager.cache.start_epoch("step 1")
+        sender.manager.cache.start_epoch("step 1")
+        loaded = receiver.loaded(again)
+        assert (loaded.num_loaded_tokens, loaded.error) == (0, CHANGED)
+        receiver.recompute(again, loaded)
+        assert receiver.wrong(again, again.num_tokens) is None
+        receiver.manager.free(again)
+        assert sender.drained() and receiver.drained()
 
 
 @pytest.mark.parametrize("kinds", ["full", "window"])

@@ -9,11 +9,14 @@ import pickle
 import random
 import time
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
 from kvcache import (
+    Admit,
     ContextParallel,
+    External,
     GroupSpec,
     KVCacheManager,
     KVStorage,
@@ -603,6 +606,99 @@ def test_ranks_with_equal_shares_have_equal_fingerprints():
     assert [found.index(each) for each in found] == [0, 0, 2, 2, 4, 4, 6, 6]
     of_other_size = Share.of_rank(num_layers=1, num_heads=4, tp_rank=3, tp_size=4)
     assert fingerprint(manager, pages, model="m", rank=of_other_size) == found[-1]
+
+
+STATES = [GroupSpec("full_attention", 16), GroupSpec("recurrent", 16)]
+HEADS = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, {"window": 32})]
+
+
+@pytest.mark.parametrize("groups", [STATES, HEADS])
+def test_replicas_of_a_head_with_different_parts_of_the_rest_have_different_fingerprints(groups):
+    """They hold other parts of a state, or other heads of a group with more heads."""
+    manager = KVCacheManager.for_groups(groups, 9, 64)
+    shares = [Share.of_rank(num_layers=2, num_heads=1, tp_rank=i, tp_size=4) for i in range(4)]
+    pages = Pages.allocate(9, [[4096]])
+
+    def found(**changes):
+        options = {"model": "m", "contents": "bytes"}
+        return [fingerprint(manager, pages, rank=replace(s, **changes), **options) for s in shares]
+
+    assert len(set(found())) == 4
+    assert len(set(found(tp=(1, 4)))) == 1
+    with pytest.raises(
+        ValueError, match="with tp=None, but the manager has states or several groups"
+    ):
+        found(tp=None)
+
+
+def test_ranks_that_lack_a_part_of_states_are_rejected():
+    manager = KVCacheManager.for_groups(STATES, 9, 64, enable_events=True)
+
+    def tier_of(tp_ranks):
+        shares = [Share.of_rank(num_layers=2, num_heads=1, tp_rank=i, tp_size=2) for i in tp_ranks]
+        pages = [Pages.allocate(9, [[4096]]) for _ in shares]
+        links = [a_rank(manager, s, pages=p, contents="b") for s, p in zip(shares, pages)]
+        try:
+            return StoreTier.over(manager, links)
+        finally:
+            for each in links:
+                assert each.close()
+
+    tier_of([0, 1])
+    with pytest.raises(ValueError, match="ranks lack layer 0, tensor-parallel part 1"):
+        tier_of([0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_heads", [1, 2, 4])
+def test_each_rank_loads_its_own_part_of_a_state_from_a_common_store(num_heads):
+    manager = KVCacheManager.for_groups(STATES, 9, 64, enable_events=True, num_preallocate_tokens=0)
+    pages, store = [Pages.allocate(9, [[64]]) for _ in range(4)], MemoryStore()
+    ranks = []
+    for i, each in enumerate(pages):
+        share = Share.of_rank(num_layers=2, num_heads=num_heads, tp_rank=i, tp_size=4)
+        ranks.append(StoreRank(manager, each, store, model="m", contents="bytes", rank=share))
+    tier = StoreTier.over(manager, ranks)
+
+    def content(group, rank):
+        return 50 + rank if group else 1 + rank * num_heads // 4
+
+    def step(*new):
+        plan = manager.step(new=list(new))
+        return plan, StepReport(plan.step_id, completed=True)
+
+    def pages_of(request):
+        return [int(manager.block_ids(request, group)[0]) for group in range(2)]
+
+    first = Request("a", range(17))
+    _, report = step(Admit(first, 16))
+    for group, page in enumerate(pages_of(first)):
+        for rank, each in enumerate(pages):
+            each.fragment(0)[page] = content(group, rank)
+    while True:
+        manager.report(report)
+        tier.save(report)
+        if not tier.is_busy:
+            break
+        tier.poll()
+        _, report = step()
+    manager.free(first)
+    assert manager.cache.reset()
+    for each in pages:
+        each.fragment(0)[:] = 255
+    again = Request("b", range(17))
+    while (count := tier.match(again)) is None:
+        time.sleep(0.001)
+    assert count == 16
+    step(Admit(again, external=External(count, delayed=True)))
+    tier.begin(again)
+    while not (arrived := tier.poll()):
+        time.sleep(0.001)
+    assert arrived[0].num_computed_tokens == 16
+    for group, page in enumerate(pages_of(again)):
+        for rank, each in enumerate(pages):
+            assert (each.fragment(0)[page] == content(group, rank)).all()
+    assert tier.close()
 
 
 SHARE = {"num_layers": 4, "num_heads": 4}
