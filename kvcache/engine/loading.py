@@ -43,6 +43,8 @@ class Loading:
         is not known yet.
         """
         self._chosen.pop(sequence, None)
+        if not sequence.request.read_cache:  # computes all of its tokens
+            return 0
         for source in self.sources:
             if source in sequence.failed_sources:
                 continue

@@ -416,11 +416,19 @@ class Driver:
             )
             for row, count, back, new in zip(rows, counts, rejected, ids)
         ]
+        counts = [
+            count if self.model.is_decided(row, back, len(new)) else 0
+            for row, count, back, new in zip(rows, counts, rejected, ids)
+        ]
         pairs = [self.new_request() for _ in range(choose.pick([0, 0, 1, 1, 2, 3]))]
         limits = [choose.pick([1, 4, 8, LONGEST, LONGEST]) for _ in pairs]
         ahead = [choose.pick([0, 0, 0, 3, 9]) for _ in range(len(rows) + len(pairs))]
-        starts = [self.model.rows[row].num_computed - n for row, n in zip(rows, rejected)]
-        most = [self.model.most_slots(start) for start in [*starts, *[0] * len(pairs)]]
+        most = []
+        for row, back, new in zip(rows, rejected, ids):
+            state = self.model.rows[row]
+            start, known = state.num_computed - back, len(state.request.tokens) + len(new)
+            most.append(self.model.most_slots(start, state.undecided(start, known)))
+        most += [self.model.most_slots(0)] * len(pairs)
         reserved = choose.pick([0, 0, 0, 4])
         caps = [choose.pick([0, 2, 99, 99]) for _ in pairs]
         reads, own_reads = self.reads_of_call(pairs)
@@ -555,7 +563,7 @@ class Driver:
 
     def num_external(self, model: ModelRequest, cap: int = 0) -> int:
         """Choose how many tokens after the request's hit are external."""
-        if not self.takes_external:
+        if not self.takes_external or not model.reads:
             return 0
         most = len(model.tokens) - 1 - self.model.capped_hit(model, cap)[0]
         return self.choose.integer(1, most) if most > 0 and self.choose.chance(4) else 0
@@ -686,7 +694,7 @@ class Driver:
         if self.choose.chance(4):
             num_hit, ids = 0, [[] for _ in ids]
         most = len(model.tokens) - 1 - num_hit
-        can = most > 0 and self.takes_external
+        can = most > 0 and self.takes_external and model.reads
         external = self.choose.integer(1, most) if can and self.choose.chance(4) else 0
         delay = external > 0 and self.choose.chance(2)
         slots = self.model.most_slots(num_hit + external if external else 0)
@@ -720,8 +728,12 @@ class Driver:
         if not rooms:
             return
         row = self.choose.pick([*rooms])
-        most = self.model.most_slots(self.model.rows[row].num_computed)
-        count = self.choose.integer(1, min(rooms[row], most))
+        state = self.model.rows[row]
+        start, known = state.num_computed, len(state.request.tokens)
+        most = min(rooms[row], self.model.most_slots(start, state.undecided(start, known)))
+        if most < 1 or not self.model.is_decided(row, 0, 0):
+            return
+        count = self.choose.integer(1, most)
         ahead = min(self.choose.pick([0, 0, 3]), most - count)
         found = self.manager.extend(self.requests[row][0], count, ahead)
         want = self.model.append(row, count, ahead)
@@ -736,7 +748,7 @@ class Driver:
         for row in rows:
             computed = model.rows[row].num_computed
             most = min(model.num_slots(row), LONGEST - 1)
-            start = choose.integer(computed - model.most_rejected(row), max(most, computed))
+            start = choose.integer(computed - model.most_undone(row), max(most, computed))
             count = choose.integer(
                 1, max(min(9, LONGEST - start, model.most_slots(start) - ahead), 1)
             )
@@ -750,6 +762,10 @@ class Driver:
         later = [
             self.later_tokens(model.rows[row].request, choose.pick([0, 0, 2, 5])) for row in rows
         ]
+        for i, (row, start) in enumerate(zip(rows, starts)):
+            state = model.rows[row]
+            if start < min(state.num_computed, len(state.request.tokens)):
+                later[i] = []  # known tokens are computed again
         for row, more in zip(rows, later):
             request, known = self.requests[row]
             self.extend_hashes(request, known.tokens + more)

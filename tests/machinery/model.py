@@ -95,6 +95,12 @@ class ModelRow:
     hit_end: int = 0  # before this token, the row holds only hit blocks that later tokens read
     num_valid: int = FOREVER  # while receiving: upper bound on the number of valid tokens
     drafts: int = 0  # drafts of the last step that may still be rejected; each has a state page
+    known: int = 0  # known tokens when the row was last served
+
+    def undecided(self, start, known):
+        """Return how many of the first `start` tokens may still be rejected, if `known` are known."""
+        drafted = max(self.num_computed - max(self.start + 1, self.known), 0)
+        return 0 if known >= start else min(drafted, start)
 
     def take_back(self, count):
         self.num_computed -= count
@@ -623,7 +629,7 @@ class ModelManager:
             request,
             num_hit,
             start,
-            start + count,
+            start if delay else min(start + count, len(request.tokens)),
             lookahead,
             0,
             by_step=False,
@@ -643,15 +649,28 @@ class ModelManager:
     def append(self, row, count, lookahead, start=None):
         """Compute `count` tokens from `start`, by default from the row's current position."""
         state = self.rows[row]
+        is_sure = start is not None
         start = state.num_computed if start is None else start
         sizes = [len(held.blocks) for held in state.held]
         known = len(state.request.tokens)
-        if self._serve(state, row, start, count, lookahead, known) != SERVED:
+        if self._serve(state, row, start, count, lookahead, known, is_sure) != SERVED:
             return None
         self._publish(state)
         return [held.blocks[n:] for held, n in zip(state.held, sizes)]
 
     def most_rejected(self, row):
+        """Return how many drafts can be rejected."""
+        state = self.rows[row]
+        return min(self.most_undone(row), max(state.num_computed - state.known, 0))
+
+    def is_decided(self, row, back, num_ids):
+        """Whether the row's states can continue, because all drafts are rejected or known."""
+        state = self.rows[row]
+        known = len(state.request.tokens) + num_ids
+        return state.drafts - back <= 0 or known >= state.num_computed - back
+
+    def most_undone(self, row):
+        """Return how many tokens a row can go back."""
         state = self.rows[row]
         kept = state.start
         if any(group.pages == STATE for group in self.groups):
@@ -763,10 +782,10 @@ class ModelManager:
             count += 1
         return count
 
-    def most_slots(self, start):
+    def most_slots(self, start, undecided=0):
         """Return the maximum number of slots, including lookahead, of a step from token `start`."""
         return min(
-            columns * group.block_size - (start - group.reads_from(start))
+            columns * group.block_size - (start - group.reads_from(start - undecided))
             if group.pages == CIRCULAR
             else FOREVER
             for group, columns in zip(self.groups, self.columns)
@@ -934,12 +953,15 @@ class ModelManager:
 
     # Serving ---------------------------------------------------------------------------------------
 
-    def _needs(self, held, start, after, lookahead, drafts=0, accepted=0, gives_up=False):
+    def _needs(
+        self, held, start, after, lookahead, drafts=0, accepted=0, gives_up=False, undecided=0
+    ):
         """Return (number of new blocks, first column to keep) per group.
 
         `drafts`: number of drafts among these tokens. `accepted`: number of accepted drafts of the
         previous step.
         `gives_up`: release the states at block ends that the accepted drafts have passed.
+        `undecided`: number of tokens before `start` that may still be rejected.
         """
         needs = []
         for group, each in zip(self.groups, held):
@@ -961,7 +983,8 @@ class ModelManager:
             else:
                 most = ceil_div(self.max_model_len, size)
                 need = min(ceil_div(after + lookahead, size), most)
-                drop_to = max(each.num_dropped, min(group.reads_from(start) // size, columns))
+                first = group.reads_from(start - undecided) // size
+                drop_to = max(each.num_dropped, min(first, columns))
                 needs.append((max(need - columns, 0), drop_to))
         return needs
 
@@ -1034,14 +1057,20 @@ class ModelManager:
     def _is_fenced(self, step_id):
         return self.fence_frees and step_id >= self.num_completed
 
-    def _serve(self, state, row, start, count, lookahead, known):
+    def _serve(self, state, row, start, count, lookahead, known, is_sure=False):
+        """`is_sure`: no token before `start` can still be rejected."""
         after = start + count
         drafts = max(after - max(start + 1, known), 0) if self.max_drafts else 0
         accepted = state.drafts and state.drafts - (state.num_computed - start)
+        undecided = 0 if is_sure else state.undecided(start, known)
         self.safe_start, self.copies = start, []
         if state.on_host:
-            return self._resume(state, row, start, after, lookahead, drafts)
-        needs = self._needs(state.held, start, after, lookahead, drafts, accepted)
+            status = self._resume(state, row, start, after, lookahead, drafts, undecided)
+            state.known = known if status == SERVED else state.known
+            return status
+        needs = self._needs(
+            state.held, start, after, lookahead, drafts, accepted, undecided=undecided
+        )
         shared = []
         if state.forked:
             shared = self._shared(state, start, after, lookahead, drafts, accepted)
@@ -1060,12 +1089,15 @@ class ModelManager:
             )
             freed = sum(self.pool.refs[block] == 1 for tail in surplus for block in tail)
             gives_up = state.by_step and not self._is_fenced(self.last_issued)
-            needs = self._needs(state.held, start, after, lookahead, drafts, accepted, gives_up)
+            needs = self._needs(
+                state.held, start, after, lookahead, drafts, accepted, gives_up, undecided
+            )
             free = self.pool.num_free() + freed
             if not gives_up or self._room(state.held, needs, free) < len(shared):
                 return NEVER if alive > self.num_blocks - 1 else WAIT
             spare = 0
         state.start, state.num_computed, state.drafts = start, after, drafts
+        state.known = known
         before, self.moves = self.moves, []
         stays = []
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
@@ -1116,9 +1148,9 @@ class ModelManager:
             first = after - state.drafts - 1 if group.pages == STATE else start
             each.num_hits = min(each.num_hits, first // group.block_size)
 
-    def _resume(self, state, row, start, after, lookahead, drafts):
+    def _resume(self, state, row, start, after, lookahead, drafts, undecided):
         """Swap in the blocks that a row on the host still reads or writes."""
-        needs = self._needs(state.held, start, after, lookahead, drafts)
+        needs = self._needs(state.held, start, after, lookahead, drafts, undecided=undecided)
         moving = [
             group.pages == STATE and start > 0 and self._moves(group, each, start, after - drafts)
             for group, each in zip(self.groups, state.held)
@@ -1220,6 +1252,7 @@ class ModelManager:
         self.num_admissions += 1
         prompt = num_prompt or len(request.tokens)
         state = ModelRow(request, held, by_step, start, after, self.num_admissions, prompt)
+        state.known = len(request.tokens)
         state.num_shared = num_shared
         state.ends = self.retained_ends(prompt, num_hit, num_shared)
         state.receiving, state.num_hit, state.hit_end = delay, num_hit, num_hit

@@ -325,7 +325,9 @@ class VllmCacheManager:
             return None  # this step computes the states; the next step can hit them
         native, ours = self.native, self._native_request(request, num_encoder_tokens)
         start = num_hit_tokens + num_external
-        lookahead = max(min(num_lookahead_tokens, self.max_model_len - start - num_new_tokens), 0)
+        stop = min(start + num_new_tokens, ours.num_tokens)  # later tokens are drafts
+        slots_end = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        lookahead = max(slots_end - stop, 0)
         self._ahead.num_lookahead = max(self._ahead.num_lookahead, num_lookahead_tokens)
         ask = Admit(
             ours,
@@ -333,12 +335,17 @@ class VllmCacheManager:
             External(num_external, is_delayed) if num_external or is_delayed else None,
             lookahead,
             num_reserved,
-            read_cache=bool(hits) if self.enable_caching else None,
+            read_cache=True if num_external else bool(hits) if self.enable_caching else None,
             num_prompt_tokens=request.num_prompt_tokens,
             num_shared_tokens=request.shared_prefix_boundary,
         )
         if must_fit and not is_delayed:
-            fits = native.would_fit(ask._replace(num_lookahead_tokens=0), whole=True)
+            whole = ask._replace(num_lookahead_tokens=0)
+            if not hits:  # must find no hits of its own
+                whole = whole._replace(
+                    num_tokens=start + num_new_tokens, external=None, read_cache=False
+                )
+            fits = native.would_fit(whole, whole=True)
             if fits is not Status.SERVED and start + num_new_tokens < request.num_tokens:
                 return None
         if self.num_kv_cache_groups == 1:
@@ -351,7 +358,7 @@ class VllmCacheManager:
             return None
         held = self._held[request.request_id] = HeldRequest(request, ours, self._hashed)
         held.row = native.row(ours)
-        held.start, held.num_computed = start, start + num_new_tokens
+        held.start, held.num_computed = start, stop
         held.stop, held.num_known = held.num_computed, ours.num_tokens
         held.num_external, held.is_receiving = num_external, is_delayed
         new_ids = [ids] if self.num_kv_cache_groups == 1 else ids
@@ -421,7 +428,11 @@ class VllmCacheManager:
         num_computed = max(num_computed, held.num_published, held.start)
         # A state cannot be rolled back, so the request's last step counts as computed.
         if held.num_computed > num_computed and not self._states.are_copied:
-            self.native.reject_tokens(held.request, held.num_computed - num_computed)
+            if num_computed >= held.num_known:
+                self.native.reject_tokens(held.request, held.num_computed - num_computed)
+            else:  # known tokens that were not computed, e.g. because a load failed
+                stop = max(num_computed, held.start + 1, held.num_published + 1)
+                self.native.advance([held.row], [stop - 1], [stop])
         elif held.num_computed < num_computed:
             self.native.extend(held.request, num_computed - held.num_computed)
         return held
