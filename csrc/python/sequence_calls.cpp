@@ -187,6 +187,24 @@ PyObject* SequenceCalls::can_append_slots(py::handle group, py::handle num_looka
   return py::bool_(!is_too_long && num_touched <= native_->pool().num_free()).release().ptr();
 }
 
+// Checks that the ids of the last block with slots, which starts with token `begin`, are unchanged.
+// ids[at]: the id of this token.
+// Otherwise, a block whose KV belongs to other tokens would be cached.
+void SequenceCalls::check_same_ids(const AllocatedSequence& known, py::handle seq, py::handle ids,
+                                   int64_t begin, int64_t at) const {
+  const int32_t* const before = native_->tokens(known.row);
+  for (int64_t i = begin; i < known.num_tokens && at < PyList_GET_SIZE(ids.ptr()); ++i, ++at) {
+    const auto item = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(ids.ptr(), at));
+    int overflow = 0;
+    if (PyLong_AsLongLongAndOverflow(item.ptr(), &overflow) == before[i] && overflow == 0) continue;
+    PyErr_Clear();
+    throw py::value_error("get_token_ids()[" + std::to_string(i) + "] of seq " +
+                          repr_of(seq_id_of(seq)) + " is " + repr_of(item) + ": expected " +
+                          std::to_string(before[i]) +
+                          ", as before, because tokens with slots must not change");
+  }
+}
+
 // Reads a sequence's new token ids, if they are needed.
 void SequenceCalls::read_ids(const AllocatedSequence& known, py::handle seq, int64_t num_new,
                              NewTokens* out) const {
@@ -194,6 +212,14 @@ void SequenceCalls::read_ids(const AllocatedSequence& known, py::handle seq, int
   if (!known.reads_ids || num_new == 0) return;
   const py::object ids = call_method(seq, Names::get().get_token_ids);
   const int64_t first = known.num_tokens, stop = first + num_new;
+  const int64_t begin = (first - 1) / block_size_ * block_size_;
+  if (PyList_Check(ids.ptr()) && PyList_GET_SIZE(ids.ptr()) >= first) {
+    check_same_ids(known, seq, ids, begin, begin);
+  } else {
+    const py::list last(ids[py::slice(py::int_(begin), py::int_(first), py::none())]);
+    if (static_cast<int64_t>(last.size()) == first - begin)
+      check_same_ids(known, seq, last, begin, 0);
+  }
   if (num_new == 1 && PyList_CheckExact(ids.ptr()) && PyList_GET_SIZE(ids.ptr()) == stop) {
     PyObject* last = PyList_GET_ITEM(ids.ptr(), first);
     int overflow = 0;

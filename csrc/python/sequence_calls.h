@@ -244,6 +244,8 @@ class SequenceCalls {
   int64_t num_touched_blocks(int64_t start, int64_t stop) const {
     return stop > start ? (stop - 1) / block_size_ - start / block_size_ + 1 : 0;
   }
+  void check_same_ids(const AllocatedSequence& known, py::handle seq, py::handle ids, int64_t begin,
+                      int64_t at) const;
   void read_ids(const AllocatedSequence& known, py::handle seq, int64_t num_new,
                 NewTokens* out) const;
   bool take(AllocatedSequence* known, int64_t num_new, const Slots& slots, py::list* pairs) const;

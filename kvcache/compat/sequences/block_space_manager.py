@@ -42,7 +42,8 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     Sequences and groups are any objects with the attributes in `sequences/protocol.py`. The caller sets
     the status of each sequence: `can_allocate` and `allocate` use a group's WAITING sequences,
     `can_append_slots` and swap-outs use its RUNNING sequences, and swap-ins use its SWAPPED sequences.
-    Token ids are read only if caching is enabled, and only the last ids of known sequences are read. An
+    Token ids are read only if caching is enabled. Allocated sequences only grow: new ids and those of
+    the last block are read, and an id that differs from the earlier one is rejected. An
     encoder-decoder group also has a cross-attention table, identified by the group's
     `request_id`. The encoder's blocks are never cached.
 

@@ -15,6 +15,10 @@ WAITING, RUNNING, SWAPPED = "WAITING", "RUNNING", "SWAPPED"
 class SequenceLike(Protocol):
     """One sequence: a prompt and its generated tokens.
 
+    Once `allocate` has been called, tokens are only appended. A shorter sequence is rejected, and so is
+    a different token among the last tokens with slots (their last block). Earlier tokens are not read
+    again. To replace tokens, free the sequence and allocate a new one.
+
     If the sequence's KV depends on more than its tokens (for example, on an adapter), the sequence must
     also have a method `extra_hash()`, which always returns the same str, int or None. The value is
     hashed like the `cache_salt` of a `Request`. An int is hashed as decimal text.
