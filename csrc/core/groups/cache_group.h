@@ -69,7 +69,8 @@ struct CacheGroup {
     if (keeps_all) return true;
     const int64_t end = (block + 1) * block_size;
     if (first_needed_token(first_retained(end, ends)) < end) return true;
-    return drafts && is_retained(end - (has_partial ? hit_unit : block_size), ends);
+    return drafts && (is_retained(end - num_redone(/*with_partial=*/true), ends) ||
+                      is_retained(end - num_redone(/*with_partial=*/false), ends));
   }
   // Whether a hit at one of `ends` reads this whole block.
   bool is_read_at(int64_t block, const RetainedEnds& ends) const {

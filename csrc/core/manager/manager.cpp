@@ -167,12 +167,17 @@ std::vector<BlockId> Manager::take_copies() {
 // last block of each group is the source of the copy.
 std::optional<PrefixHit> Manager::partial_hit(const NewRow& asked,
                                               const std::vector<std::vector<BlockId>>& computed) {
-  if (!copies_hits_ || !asked.reads()) return std::nullopt;
-  const PrefixHit& hit = finder_.find(*asked.chain, /*with_partial=*/true, /*with_host=*/false);
-  if (!hit.copies_partial()) return std::nullopt;
+  if (!copies_hits_ || !asked.reads() || computed.size() != setup_.groups.size()) {
+    return std::nullopt;
+  }
+  const PrefixHit& hit =
+      finder_.find(*asked.chain, /*with_partial=*/true, /*with_host=*/false, /*reads=*/true);
+  bool ends_inside = false;
   for (const CacheGroup& group : setup_.groups) {
     if (hit.ids(group) != computed[group.id]) return std::nullopt;
+    ends_inside |= hit.has_part_of(group);
   }
+  if (!ends_inside) return std::nullopt;
   if (asked.num_external > 0) {
     throw std::invalid_argument(
         "external.num_tokens is " + std::to_string(asked.num_external) + " after a hit of " +
