@@ -82,7 +82,9 @@ class CacheOptions:
     # options.cpp), and a line of csrc/python/options.cpp.
 
     enable_caching: bool = True
-    """Whether later requests can hit full blocks of known tokens."""
+    """Whether later requests can hit full blocks of known tokens. If False, options for cached blocks
+    (retention, hashes, eviction, events, misses, writes to the host) have no effect.
+    """
 
     retention_interval: int | None = None
     """Interval, in tokens, between the possible hit positions for which sliding-window blocks and
@@ -92,8 +94,9 @@ class CacheOptions:
     only the longest hit of an identical prompt, and a hit that ends with a prefix that full-attention
     groups have cached for another request (`CachedPrefix.num_shared_tokens`). N: in addition, hits that
     end at multiples of N. Blocks that none of these hits needs are not cached, so other blocks stay
-    cached longer. Groups of other kinds are not affected. vLLM's option
-    `prefix_cache_retention_interval` is equivalent.
+    cached longer. Groups of other kinds are not affected; without a cached group of sliding windows or
+    recurrent states, a manager accepts only None. vLLM's option `prefix_cache_retention_interval` is
+    equivalent.
     """
 
     num_preallocate_tokens: int = 64
@@ -125,7 +128,7 @@ class CacheOptions:
     """
 
     engine_copies_states: bool = False
-    """Whether `admit`, `extend` and `advance` accept recurrent groups.
+    """Whether `admit`, `extend` and `advance` accept recurrent groups. No effect without such groups.
 
     When a call moves a request's state to a new page, the engine must copy the state from the page
     that was previously last in the request's table. The old page can be reused after the report of
@@ -224,7 +227,8 @@ class CacheOptions:
     """Options of the host's eviction policy by name. None: its defaults."""
 
     host_write: str = "back"
-    """When a cached block is written to the host. "back": when the device evicts the block.
+    """When a cached block is written to the host. Values other than "back" require a host tier
+    (`num_host_blocks`). "back": when the device evicts the block.
     "through": in the plan after the one that filled the block. "selective": after
     `num_hits_to_write` hits. "learned": when the device evicts the block, but only if enough hits
     are expected on the host (`min_gain_to_write`); requires "learned" for `eviction` and
@@ -233,7 +237,7 @@ class CacheOptions:
     """
 
     num_hits_to_write: int = 2
-    """Number of hits for `host_write="selective"`, at least 1."""
+    """Number of hits for `host_write="selective"`, at least 1. No effect in other modes."""
 
     min_gain_to_write: float = 0.05
     """For `host_write="learned"`, the minimum gain in expected hits for a block to be written to the
@@ -331,6 +335,11 @@ class CacheOptions:
             make=core.Eviction.for_host,
         )
         native.host_write = _host_write(self.host_write)
+        if self.host_write != "back" and self.num_host_blocks == 0:
+            raise ValueError(
+                f"host_write is {self.host_write!r}: expected 'back' without a host tier "
+                "(num_host_blocks of 2 or more)"
+            )
         native.num_hits_to_write = self._integer("num_hits_to_write")
         native.min_gain_to_write = number(self.min_gain_to_write, "min_gain_to_write")
         return native

@@ -65,11 +65,11 @@ class Replayer:
     a host tier, each step is reported as completed before the next step begins, so later steps can
     hit all loaded blocks.
 
-    A prompt is computed in one step or, with `chunk_tokens`, in several steps that also compute
-    chunks of all other unfinished prompts. With recurrent states, chunks end at positions whose
-    states are cached (`KVCacheManager.checkpoint_tokens`). If a chunk does not fit, the oldest
-    completely computed request finishes. If there is none, the request to which the chunk belongs
-    is rejected.
+    A prompt is computed in one step or, with `chunk_tokens` or recurrent states, in several steps
+    that also compute chunks of all other unfinished prompts. With recurrent states, chunks end at
+    positions whose states are cached (`KVCacheManager.checkpoint_tokens`). If a chunk does not fit,
+    the oldest completely computed request finishes. If there is none, the request to which the
+    chunk belongs is rejected.
 
     With a `service`, requests arrive at the times given in the workload. Each request waits until
     fewer than `concurrency` requests are running and enough blocks are free. It then holds the
@@ -88,7 +88,7 @@ class Replayer:
         source: Function that receives the manager and returns a source of tokens to use instead of
             the store.
         num_preallocate_tokens: Number of tokens to preallocate (`CacheOptions`).
-        chunk_tokens: Maximum number of tokens in a prefill chunk.
+        chunk_tokens: Maximum number of tokens in a prefill chunk. None: no limit.
         service: Speeds for a timed replay.
         hint_budget: Limits on the workload's hints. None: the defaults.
         options: Fields of `CacheOptions`.
@@ -153,6 +153,7 @@ class Replayer:
         self._has_states = any(
             not kind_class(group.kind).pages.has_slots for group in self.manager.groups
         )
+        self._has_chunks = chunk_tokens is not None or self._has_states
         self._running: list[Running] = []  # oldest first
         self._clock = None if service is None else ServiceClock(service)
         if service is not None:
@@ -398,7 +399,7 @@ class Replayer:
 
     def _admit(self, new: Running) -> bool:
         """Admit the request, or reject it and return False."""
-        if self.chunk_tokens is not None and self._never_fits(new):
+        if self._has_chunks and self._never_fits(new):
             return False  # reject the request even if its first chunks fit
         while True:
             self._hints.look(new.request)
@@ -455,7 +456,7 @@ class Replayer:
         has_host = self.manager.host_pool is not None
         num_host_hit = self.manager.cache.stats.host_hit_tokens if has_host else 0
         computing = []
-        if self.chunk_tokens is not None:
+        if self._has_chunks:
             computing = [each for each in self._running if each.num_left]
         counts = [self._chunk(each, each.num_computed) for each in computing]
         plan = self._plan(computing, counts, new)
@@ -500,7 +501,7 @@ class Replayer:
             if self._store is not None and new.may_load:
                 new.num_store_hit = self._store.match(new.request, self.now_ms)
                 external = External(new.num_store_hit)
-            if self.chunk_tokens is not None:
+            if self._has_chunks:
                 count = self._chunk(new, 0)
             if computing:
                 # Admit a new request only if all its blocks fit in addition to all blocks that
@@ -519,12 +520,9 @@ class Replayer:
 
     def _chunk(self, running: Running, start: int) -> int:
         """Return the number of tokens that the next step computes, starting at token `start`."""
-        num_tokens = running.item.num_tokens
-        if self.chunk_tokens is None:
-            return num_tokens - start
         if self._has_states:
             return self.manager.checkpoint_tokens(running.request, self.chunk_tokens)
-        return min(self.chunk_tokens, num_tokens - start)
+        return min(self.chunk_tokens, running.item.num_tokens - start)
 
     def _num_blocks_left(self, running: Running, num_computed: int) -> int:
         """Return an upper bound on the number of blocks that the rest of a prompt needs."""

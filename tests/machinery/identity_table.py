@@ -146,6 +146,11 @@ def of_kernels(**options):
     return of_layer(made=options, block_size=32)
 
 
+def of_windows(**options):
+    """Like `of_build`, with sliding windows."""
+    return of_layer(made=options, kind="sliding_window", options={"window": 32})
+
+
 def of_group(context_parallel=None, interleave=1, **group):
     """Return an engine with one group over fixed pages."""
     spec = GroupSpec(**{"kind": "full_attention", "block_size": 16, **group})
@@ -458,7 +463,7 @@ TABLE: dict[str, Row] = {
     "CacheOptions.num_hash_lookahead_tokens": Row(
         of_build, {"num_hash_lookahead_tokens": 1}, {"hash_algorithm": "engine:x"}
     ),
-    "CacheOptions.retention_interval": Row(of_build, {"retention_interval": 0}, same=WHEN),
+    "CacheOptions.retention_interval": Row(of_windows, {"retention_interval": 0}, same=WHEN),
     "CacheOptions.eviction": Row(of_build, {"eviction": "s3_fifo"}, same=WHEN),
     "CacheOptions.eviction_options": Row(
         of_build, {"eviction_options": {}}, {"eviction": "s3_fifo"}, same=WHEN

@@ -123,6 +123,14 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
                      std::lcm(hit_unit, group.has_partial ? hash_block_size : group.block_size), 1);
   }
   const int64_t interval = options.retention_interval;
+  const bool is_used = std::any_of(groups.begin(), groups.end(), [](const CacheGroup& group) {
+    return group.is_cached && group.kind->is_retained_by_interval();
+  });
+  if (interval >= 0 && !is_used) {
+    throw std::invalid_argument(
+        "retention_interval is " + std::to_string(interval) +
+        ": expected None, because no cached group has sliding windows or recurrent states");
+  }
   if (interval > 0 && interval % hit_unit != 0) {
     throw std::invalid_argument("retention_interval is " + std::to_string(interval) +
                                 ": expected None, 0 or a multiple of " + std::to_string(hit_unit) +

@@ -91,12 +91,15 @@ class VllmCacheManager:
             hashes = {"hash_algorithm": "engine:vllm", "hash_bytes": hash_bytes}
             hashes["hash_block_size"] = hash_block_size
             hashes["num_hash_lookahead_tokens"] = num_hash_lookahead_tokens
+        retention = kv_cache_config.prefix_cache_retention_interval
+        if not any(group.kind in ("sliding_window", "recurrent") for group in groups):
+            retention = retention or None  # 0 is vLLM's default and has no effect without them
         self.native = KVCacheManager.for_groups(
             groups,
             kv_cache_config.num_blocks,
             max_model_len,
             enable_caching=enable_caching,
-            retention_interval=kv_cache_config.prefix_cache_retention_interval,
+            retention_interval=retention,
             num_preallocate_tokens=0,
             enable_events=enable_kv_cache_events,
             engine_copies_states=self._states.are_copied,
