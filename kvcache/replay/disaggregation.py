@@ -403,12 +403,11 @@ class DisaggregatedReplayer:
             self._begin_prefill(self._to_prefill.popleft())
 
     def _begin_prefill(self, task: _Task) -> None:
-        plan = self._prefill.manager.step(new=[task.request])
-        if plan.status.tolist() != [Status.SERVED]:
+        status, num_hit = _compute(self._prefill.manager, task.request)
+        if status != Status.SERVED:
             self.report.prefill_full_requests += 1
             self._wait_for_decode(task)
             return
-        num_hit = int(plan.num_computed_tokens[0])
         num_computed = task.item.num_tokens - num_hit
         self.report.prefill_hit_tokens += num_hit
         self.report.prefill_computed_tokens += num_computed
@@ -454,12 +453,11 @@ class DisaggregatedReplayer:
         if task.offer is not None:
             num_read = connector.match(task.request, task.offer)
         if num_read == 0:
-            plan = manager.step(new=[task.request])
-            if plan.status[0] == Status.SERVED:
-                num_hit = int(plan.num_computed_tokens[0])
+            status, num_hit = _compute(manager, task.request)
+            if status == Status.SERVED:
                 self.report.local_requests += task.offer is not None
                 self._answer(task, num_hit)
-            return Status(plan.status[0])
+            return status
         plan = manager.step(new=[Admit(task.request, external=External(num_read, delayed=True))])
         if plan.status[0] == Status.SERVED:
             task.num_read = num_read
@@ -540,6 +538,21 @@ class DisaggregatedReplayer:
         report.mean_ms_to_first_token = round(sum(times) / len(times), 3)
         report.p99_ms_to_first_token = round(times[(99 * len(times) - 1) // 100], 3)
         return report
+
+
+def _compute(manager: KVCacheManager, request: Request) -> tuple[Status, int]:
+    """Admit a request, and compute its tokens in steps that end where states are kept.
+
+    Return the status of the last step, and the number of hit tokens. A request that does not fit
+    is freed.
+    """
+    plan = manager.step(new=[Admit(request, manager.checkpoint_tokens(request))])
+    status, num_hit = Status(plan.status[0]), int(plan.num_computed_tokens[0])
+    while status == Status.SERVED and (count := manager.checkpoint_tokens(request)):
+        status = Status(manager.step([manager.row(request)], [count]).status[0])
+    if status != Status.SERVED:
+        manager.free(request)
+    return status, num_hit
 
 
 def disaggregation_table(report: DisaggregationReport) -> Table:
