@@ -863,6 +863,16 @@ def test_groups_that_a_store_cannot_fill_are_rejected_by_name(groups, message):
         StoredPrefixes(manager)
 
 
+@pytest.mark.parametrize(("num_tokens", "longest"), [(8, 4), (9, 4), (10, 8)])
+def test_only_blocks_with_known_hashes_are_loaded(num_tokens, longest):
+    options = {"hash_algorithm": "engine:x", "num_hash_lookahead_tokens": 2}
+    prefixes = StoredPrefixes(KVCacheManager(4, 30, 64, **options))
+    hashes = [bytes([i]) * 32 for i in range((num_tokens - 2) // 4)]
+    request = Request("a", range(num_tokens), block_hashes=hashes)
+    assert prefixes.longest(request) == longest
+    assert len(prefixes.candidates(request, 0)) == longest // 4
+
+
 @pytest.mark.parametrize(
     ("manager", "options", "error", "message"),
     [

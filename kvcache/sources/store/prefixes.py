@@ -66,11 +66,13 @@ class StoredPrefixes:
         return self._manager.cache.cached_tokens(request).with_host
 
     def longest(self, request: Request) -> int:
-        """Return the maximum number of tokens to load. Only whole blocks are loaded, and at least
-        one token must be computed.
+        """Return the maximum number of tokens to load. Only whole blocks with known hashes are
+        loaded, and at least one token must be computed.
         """
         instance(request, Request, "request")
-        return (request.num_tokens - 1) // self._step * self._step
+        cache = self._manager.cache
+        num_hashed = len(cache.hashes(request)) * cache.hash_block_size
+        return min(request.num_tokens - 1, num_hashed) // self._step * self._step
 
     def candidates(self, request: Request, first_token: int) -> list[BlockKey]:
         """Return the keys of all blocks that may be needed to load the tokens after a hit that ends
