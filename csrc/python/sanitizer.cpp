@@ -61,6 +61,8 @@ namespace {
 
 using Parents = std::optional<Int64Input>;
 
+constexpr int64_t kMaxUnknown = 65'536;  // limits the memory that a wrong position costs
+
 [[noreturn]] void fail(const std::string& what, int64_t value, const std::string& expected) {
   throw py::value_error(what + std::to_string(value) + expected);
 }
@@ -143,24 +145,33 @@ py::object hash_tokens(const Int64Input& starts, const Int64Input& query_lens,
   return std::move(out);
 }
 
-void put(RequestTags& self, const py::list& names, const Int64Input& rows, const Int64Input& starts,
-         const Int64Input& query_lens, const Int64Input& hashes, const Parents& parents,
-         const std::vector<SlotReads*>& reads) {
+// Returns the requests whose tokens before `starts` are not known: their indices and the number of
+// known tokens, int64[n, 2].
+py::object put(RequestTags& self, const py::list& names, const Int64Input& rows,
+               const Int64Input& starts, const Int64Input& query_lens, const Int64Input& hashes,
+               const Parents& parents, const std::vector<SlotReads*>& reads) {
   const TokenRanges ranges = ranges_of(rows, starts, "query_lens", query_lens);
   check_size(hashes, "hashes", num_tokens_of(ranges), ", the sum of query_lens");
   check_parents(ranges, parents);
+  std::vector<int64_t> gaps;
   for (int64_t r = 0; r < ranges.size; ++r) {
     const int64_t known = self.num_in_sequence(ranges.rows[r]);
     if (ranges.starts[r] <= known) continue;
-    fail("starts[" + std::to_string(r) + "] is ", ranges.starts[r],
-         ": expected at most " + std::to_string(known) + ", the known tokens of " +
-             repr_of(names[static_cast<size_t>(r)]));
+    if (ranges.starts[r] - known > kMaxUnknown) {
+      fail("starts[" + std::to_string(r) + "] is ", ranges.starts[r],
+           ": expected at most " + std::to_string(known) + ", the known tokens of " +
+               repr_of(names[static_cast<size_t>(r)]));
+    }
+    gaps.insert(gaps.end(), {r, known});
   }
   for (int64_t r = 0; r < ranges.size; ++r) {
     if (ranges.starts[r] >= self.num_tokens(ranges.rows[r])) continue;
     for (SlotReads* each : reads) each->forget(ranges.rows[r], ranges.starts[r]);
   }
   self.put(ranges, reinterpret_cast<const uint64_t*>(hashes.data()), data_of(parents));
+  if (gaps.empty()) return py::none();
+  const auto n = static_cast<py::ssize_t>(gaps.size());
+  return copy_array(gaps.data(), n).reshape({n / 2, py::ssize_t{2}});
 }
 
 // Returns the findings as int64[n, 6], or None if there are none.

@@ -130,7 +130,7 @@ class Scheduler:
     Args:
         manager: A `KVCacheManager` whose `step` is called only by this scheduler.
         hint_budget: Limits on hints (`hints`). None: the defaults.
-        synchronize: See `HintExecutor`.
+        synchronize: See `HintExecutor`. Also called before loads begin.
 
     Raises:
         TypeError, ValueError: An option is invalid.
@@ -165,7 +165,7 @@ class Scheduler:
             max_num_batched_tokens, "max_num_batched_tokens", least=1
         )
         self.preemption = preemption
-        self._loading = Loading(sources)
+        self._loading, self._synchronize = Loading(sources), synchronize
         self.hints = HintExecutor(
             manager, sources=self.sources, budget=hint_budget, synchronize=synchronize
         )
@@ -338,6 +338,8 @@ class Scheduler:
     def begin_loads(self, step: ScheduledStep) -> None:
         """Start the loads of `step.loading`. Call this method after the step's plan was applied."""
         self._check_in_flight(step)
+        if self._synchronize is not None and (step.loading or self.hints.num_pending):
+            self._synchronize()  # pages are zeroed before sources write to them
         while step.loading:
             sequence = step.loading.pop(0)
             if not self._loading.begin(sequence):

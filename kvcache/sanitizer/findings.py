@@ -67,6 +67,7 @@ class Findings:
         log: Callable[[Report], object],
     ) -> None:
         self.mode, self.step = mode, 0
+        self.has_stopped = False  # whether any finding was raised
         self.reports: list[Report] = []
         self.counts: Counter[str] = Counter()
         self._groups, self._requests = groups, requests
@@ -81,7 +82,7 @@ class Findings:
         """Report the findings from a native check, int64[n, 6].
 
         Raises:
-            SanitizerError: The mode is "stop" and there is a new finding.
+            SanitizerError: The mode is "stop" and there is a finding.
         """
         for number, serial, position, block, offset, other in (
             () if found is None else found.tolist()
@@ -100,7 +101,7 @@ class Findings:
                     *(
                         ReportKind[name],
                         group,
-                        self._requests.name(serial),
+                        serial,
                         position,
                         block,
                         offset,
@@ -112,9 +113,27 @@ class Findings:
     def stale_row(self, request_id: str) -> None:
         """Report a batch row whose request has ended."""
         self._found(
-            *(ReportKind.STALE_ROW, None, request_id, 0, -1, -1),
+            *(ReportKind.STALE_ROW, None, self._requests.ended(request_id), 0, -1, -1),
+            request=request_id,
             expected="a request that was observed and has not ended",
             found="a row of the batch that outlives its request",
+        )
+
+    def skipped_token(self, serial: int, position: int, start: int) -> None:
+        """Report a request whose new tokens begin after its known tokens."""
+        self._found(
+            *(ReportKind.SKIPPED_TOKEN, None, serial, position, -1, -1),
+            expected=f"token {position} of {self._name(serial)}, the first one that was not computed",
+            found=f"tokens from {start} on",
+        )
+
+    def invalid_input(self, call: str, text: str) -> None:
+        """Report a call whose arguments were rejected, once per method."""
+        self._found(
+            *(ReportKind.INVALID_INPUT, None, NOBODY, 0, -1, -1),
+            request=call,
+            expected=f"valid arguments of {call}",
+            found=text,
         )
 
     def wrong_loads(self, group: CheckedGroup, blocks: Sequence[int]) -> None:
@@ -125,7 +144,7 @@ class Findings:
             position = origin & 0xFFFFFFFF
             first = max(position - last, 0)
             self._found(
-                *(ReportKind.WRONG_LOAD, group, self._requests.name(origin >> 32), first, block, 0),
+                *(ReportKind.WRONG_LOAD, group, origin >> 32, first, block, 0),
                 expected=f"the bytes that tokens {first} to {position} had when they were computed",
                 found="different bytes, loaded by a tier",
             )
@@ -169,7 +188,7 @@ class Findings:
             expected, found = f"a page from 0 to {num_blocks - 1}", f"page {block}"
         place = (block, offset) if 0 <= block < num_blocks else (-1, -1)
         self._found(
-            *(ReportKind.SLOT_MISMATCH, group, self._requests.name(serial), position, *place),
+            *(ReportKind.SLOT_MISMATCH, group, serial, position, *place),
             expected=expected,
             found=found,
         )
@@ -209,7 +228,7 @@ class Findings:
                     found += f", of group {owner} ({self._groups[owner].kind})"
             kind = kind_of_free
         self._found(
-            *(kind, group, self._requests.name(serial), position, block, offset),
+            *(kind, group, serial, position, block, offset),
             expected=expected,
             found=found,
             num_slots=num_slots,
@@ -226,7 +245,7 @@ class Findings:
         self,
         kind: ReportKind,
         group: CheckedGroup | None,
-        request: str,
+        serial: int,
         position: int,
         block: int,
         offset: int,
@@ -234,16 +253,20 @@ class Findings:
         expected: str,
         found: str,
         num_slots: int = 1,
+        request: str | None = None,
     ) -> None:
         index = 0 if group is None else group.index
-        key = (kind, request, index, block)
-        if key in self._seen:
+        # Names are used again, serial numbers are not.
+        key = (kind, request if serial == NOBODY else serial, index, block)
+        is_new = key not in self._seen
+        if is_new:
+            if len(self._seen) < _MAX_SEEN:
+                self._seen.add(key)
+            self.counts[str(kind)] += 1
+        is_kept = is_new and len(self.reports) < self._max_reports
+        if not is_kept and self.mode != "stop":
             return
-        if len(self._seen) < _MAX_SEEN:
-            self._seen.add(key)
-        self.counts[str(kind)] += 1
-        if len(self.reports) >= self._max_reports and self.mode != "stop":
-            return
+        request = self._requests.name(serial) if request is None else request
         writer = writer_position = writer_step = None
         if block > 0 and offset >= 0 and self._shadow.slots["tag"][block, offset]:
             origin = int(self._shadow.slots["origin"][block, offset])
@@ -254,10 +277,12 @@ class Findings:
             *(num_slots, expected, found, writer, writer_position, writer_step),
             self._history(block) if block >= 0 else (),
         )
-        if len(self.reports) < self._max_reports:
+        if is_kept:
             self.reports.append(report)
-        self._log(report)
+        if is_new:
+            self._log(report)
         if self.mode == "stop":
+            self.has_stopped = True
             raise SanitizerError(report)
 
     def _history(self, block: int) -> tuple[BlockEvent, ...]:

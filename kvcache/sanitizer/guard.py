@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,9 @@ _log = logging.getLogger("kvcache.sanitizer")
 class ObserverGuard:
     """Calls an observer's functions until one of them fails.
 
-    In mode "report", a failure is logged, and later calls do nothing. In mode "stop", the failure
-    is raised. Findings (`SanitizerError`) are raised in both modes.
+    In mode "report", a failure is logged, and later calls do nothing. In mode "stop", each failure
+    is raised. Findings (`SanitizerError`) are raised in both modes. If the sanitizer rejects what
+    the engine does, for example a negative position, that is a finding and no failure.
 
     Attributes:
         failure: A one-line description of the failure, or None.
@@ -44,16 +46,31 @@ class ObserverGuard:
 
     def __call__(self, call: Callable[..., object], *arguments: Any) -> None:
         """Call a function of the observer."""
-        if self.failure is not None:
+        if self.failure is not None and self._sanitizer.mode != "stop":
             return
         try:
             call(*arguments)
         except SanitizerError:
             raise
         except Exception as failure:
+            if rejected := _rejected_call(failure):
+                self._sanitizer.reject(rejected, str(failure))
+                return
             self.failure = f"{type(failure).__name__}: {failure}"
             if self._sanitizer.mode == "stop":
                 raise
             _log.exception(
                 "The KV cache sanitizer cannot observe this engine and is off from now on"
             )
+
+
+def _rejected_call(failure: Exception) -> str | None:
+    """Return the name of the sanitizer's method that rejected its arguments, or None if the failure
+    is an error of the observer.
+    """
+    if not isinstance(failure, TypeError | ValueError):
+        return None
+    for frame, _ in traceback.walk_tb(failure.__traceback__):
+        if isinstance(frame.f_locals.get("self"), Sanitizer):
+            return frame.f_code.co_name
+    return None

@@ -26,6 +26,9 @@ class ReportKind(str, Enum):
     step.
     - `WRONG_LOAD`: a tier loaded bytes that differ from the bytes that were computed for the same
     content.
+    - `SKIPPED_TOKEN`: a step computes tokens after a token that was never computed.
+    - `INVALID_INPUT`: the inputs of a step contradict each other, for example a block table with too
+    few columns for the sequence length.
     """
 
     WRONG_CONTENT = "wrong-content"
@@ -40,6 +43,8 @@ class ReportKind(str, Enum):
     READ_BEYOND_LENGTH = "read-beyond-length"
     WRONG_STATE = "wrong-state"
     WRONG_LOAD = "wrong-load"
+    SKIPPED_TOKEN = "skipped-token"
+    INVALID_INPUT = "invalid-input"
 
     def __str__(self) -> str:
         return self.value
@@ -60,12 +65,14 @@ _CAUSES = {
     ReportKind.READ_BEYOND_LENGTH: "rejected drafts or padding counted as tokens",
     ReportKind.WRONG_LOAD: "a transfer to or from a wrong block, a read before the transfer had ended, "
     "or a block that was reused before it was stored",
+    ReportKind.SKIPPED_TOKEN: "a position or a number of computed tokens that is too large",
+    ReportKind.INVALID_INPUT: "lengths, positions or tables of different steps or requests",
     ReportKind.WRONG_STATE: "a skipped state copy, or the state after a rejected draft",
 }
 
 
 class SanitizerError(Exception):
-    """Raised at each new finding in mode "stop". `report` describes the finding."""
+    """Raised at each finding in mode "stop". `report` describes the finding."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))

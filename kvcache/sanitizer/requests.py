@@ -34,6 +34,7 @@ class ObservedRequests:
         self._key = secrets.randbits(63)  # prevents tokens from being guessed from tags in a record
         self._serials = itertools.count()
         self._names: dict[int, str] = {}
+        self._ended: dict[str, int] = {}  # serial of the last ended request with each name
         self.reset()
 
     def reset(self) -> None:
@@ -56,6 +57,10 @@ class ObservedRequests:
         """Return a request's serial number, or NOBODY if the request is not known."""
         row = self.row(request_id)
         return NOBODY if row < 0 else self.tags.serial(row)
+
+    def ended(self, request_id: str) -> int:
+        """Return the serial number of the last ended request with this name, or NOBODY."""
+        return self._ended.get(request_id, NOBODY)
 
     def rows_of(self, request_ids: Sequence[str]) -> tuple[list[str], np.ndarray]:
         """Validate request names, and return them as a list together with their rows. Raises
@@ -106,6 +111,7 @@ class ObservedRequests:
         row = self._rows.pop(request_id, None)
         if row is None:
             return False
+        self._ended[request_id] = self.tags.serial(row)
         self.tags.remove(row)
         self._images.pop(row, None)
         self._forget_checks(row)
@@ -140,15 +146,17 @@ class ObservedRequests:
         counts: np.ndarray,
         hashes: np.ndarray,
         parents: np.ndarray | None = None,
-    ) -> None:
+    ) -> list[list[int]]:
         """Set tokens, given by their hashes. Slots of replaced tokens must be checked again.
 
-        Raises:
-            ValueError: The tokens before `starts` are not known.
+        Returns:
+            The requests whose tokens before `starts` are not known: pairs of an index in
+            `request_ids` and the number of known tokens.
         """
-        self.tags.put(request_ids, rows, starts, counts, hashes, parents, self.reads)
+        gaps = self.tags.put(request_ids, rows, starts, counts, hashes, parents, self.reads)
         tree = () if parents is None else (parents,)
         self._record("tokens", request_ids, 0, starts, counts, hashes, *tree)
+        return [] if gaps is None else gaps.tolist()
 
     def remember(self, request_ids: list[str], rows: np.ndarray) -> None:
         """Remember a step's requests, because the later calls in the step are for the same requests."""
@@ -171,3 +179,4 @@ class ObservedRequests:
         ended = [serial for serial in self._names if serial not in live]
         for serial in ended[: len(ended) // 2]:
             del self._names[serial]
+        self._ended = {name: each for name, each in self._ended.items() if each in self._names}

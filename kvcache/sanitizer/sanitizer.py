@@ -44,8 +44,9 @@ class Sanitizer:
         num_blocks: Number of blocks on the device, including the null block 0.
         num_host_blocks: Number of blocks in the host tier.
         mode: "report" logs findings and keeps them in `reports`. "stop" also raises
-            `SanitizerError` at each new finding.
-        every: Check reads only in every Nth step. Writes are always tracked.
+            `SanitizerError` at each finding, including findings that were reported before.
+        every: Check reads only in every Nth step or, after an error was raised, in every step.
+            Writes are always tracked.
         history: Number of events to keep per block.
         max_reports: Maximum number of reports to keep. `counts` includes all findings.
         log: Function that is called with each report. Default: the logger `kvcache.sanitizer`.
@@ -226,8 +227,9 @@ class Sanitizer:
                 follows the previous token.
 
         Raises:
-            TypeError, ValueError: An argument is invalid, or the tokens before `starts` are not
-                known.
+            TypeError, ValueError: An argument is invalid.
+            SanitizerError: The mode is "stop", and the tokens before `starts` are not known or a
+                request has ended.
         """
         requests = self._requests
         request_ids, rows = requests.rows_of(request_ids)
@@ -250,8 +252,23 @@ class Sanitizer:
             kept = np.repeat(known, query_lens)
             hashes, tree = hashes[kept], None if tree is None else tree[kept]
             rows, starts, query_lens = rows[known], starts[known], query_lens[known]
-        requests.put(request_ids, rows, starts, query_lens, hashes, tree)
+        gaps = requests.put(request_ids, rows, starts, query_lens, hashes, tree)
         requests.remember(request_ids, rows)
+        for i, position in gaps:
+            serial = requests.serial(request_ids[i])
+            self._findings.skipped_token(serial, position, int(starts[i]))
+
+    def reject(self, call: str, reason: str) -> None:
+        """Report inputs of the engine that no other method accepts.
+
+        Args:
+            call: Name of the method or of the engine's call. It is reported once.
+            reason: What was expected, in one sentence.
+
+        Raises:
+            SanitizerError: The mode is "stop".
+        """
+        self._findings.invalid_input(call, reason)
 
     def num_tokens(self, request_id: str) -> int:
         """Return the number of a request's known tokens, or -1 for an unknown request."""
@@ -590,7 +607,7 @@ class Sanitizer:
         one = self._group(group, has_slots=True)
         request_ids, rows = self._requests.rows_of(request_ids)
         starts, stops = checked_int64(starts, "starts"), checked_int64(seq_lens, "seq_lens")
-        table, skips = checked_table(block_table, len(rows)), self.step % self.every > 0
+        table, skips = checked_table(block_table, len(rows)), self._skips()
         found = one.reads.check(rows, starts, stops, table, skips)
         if self._recorder is not None:
             table = table[:, : one.reads.num_columns]
@@ -620,7 +637,7 @@ class Sanitizer:
         one = self._group(group, has_slots=False)
         request_ids, rows = self._requests.rows_of(request_ids)
         counts, pages = checked_int64(num_tokens, "num_tokens"), checked_int64(pages, "pages")
-        skips = self.step % self.every > 0
+        skips = self._skips()
         found = one.reads.check_states(rows, counts, pages, skips)
         self._record("state_read", request_ids, group, counts, pages)
         self._finish_read(one, found, request_ids)
@@ -634,6 +651,9 @@ class Sanitizer:
             self._findings.report(one, found, request_ids)
 
     # Helpers ------------------------------------------------------------------------------------------
+
+    def _skips(self) -> bool:
+        return self.step % self.every > 0 and not self._findings.has_stopped
 
     def _group(self, group: int, has_slots: bool | None = None) -> CheckedGroup:
         one = self._groups[integer(group, "group", 0, len(self._groups) - 1)]

@@ -90,6 +90,7 @@ class ModelRow:
     forked: bool = False
     on_host: bool = False
     receiving: bool = False
+    was_aborted: bool = False  # the step that admitted the row, while the row received
     reads: bool = True  # whether the request uses prefix hits when it restarts
     num_hit: int = 0  # tokens hit at admission; external tokens follow them
     hit_end: int = 0  # before this token, the row holds only hit blocks that later tokens read
@@ -705,6 +706,9 @@ class ModelManager:
         state = self.rows[row]
         limit = min(state.num_hit + num_tokens, state.num_valid)
         state.receiving, state.num_valid = False, FOREVER
+        if state.was_aborted:  # no block is kept that is filled only in part
+            limit -= limit % lcm(*(g.block_size for g in self.groups if g.pages == TOKENS))
+        state.was_aborted = False
         if limit < state.num_computed:
             state.resend |= state.by_step
             if self._can_resume(state, limit):
@@ -1372,9 +1376,6 @@ class ModelManager:
             ):
                 self.step_answer.zero += taken[g][: ceil_div(start - starts, group.block_size)]
                 self.safe_start = min(self.safe_start, starts)
-            if taken[g] and group.pages == TOKENS and start % group.block_size and starts <= start:
-                # The block is filled in part by an external load.
-                self.safe_start = min(self.safe_start, start // group.block_size * group.block_size)
             each.blocks += taken[g]
 
     def _own(self, state, g, column, block, start):
@@ -1825,6 +1826,7 @@ class ModelManager:
                 if alive.get(admission) != row:
                     continue
                 limits[row] = min(limits.get(row, FOREVER), safe_start)
+                self.rows[row].was_aborted |= self.rows[row].receiving
                 self.rows[row].resend |= self.rows[row].by_step
             for row, admission in step["swapped"]:
                 if alive.get(admission) == row:

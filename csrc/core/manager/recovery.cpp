@@ -64,6 +64,7 @@ void Recovery::note_given(const StepJournal::Step& step) {
     if (!c_.rows->is_still(served.row, served.admission)) continue;
     const Row& r = (*c_.rows)[served.row];
     if (r.on_host || c_.rows->info(served.row).step != step.id) continue;
+    c_.rows->info(served.row).was_aborted = r.is_receiving;
     for (const CacheGroup& group : *c_.groups) {
       const PageTraits& traits = group.rules->traits;
       if (traits.follows_sequence && !traits.appends) continue;
@@ -142,10 +143,7 @@ Recompute Recovery::invalidate(const std::vector<BlockId>& blocks,
   parts_.release->note_forgotten();
   c_.pool->evict_derived(chains, are_uniform(*c_.groups));
   if (c_.host != nullptr) c_.host->pages().evict_derived(chains, are_uniform(*c_.groups));
-  Recompute out = recompute(invalid.limits());
-  // Rows keep failed pages of encoders.
-  for (BlockId id : blocks) given_.push_back({id, c_.pool->generation(id)});
-  return out;
+  return recompute(invalid.limits());
 }
 
 // Rows with invalid computed tokens return to the end of their valid tokens. If a row does not hold
@@ -182,6 +180,15 @@ void Recovery::receive(int32_t row, int64_t num_tokens) {
   Row& r = (*c_.rows)[row];
   int64_t& num_valid = c_.rows->info(row).num_valid;
   num_tokens = std::min(num_tokens, std::exchange(num_valid, kUnbounded));
+  // The row keeps no block that is filled only in part, because its other slots may contain
+  // anything.
+  const bool only_whole = std::exchange(c_.rows->info(row).was_aborted, false);
+  for (int64_t before = -1; only_whole && num_tokens != before;) {
+    before = num_tokens;
+    for (const CacheGroup& group : *c_.groups) {
+      if (group.rules->traits.appends) num_tokens -= num_tokens % group.block_size;
+    }
+  }
   r.is_receiving = false;
   if (num_tokens < r.num_computed) recompute({{row, num_tokens}});
   parts_.publisher->refresh(row);

@@ -74,6 +74,9 @@ struct AdmissionInfo {     // data of the admission that is needed later
   int64_t num_slots = 0;           // slots allocated so far, which may have been written
   int64_t hit_end = 0;  // end of the hit; tokens before it are held only if later tokens read them
   int64_t step = -1;    // step that admitted the row, or -1 if it was admitted outside of steps
+  // Whether this step was aborted while the row received, so that it may not have cleared the
+  // pages.
+  bool was_aborted = false;
   RetainedEnds retained{};  // ends of hits for which its blocks stay cached
 };
 

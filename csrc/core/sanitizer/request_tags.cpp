@@ -41,7 +41,11 @@ void RequestTags::put(const TokenRanges& ranges, const uint64_t* hashes, const i
     const int64_t start = ranges.starts[r], count = ranges.counts[r];
     const auto size = static_cast<size_t>(start + count + 1);
     num_tags_ += static_cast<int64_t>(size) - static_cast<int64_t>(request.tags.size());
+    const size_t num_before = request.tags.size();
     request.tags.resize(size);
+    for (size_t i = num_before; i < size - static_cast<size_t>(count); ++i) {
+      request.tags[i] = token_hash(++num_unknown_, ~uint64_t{0}) | 1;
+    }
     uint64_t* const before = request.tags.data() + start;
     int64_t in_sequence = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -49,7 +53,7 @@ void RequestTags::put(const TokenRanges& ranges, const uint64_t* hashes, const i
       before[i + 1] = before[parent + 1] + hashes[i];
       in_sequence += in_sequence == i && parent == i - 1;
     }
-    request.num_in_sequence = start + in_sequence;
+    if (start <= request.num_in_sequence) request.num_in_sequence = start + in_sequence;
     hashes += count;
     if (parents != nullptr) parents += count;
   }

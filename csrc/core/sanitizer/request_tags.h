@@ -44,8 +44,8 @@ class RequestTags {
   int64_t num_tags() const { return num_tags_; }
 
   // Sets the tokens of requests, starting at positions `starts`. All tokens after the new ones are
-  // dropped. `hashes`: `token_hash` of each new token. `parents`: see `token_hashes`. `starts` are
-  // at most `num_in_sequence`.
+  // dropped. `hashes`: `token_hash` of each new token. `parents`: see `token_hashes`. If a start
+  // is beyond `num_in_sequence`, the tokens in between are unknown and get tags that no slot has.
   void put(const TokenRanges& ranges, const uint64_t* hashes, const int64_t* parents);
 
   // The tags of a request's tokens.
@@ -69,6 +69,7 @@ class RequestTags {
   std::vector<Request> requests_;
   std::vector<int64_t> free_;
   int64_t num_tags_ = 0;
+  uint64_t num_unknown_ = 0;
 };
 
 // Hashes new tokens. `values`: their ids, to which `key` is added before hashing. `parents`: for

@@ -32,9 +32,11 @@ Findings SlotReads::check(const Ranges& ranges, const Table& table) {
             ? group_.first_needed(start)
             : first_unchecked(r, start, stop, table, &rows_[static_cast<size_t>(row)]);
     num_read_ += std::max<int64_t>(stop - group_.first_needed(start), 0);
+    bool is_right = true;
     for (int64_t p = first; p < stop; ++p) {
-      compare(row, p, table.at(r, group_.column(p)), p % group_.block_size);
+      is_right &= compare(row, p, table.at(r, group_.column(p)), p % group_.block_size);
     }
+    if (!is_right) forget(row, 0);  // the step may be repeated
   }
   return found_.empty() ? Findings{} : found_.take();
 }
@@ -113,7 +115,7 @@ bool SlotReads::has_changes(const Row& checked, int64_t column) const {
   return found;
 }
 
-void SlotReads::compare(int64_t row, int64_t position, int64_t block, int64_t offset) {
+bool SlotReads::compare(int64_t row, int64_t position, int64_t block, int64_t offset) {
   const bool is_state = group_.kind == SlotGroup::Kind::kState;
   const uint64_t expected = group_.kind == SlotGroup::Kind::kCross
                                 ? requests_->encoder_tag(row, position)
@@ -126,9 +128,10 @@ void SlotReads::compare(int64_t row, int64_t position, int64_t block, int64_t of
                !(shadow_->tracks_holders && held.num_holders == 0);
     if (shadow_->tracks_holders) held.is_fresh = false;
   }
-  if (is_right) return;
+  if (is_right) return true;
   found_.add({FindingKind::kWrongRead, requests_->serial(row), position, block, offset, 1},
              /*counts=*/true);
+  return false;
 }
 
 }  // namespace kvcache::sanitizer

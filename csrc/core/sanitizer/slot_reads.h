@@ -58,7 +58,7 @@ class SlotReads {
   int64_t length(int64_t row, int64_t stop) const;
   int64_t first_unchecked(int64_t r, int64_t start, int64_t stop, const Table& table, Row* checked);
   bool has_changes(const Row& checked, int64_t column) const;
-  void compare(int64_t row, int64_t position, int64_t block, int64_t offset);
+  bool compare(int64_t row, int64_t position, int64_t block, int64_t offset);
 
   SlotGroup group_;
   std::shared_ptr<Shadow> shadow_;

@@ -225,7 +225,8 @@ class SchedulerObserver:
         requests = self._batch.reqs
         names = [request.rid for request in requests]
         if names != batch.rids:
-            raise ValueError(f"the model runner computes {batch.rids}: expected {names}")
+            sanitizer.reject("forward", f"the model runner computes {batch.rids}: expected {names}")
+            return
         if len(batch.req_pool_indices) != len(names):
             raise ValueError("a batch has rows of beams, which are not supported")
         self._finish_ended(names)

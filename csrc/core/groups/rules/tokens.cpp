@@ -43,11 +43,6 @@ const BlockId* TokenRules::grow(Growth* growth, ServedRow* served, const CacheGr
     for (int64_t i = 0; i < std::min(num_before, take.num_new); ++i) plan->zero(own[i]);
     served->depends_from(token);
   }
-  // External tokens may fill only a part of a new block. If the step is aborted, the rest of the
-  // block may contain anything.
-  if (start % group.block_size != 0 && token <= start) {
-    served->depends_from(start / group.block_size * group.block_size);
-  }
   each.append(own, take.num_new, group.max_blocks);
   if (each.source != kNullBlock) {
     growth->copy_source(served, group, each[served->num_before[group.id]]);
