@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import json
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any, NamedTuple
@@ -74,10 +75,31 @@ class Source:
                             if is_first:
                                 self.num_cached_tokens += answer.generation.num_cached_tokens
                             is_first = False
-                            if self.hints is not None:
-                                self.hints.tokens += delta.token_ids
-                            self._log.add(record, delta)
                             yield number, answer, delta
+
+    def record(self, number: int, delta: Delta) -> None:
+        """Log the tokens of a delta that belong to the answer to a prompt."""
+        if self.hints is not None:
+            self.hints.tokens += delta.token_ids
+        self._log.add(self._records[number], delta)
+
+
+class Token(NamedTuple):
+    """A token of a choice with its log probabilities.
+
+    - `before`: the tokens before it, as context to decode it and its alternatives.
+    - `text`: the characters that it adds to the answer. A character of several tokens belongs to the
+      last one.
+    - `offset`: number of characters of the answer before `text`.
+    - `is_hidden`: whether it ended the answer, and is therefore not part of its text.
+    """
+
+    token_id: int
+    logprob: TokenLogprob
+    before: tuple[int, ...]
+    text: str
+    offset: int
+    is_hidden: bool
 
 
 class Piece(NamedTuple):
@@ -86,7 +108,7 @@ class Piece(NamedTuple):
     choice: int
     text: str
     reason: str | None
-    tokens: list[tuple[int, TokenLogprob]]  # empty unless log probabilities are requested
+    tokens: list[Token]  # empty unless log probabilities are requested
 
 
 class Form:
@@ -100,7 +122,7 @@ class Form:
         self._is_chat, self._has_logprobs = is_chat, has_logprobs
         self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{next(_NUMBERS)}"
         self._created = int(time.time())
-        self._offsets: dict[int, int] = {}  # number of characters so far, by choice
+        self._begun: set[int] = set()  # choices that have a chunk with their role
 
     def body(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
         """Return the body of an answer, without usage."""
@@ -119,7 +141,10 @@ class Form:
         """Return a choice of the answer, or a chunk of a choice."""
         content: dict[str, Any] = {"text": piece.text}
         if self._is_chat:
-            message = {"role": "assistant", "content": piece.text}
+            # Clients join the fields of all chunks, so only the first one has the role.
+            role = {} if piece.choice in self._begun else {"role": "assistant"}
+            self._begun.add(piece.choice)
+            message = {**role, "content": piece.text}
             content = {"delta" if is_chunk else "message": message}
         logprobs = None
         if self._has_logprobs:
@@ -130,30 +155,42 @@ class Form:
         }
 
     def _chat_logprobs(self, piece: Piece) -> dict[str, Any]:
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            text, data = self._texts.token(token)
-            return {"token": text, "logprob": logprob, "bytes": None if data is None else [*data]}
+        def entry(name: str, logprob: float, data: bytes | None) -> dict[str, Any]:
+            return {"token": name, "logprob": logprob, "bytes": None if data is None else [*data]}
 
-        content = [
-            entry(token, each.logprob) | {"top_logprobs": [entry(*top) for top in each.top]}
-            for token, each in piece.tokens
-        ]
+        content = []
+        for each in piece.tokens:
+            name, data = self._texts.token(each.token_id, each.before)
+            own = entry(name, each.logprob.logprob, None if each.is_hidden else data)
+            content.append(own | {"top_logprobs": [entry(*top) for top in self._top(each, name)]})
         return {"content": content, "refusal": None}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        tokens = [self._texts.token(token)[0] for token, _ in piece.tokens]
-        start = self._offsets.get(piece.choice, 0)
-        ends = list(itertools.accumulate(map(len, tokens), initial=start))
-        self._offsets[piece.choice] = ends.pop()
         return {
-            "tokens": tokens,
-            "token_logprobs": [each.logprob for _, each in piece.tokens],
+            "tokens": [each.text for each in piece.tokens],
+            "token_logprobs": [each.logprob.logprob for each in piece.tokens],
             "top_logprobs": [
-                {self._texts.token(token)[0]: logprob for token, logprob in each.top}
-                for _, each in piece.tokens
+                {name: logprob for name, logprob, _ in self._top(each, each.text)}
+                for each in piece.tokens
             ],
-            "text_offset": ends,
+            "text_offset": [each.offset for each in piece.tokens],
         }
+
+    def _top(self, token: Token, own_name: str) -> Iterator[tuple[str, float, bytes | None]]:
+        """Yield the name, log probability and bytes of each alternative to a token, including itself.
+
+        If a name is in use, an alternative is named `token_id:N`, because clients key alternatives by
+        their names.
+        """
+        names = {own_name}
+        for token_id, logprob in token.logprob.top:
+            name, data = self._texts.token(token_id, token.before)
+            if token_id == token.token_id:
+                name = own_name
+            elif name in names:
+                name = f"token_id:{token_id}"
+            names.add(name)
+            yield name, logprob, data
 
 
 class Choices:
@@ -163,9 +200,12 @@ class Choices:
         self._source = source
         self._num_samples = source.params.n
         count = self._num_samples * len(source.prompts)
-        self.texts = [AnswerText(texts, stops) for _ in range(count)]
+        prompts = [prompt for prompt in source.prompts for _ in range(self._num_samples)]
+        self.texts = [AnswerText(texts, stops, prompt) for prompt in prompts]
         self.reasons: list[str | None] = [None] * count
-        self.tokens: list[list[tuple[int, TokenLogprob]]] = [[] for _ in range(count)]
+        self.tokens: list[list[Token]] = [[] for _ in range(count)]
+        # Tokens whose text is not visible yet.
+        self._held: list[deque[Token]] = [deque() for _ in range(count)]
         self._num_tokens = 0
 
     async def pieces(self) -> AsyncIterator[Piece]:
@@ -199,25 +239,52 @@ class Choices:
         choice = number * self._num_samples + delta.index
         if self.reasons[choice] is not None:
             return  # ignore tokens that were generated before the engine processed the stop
-        text, token_ids = self.texts[choice], delta.token_ids
-        ends = self._source.params.stop_token_ids
-        self._num_tokens += len(token_ids)
-        tokens = list(zip(token_ids, delta.logprobs or ()))
-        self.tokens[choice] += tokens
-        shown = text.add([token for token in token_ids if token not in ends])
+        text, held = self.texts[choice], self._held[choice]
+        shown, num_tokens = self._add(choice, delta)
+        reason = "stop" if text.is_stopped else delta.finish_reason
         if text.is_stopped:
-            self.reasons[choice] = "stop"
             answer.stop(delta.index)
-        elif delta.finish_reason is not None:
-            if delta.finish_reason == "error":
-                raise EngineError(f"{type(delta.error).__name__}: {delta.error}")
-            if delta.finish_reason in ("abort", "refused"):
-                raise EngineError(f"the request was ended: {delta.finish_reason}")
+        elif reason == "refused":  # the request is too large for this server
+            raise EngineError(str(delta.error), 400)
+        elif reason == "error":
+            raise EngineError(f"{type(delta.error).__name__}: {delta.error}")
+        elif reason == "abort":
+            raise EngineError("the request was ended: abort")
+        elif reason is not None:
             shown += text.end()
-            is_stop = text.is_stopped or delta.finish_reason == "stop"
-            self.reasons[choice] = "stop" if is_stop else "length"
-        if shown or tokens or self.reasons[choice] is not None:
-            yield Piece(choice, shown, self.reasons[choice], tokens)
+            if held and not held[-1].is_hidden:  # the answer may end inside a character
+                held[-1] = held[-1]._replace(text=held[-1].text + text.piece)
+            reason = "stop" if text.is_stopped else reason
+        size, tokens = len(text.text), []
+        while held and (reason is not None or held[0].offset + len(held[0].text) <= size):
+            each = held.popleft()
+            tokens.append(each._replace(offset=min(each.offset, size)))
+        self.tokens[choice] += tokens
+        self.reasons[choice] = reason
+        self._num_tokens += num_tokens
+        self._source.record(
+            number, delta._replace(token_ids=delta.token_ids[:num_tokens], finish_reason=reason)
+        )
+        if shown or tokens or reason is not None:
+            yield Piece(choice, shown, reason, tokens)
+
+    def _add(self, choice: int, delta: Delta) -> tuple[str, int]:
+        """Add the tokens of a delta up to a stop string. Return the newly visible text, and the number of
+        these tokens, which excludes drafts that were accepted after the stop string.
+        """
+        text, shown = self.texts[choice], ""
+        for i, token in enumerate(delta.token_ids):
+            before, offset, piece = text.before, text.num_decoded, ""
+            is_hidden = token in self._source.params.stop_token_ids
+            if not is_hidden:
+                shown += text.add([token])
+                piece = text.piece
+            if delta.logprobs is not None:
+                entry = Token(token, delta.logprobs[i], before, piece, offset, is_hidden)
+                self._held[choice].append(entry)
+            if text.is_stopped:
+                return shown, i + 1
+        return shown, len(delta.token_ids)
 
     async def receipts(self) -> dict[str, Any]:
         """Return the receipts for the request's hints, as a field of the answer."""
@@ -275,7 +342,10 @@ async def streamed_answer(
     try:
         async with aclosing(choices.pieces()) as pieces:
             async for piece in pieces:
-                more = {"usage": choices.usage()} if options.continuous_usage_stats else {}
+                # OpenAI's events have a usage that is null until the last one.
+                more = {"usage": None} if options.include_usage else {}
+                if options.continuous_usage_stats:
+                    more = {"usage": choices.usage()}
                 yield event([form.choice(piece, is_chunk=True)], **more)
         if receipts := await choices.receipts():
             yield event([], **receipts)

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from kvcache.server.body_reader import apart, parsed, read_body
 from kvcache.server.errors import CONTEXT_CODE, AskError
 from kvcache.server.request_fields import Fields, Message, Messages, refuse
-from kvcache.server.texts import Texts
+from kvcache.server.texts import NUM_BEFORE, Texts
 
 _TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
@@ -82,7 +82,10 @@ class PromptReader:
             )
         token_strs = None
         if asked.return_token_strs:
-            token_strs = [self._texts.token(token)[0] for token in tokens]
+            token_strs = [
+                self._texts.token(token, tokens[max(i - NUM_BEFORE, 0) : i])[0]
+                for i, token in enumerate(tokens)
+            ]
         return {
             "count": len(tokens),
             "max_model_len": self._max_model_len,

@@ -5,12 +5,23 @@ tokenizer.
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvcache.checks import MAX_INT32, check_range, integers, listed, shown
 from kvcache.checks import text as checked_text
 from kvcache.server.stops import StopTexts
+
+# Number of preceding tokens with which a token is decoded. One token would do, but special tokens, which
+# have no text, may precede it.
+NUM_BEFORE = 8
+# The characters that stand for bytes in the vocabularies of byte-level tokenizers (GPT-2).
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))
+}
 
 
 class Texts(Protocol):
@@ -23,8 +34,12 @@ class Texts(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a prompt."""
 
-    def token(self, token_id: int) -> tuple[str, bytes | None]:
-        """Return a token's text, and its bytes if they are known."""
+    def token(self, token_id: int, before: Sequence[int] = ()) -> tuple[str, bytes | None]:
+        r"""Return a token's name, and the bytes that it adds to the text of the tokens `before` it.
+
+        The name is the text, or `bytes:\xNN` for a single byte. The bytes are None if the token is not
+        part of texts.
+        """
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of an answer."""
@@ -52,7 +67,7 @@ class ByteTexts:
         """Return the bytes of a text. There are no special tokens."""
         return list(checked_text(text, "text").encode())
 
-    def token(self, token_id: int) -> tuple[str, bytes]:
+    def token(self, token_id: int, before: Sequence[int] = ()) -> tuple[str, bytes]:
         r"""Return a character, `bytes:\xNN` for a part of a character, or `<N>` for a token above
         255.
         """
@@ -92,32 +107,71 @@ class TokenizerTexts:
         if tokenizer.eos_token_id is not None:
             ends.add(tokenizer.eos_token_id)
         self.end_token_ids = tuple(sorted(ends))
-        self.longest_token = max(map(len, tokenizer.get_vocab()))
+        vocabulary = tokenizer.get_vocab()
+        self._names = {token: name for name, token in vocabulary.items()}
+        self.longest_token = max(map(len, vocabulary))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a prompt."""
         text = checked_text(text, "text")
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def token(self, token_id: int) -> tuple[str, bytes | None]:
-        """Return the text and the bytes of a token, which may be a special token. The bytes are
-        None if the token is only part of a character.
+    def token(self, token_id: int, before: Sequence[int] = ()) -> tuple[str, bytes | None]:
+        r"""Return the name of a token, and the bytes that it adds to the text of the tokens `before` it.
+
+        The name is the text, or `bytes:\xNN...` for a byte or a part of a character. Special tokens have
+        no bytes.
         """
-        text = self._tokenizer.decode(
-            _checked_tokens([token_id]), clean_up_tokenization_spaces=False
+        (token_id,) = _checked_tokens([token_id])
+        before = [*before[-NUM_BEFORE:]]
+        alone = self._text([token_id], skip_special_tokens=False)
+        data = self._bytes_of(token_id, alone)
+        if data is not None:
+            return "bytes:" + "".join(rf"\x{byte:02x}" for byte in data), data
+        known = self._text(before)
+        text = self._text([*before, token_id])[len(known) :]
+        if not text and alone and not self._text([token_id]):
+            return alone, None
+        return text, text.encode()
+
+    def _bytes_of(self, token_id: int, alone: str) -> bytes | None:
+        """Return the bytes of a token that is a byte, or that is decoded to replacement characters
+        because it is only a part of a character. None for other tokens.
+        """
+        name = self._names.get(token_id, alone)
+        if name == alone:
+            return None
+        if found := re.fullmatch(
+            "<0x([0-9A-F]{2})>", name
+        ):  # a byte of SentencePiece's byte fallback
+            return bytes.fromhex(found[1])
+        if "\ufffd" in alone and all(character in _BYTE_OF for character in name):
+            return bytes(_BYTE_OF[character] for character in name)
+        return None
+
+    def _text(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        # Spaces before punctuation are kept, even if the tokenizer is configured to remove them.
+        # Otherwise, a token could change the text of the tokens before it.
+        return self._tokenizer.decode(
+            token_ids,
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
         )
-        return text, None if "\ufffd" in text else text.encode()
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text without special tokens.
+        """Return the text without special tokens, and with spaces before punctuation.
 
-        Spaces before punctuation are kept, even if the tokenizer is configured to remove them.
-        Removing these spaces would break streaming: an answer's text might then not start with the
-        text of its first tokens.
+        Bytes that are no UTF-8 are replaced by the replacement character. All other characters are
+        kept, whereas a tokenizer with byte fallback replaces all bytes next to them.
         """
-        return self._tokenizer.decode(
-            _checked_tokens(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        token_ids = _checked_tokens(token_ids)
+        text = self._text(token_ids)
+        if "\ufffd" not in text:
+            return text
+        pieces = [
+            self.token(t, token_ids[max(i - NUM_BEFORE, 0) : i])[1] for i, t in enumerate(token_ids)
+        ]
+        return b"".join(piece or b"" for piece in pieces).decode(errors="replace")
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Apply the chat template, or encode each message as a line that starts with its role."""
@@ -156,54 +210,62 @@ def _in_lines(messages: list[dict[str, str]]) -> str:
 
 
 class AnswerText:
-    """The text of an answer, which is updated as tokens arrive. The text ends before the first
-    complete stop string.
+    """The text of an answer, which is updated as tokens arrive. It continues the text of the tokens
+    `before` it, and ends before the first complete stop string.
 
-    `text` is the text that can be shown so far. Possible beginnings of a stop string, and
-    characters with missing bytes, are held back until they are complete or `end` is called.
+    - `text`: the text that can be shown so far. Possible beginnings of a stop string, and characters
+      with missing bytes, are held back until they are complete or `end` is called.
+    - `before`: the last tokens before the next one, as context to decode it.
+    - `num_decoded`: number of characters decoded so far, including those that are held back or stopped.
+    - `piece`: the characters that the last token (or `end`) has completed.
 
     >>> answer = AnswerText(ByteTexts(), ["END"])
     >>> answer.add([72, 105, 32, 69, 78]), answer.add([33])
     ('Hi ', 'EN!')
     """
 
-    def __init__(self, texts: Texts, stops: Sequence[str] | StopTexts) -> None:
+    def __init__(
+        self, texts: Texts, stops: Sequence[str] | StopTexts, before: Sequence[int] = ()
+    ) -> None:
         self._texts = texts
         self._stops = stops if isinstance(stops, StopTexts) else StopTexts(stops)
-        self._token_ids: list[int] = []
-        self._state = self._num_read = self._shown = 0
-        self.text = ""
+        self.before = tuple(before[-NUM_BEFORE:])
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._state = self.num_decoded = 0
+        self._held = self.text = self.piece = ""
         self.is_stopped = False
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and return the newly visible text. Sets `is_stopped` at a stop string."""
-        if self.is_stopped:
-            return ""
-        self._token_ids += token_ids
-        return self._show(self._read(self._texts.decode(self._token_ids).rstrip("\ufffd")))
+        """Add tokens up to a stop string, and return the newly visible text. Sets `is_stopped` at a stop
+        string.
+        """
+        start = len(self.text)
+        for token in token_ids:
+            if self.is_stopped:
+                break
+            self._decode(self._texts.token(token, self.before)[1] or b"")
+            self.before = (*self.before, token)[-NUM_BEFORE:]
+        return self.text[start:]
 
     def end(self) -> str:
         """Return the text that was held back. Call this method after the last token."""
-        if self.is_stopped:
-            return ""
-        whole = self._texts.decode(self._token_ids)
-        before = self._read(whole)
-        return self._show(before if self.is_stopped else whole)
+        start = len(self.text)
+        if not self.is_stopped:
+            self._decode(b"", final=True)
+        if not self.is_stopped:
+            self.text, self._held = self.text + self._held, ""
+        return self.text[start:]
 
-    def _read(self, text: str) -> str:
-        """Return the visible part, up to a stop string or a possible prefix of a stop string."""
-        if not self._stops:
-            return text
-        for character in text[self._num_read :]:
-            self._state = self._stops.step(self._state, character)
-            self._num_read += 1
-            if length := self._stops.num_stopped[self._state]:
+    def _decode(self, data: bytes, final: bool = False) -> None:
+        """Decode bytes, and show all characters that cannot be the beginning of a stop string."""
+        self.piece = self._decoder.decode(data, final)
+        self.num_decoded += len(self.piece)
+        held, stops = self._held + self.piece, self._stops
+        for i, character in enumerate(self.piece if stops else ""):
+            self._state = stops.step(self._state, character)
+            if length := stops.num_stopped[self._state]:
                 self.is_stopped = True
-                return text[: self._num_read - length]
-        return text[: self._num_read - self._stops.num_held[self._state]]
-
-    def _show(self, text: str) -> str:
-        new = text[self._shown :]
-        if new:
-            self.text, self._shown = text, len(text)
-        return new
+                self.text += held[: len(self._held) + i + 1 - length]
+                return
+        shown = len(held) - stops.num_held[self._state]
+        self.text, self._held = self.text + held[:shown], held[shown:]
