@@ -25,6 +25,7 @@ from kvcache.server.request_log import RequestLog, RequestRecord
 from kvcache.server.stops import StopTexts
 from kvcache.server.texts import AnswerText, Texts
 
+_ROLE = {"role": "assistant"}
 _NUMBERS = itertools.count()  # consecutive numbers for the IDs of answers
 
 
@@ -122,7 +123,6 @@ class Form:
         self._is_chat, self._has_logprobs = is_chat, has_logprobs
         self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{next(_NUMBERS)}"
         self._created = int(time.time())
-        self._begun: set[int] = set()  # choices that have a chunk with their role
 
     def body(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
         """Return the body of an answer, without usage."""
@@ -141,11 +141,8 @@ class Form:
         """Return a choice of the answer, or a chunk of a choice."""
         content: dict[str, Any] = {"text": piece.text}
         if self._is_chat:
-            # Clients join the fields of all chunks, so only the first one has the role.
-            role = {} if piece.choice in self._begun else {"role": "assistant"}
-            self._begun.add(piece.choice)
-            message = {**role, "content": piece.text}
-            content = {"delta" if is_chunk else "message": message}
+            message = {"content": piece.text}
+            content = {"delta": message} if is_chunk else {"message": _ROLE | message}
         logprobs = None
         if self._has_logprobs:
             logprobs = self._chat_logprobs(piece) if self._is_chat else self._logprobs(piece)
@@ -153,6 +150,19 @@ class Form:
             **{"index": piece.choice, **content},
             **{"logprobs": logprobs, "finish_reason": piece.reason},
         }
+
+    def openings(self, num_choices: int) -> list[dict[str, Any]]:
+        """Return the first chunk of each choice of a chat, in order.
+
+        Clients join the fields of all chunks, so only these chunks have the role. They have no text and
+        no tokens, because OpenAI's client counts the log probabilities of a first chunk twice.
+        """
+        if not self._is_chat:
+            return []
+        return [
+            chunk | {"delta": _ROLE | chunk["delta"]}
+            for chunk in (self.choice(Piece(i, "", None, []), True) for i in range(num_choices))
+        ]
 
     def _chat_logprobs(self, piece: Piece) -> dict[str, Any]:
         def entry(name: str, logprob: float, data: bytes | None) -> dict[str, Any]:
@@ -339,14 +349,19 @@ async def streamed_answer(
     def event(chosen: list[dict[str, Any]], **more: Any) -> str:
         return f"data: {json.dumps(form.body(chosen, True) | more)}\n\n"
 
+    def usage() -> dict[str, Any]:
+        if options.continuous_usage_stats:
+            return {"usage": choices.usage()}
+        # As in OpenAI's streams, the usage is null in all events but the last one.
+        return {"usage": None} if options.include_usage else {}
+
+    openings = form.openings(len(choices.texts))
     try:
         async with aclosing(choices.pieces()) as pieces:
             async for piece in pieces:
-                # OpenAI's events have a usage that is null until the last one.
-                more = {"usage": None} if options.include_usage else {}
-                if options.continuous_usage_stats:
-                    more = {"usage": choices.usage()}
-                yield event([form.choice(piece, is_chunk=True)], **more)
+                for chunk in (*openings, form.choice(piece, is_chunk=True)):
+                    yield event([chunk], **usage())
+                openings = []
         if receipts := await choices.receipts():
             yield event([], **receipts)
     except EngineError as error:

@@ -3,6 +3,7 @@
 including vLLM's.
 """
 
+import codecs
 import json
 import math
 import threading
@@ -196,15 +197,16 @@ class TestLogprobs:
         found = [piece.choices[0].logprobs for piece in pieces if piece.choices]
         join = lambda name: [x for each in found for x in getattr(each, name)]  # noqa: E731
         tokens, logprobs = dense_logprobs(GREETING, 8)
-        texts = [ByteTexts().token(token)[0] for token in tokens]
+        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        texts = [decode(ByteTexts().token(token)[1]) for token in tokens]
         assert join("tokens") == texts
         wanted = logprobs[range(8), tokens].tolist()
         assert join("token_logprobs") == pytest.approx(wanted, abs=1e-9)
         assert join("text_offset") == [len("".join(texts[:i])) for i in range(8)]
-        for row, top in zip(logprobs, join("top_logprobs")):
-            best = row.topk(2)
-            names = [ByteTexts().token(token)[0] for token in best.indices.tolist()]
-            assert top == pytest.approx(dict(zip(names, best.values.tolist())), abs=1e-9)
+        for row, top, text in zip(logprobs, join("top_logprobs"), texts):
+            best, other = row.topk(2).indices.tolist()
+            names = [text, ByteTexts().token(other)[0]]
+            assert top == pytest.approx(dict(zip(names, row[[best, other]].tolist())), abs=1e-9)
 
     @pytest.mark.parametrize("is_stream", [False, True])
     def test_chat_returns_log_probabilities(self, served, is_stream):
