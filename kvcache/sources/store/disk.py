@@ -16,16 +16,18 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
 
 from kvcache.checks import MAX_INT64, byte_count, instance, integer, listed, path, text
 from kvcache.sources.store.base import BlockStore, StoreError
+from kvcache.sources.store.removals import PendingRemovals
 
 _log = logging.getLogger("kvcache")
 _FILE = "blocks.kv"
-_VERSION = 1
+_VERSION = 2
 _ALIGNMENT = 4096
 _SPIN_S, _POLL_S = 200e-6, 50e-6
 _TIMEOUT_S = 60.0
@@ -47,7 +49,8 @@ class DiskStore(BlockStore):
 
     Values persist across restarts. If the version or size of values has changed, the file is
     replaced. After a crash, a value that was being written is either missing or has a wrong digest.
-    If the disk is full, new values are rejected.
+    If the disk is full, new values are rejected. Values that cannot be read are dropped. A removed
+    value never returns, whatever fails (`PendingRemovals`).
 
     Args:
         folder: The folder.
@@ -80,6 +83,8 @@ class DiskStore(BlockStore):
         # Each value's position in the file, by key. The least recently used value comes first.
         self._places: OrderedDict[str, int] = OrderedDict()
         self._free: list[int] = []
+        self._num_places = 0  # number of positions in the file, which grows on demand
+        self._doubtful: set[int] = set()  # positions whose entry in the file may be wrong
         self._evicted: list[str] = []
         self._sequence = 0
 
@@ -179,54 +184,81 @@ class DiskStore(BlockStore):
 
     def _put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> None:
         last = dict(zip(keys, values))  # for a repeated key, the last value is stored
-        keys, values = [*last], [*last.values()]
-        entries = [self._entry(key) for key in keys]
         places: dict[str, int] = {}
-        had = [key for key in keys if key in self._places]
-        for key in keys:
-            place = self._places.pop(key, None)
-            if place is None:
-                place = self._free.pop() if self._free else self._evict()
-            if place is not None:
-                places[key] = place
+        moved: list[bool] = []
         try:
-            chosen = [i for i, key in enumerate(keys) if key in places]
-            self._move(
-                "WRITE",
-                [values[i] for i in chosen],
-                [places[keys[i]] for i in chosen],
-                [entries[i] for i in chosen],
+            if self._doubtful:
+                self._settle()
+            for key in last:
+                place = self._places.pop(key, None)
+                if place is not None:
+                    self._evicted.append(key)  # unless it is stored again
+                else:
+                    place = self._free.pop() if self._free else self._evict()
+                if place is not None:
+                    places[key] = place
+            end = max(places.values(), default=-1) + 1
+            if end > self._num_places:
+                os.ftruncate(self._fd, self._offset(end))
+                self._num_places = end
+            entries = [self._entry(key) for key in places]
+            moved = self._move_each(
+                "WRITE", [last[key] for key in places], [*places.values()], entries
             )
-        except BaseException:
-            self._free += places.values()
-            self._evicted += had
+        except Exception:
             disk = os.statvfs(self.folder)
             if disk.f_bavail * disk.f_frsize < len(keys) * self._stride:
                 return  # the disk is full
             raise
-        self._places |= places
+        finally:
+            for (key, place), is_moved in zip_longest(places.items(), moved, fillvalue=False):
+                if is_moved:
+                    self._places[key] = place
+                else:
+                    self._discard(place)
 
     def get(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[int]:
         """Read values into `values`.
 
-        Return the size of each value in bytes, or -1 if it is missing.
+        Return the size of each value in bytes, or -1 if it is missing. A value that cannot be read
+        is dropped and counts as missing.
         """
         keys, values = self._checked(keys, values)
-        found = [(i, self._places[key]) for i, key in enumerate(keys) if key in self._places]
-        self._move("READ", [values[i] for i, _ in found], [place for _, place in found])
+        found = [i for i, key in enumerate(keys) if key in self._places]
+        try:
+            moved = self._move_each(
+                "READ", [values[i] for i in found], [self._places[keys[i]] for i in found]
+            )
+        except TimeoutError:
+            raise
+        except Exception:
+            os.stat(self.folder / _FILE)  # raises OSError if not only these values have failed
+            moved = [False] * len(found)
         sizes = [-1] * len(keys)
-        for i, _ in found:
-            sizes[i] = self._value_bytes
-            self._places.move_to_end(keys[i])
+        for i, is_moved in zip(found, moved):
+            if is_moved:
+                sizes[i] = self._value_bytes
+                self._places.move_to_end(keys[i])
+            elif (place := self._places.pop(keys[i], None)) is not None:
+                self._evicted.append(keys[i])
+                self._discard(place)
         return sizes
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Remove values."""
-        for key in _checked_keys(keys):
+        """Remove values, and wait until they are gone from the disk.
+
+        If this method raises an exception, the values can no longer be read. The removal is
+        repeated by the next `put`, `remove` or `open`, which fails until the removal succeeds.
+        """
+        keys = _checked_keys(keys)
+        self._check_open()
+        self._removals.add(keys)
+        for key in keys:
             if (place := self._places.pop(key, None)) is not None:
                 self._evicted.append(key)
                 self._free.append(place)
-                os.pwrite(self._fd, bytes(_ENTRY_BYTES), self._offset(place))
+                self._doubtful.add(place)
+        self._settle()
 
     def keys(self) -> list[str]:
         """Return all keys, least recently used first."""
@@ -251,6 +283,7 @@ class DiskStore(BlockStore):
         self._registered, self._evicted = [], []
         self._places.clear()
         self._free.clear()
+        self._doubtful.clear()
 
     def _checked(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> tuple[list, list]:
         """Check keys and values.
@@ -258,8 +291,7 @@ class DiskStore(BlockStore):
         There must be one value per key, and all values must lie in the memory passed to `open`.
         """
         keys, values = _checked_keys(keys), listed(values, "values")
-        if self._agent is None:
-            raise StoreError("the store is not open: call open first")
+        self._check_open()
         if len(values) != len(keys):
             raise ValueError(f"values has {len(values)} entries: expected {len(keys)}, one per key")
         begin = self._memory.ctypes.data
@@ -273,6 +305,41 @@ class DiskStore(BlockStore):
                 )
         return keys, values
 
+    def _check_open(self) -> None:
+        if self._agent is None:
+            raise StoreError("the store is not open: call open first")
+
+    def _discard(self, place: int) -> None:
+        """Free a position at which a read or write has failed. It is reused last."""
+        self._free.insert(0, place)
+        self._doubtful.add(place)
+
+    def _settle(self) -> None:
+        """Correct the doubtful entries, and wait until they are on the disk.
+
+        Removed values are overwritten, too, up to the digest. Otherwise, the next put of the key at
+        the same position could restore them, if it is interrupted after it has written its entry.
+        """
+        if self._doubtful:
+            keys = {place: key for key, place in self._places.items()}
+            end = max(keys, default=-1) + 1
+            if end < self._num_places:  # needs no space on the disk, in contrast to a write
+                os.ftruncate(self._fd, self._offset(end))
+                self._num_places = end
+            nothing = bytes(_ENTRY_BYTES + min(self._value_bytes, _ENTRY_BYTES))
+            for place in sorted(each for each in self._doubtful if each < end):
+                data = self._entry(keys[place]) if place in keys else nothing
+                if os.pwrite(self._fd, data, self._offset(place)) != len(data):
+                    raise StoreError(f"{self.folder / _FILE} was not written: expected free space")
+        removed = self._removals.keys
+        try:
+            os.fdatasync(self._fd)
+        except OSError:  # the system may regard pages as written that it has not written
+            self._doubtful.update(range(self._num_places))
+            raise
+        self._doubtful.clear()
+        self._removals.done(removed)
+
     def _evict(self) -> int | None:
         """Evict the least recently used value and return its position, or None if the store is empty."""
         if not self._places:
@@ -285,26 +352,50 @@ class DiskStore(BlockStore):
         """Read the file's entries, or create the file."""
         form = {"version": _VERSION, "value_bytes": self._value_bytes, "stride": self._stride}
         size = os.fstat(self._fd).st_size
-        if _form_of(os.pread(self._fd, _ALIGNMENT, 0)) != form:
+        found_form = _form_of(os.pread(self._fd, _ALIGNMENT, 0))
+        identity = found_form.pop("id", None) if isinstance(found_form, dict) else None
+        if found_form != form or not isinstance(identity, str):
             if size:
                 _log.warning(
                     "%s contains blocks in another format, which are replaced", self.folder
                 )
             os.ftruncate(self._fd, 0)
+            identity, size = uuid.uuid4().hex, 0
+            form["id"] = identity
             os.pwrite(self._fd, json.dumps(form).encode().ljust(_ALIGNMENT), 0)
-            size = 0
-        os.ftruncate(self._fd, _ALIGNMENT + capacity * self._stride)
-        in_file = min(max(size - _ALIGNMENT, 0) // self._stride, capacity)
-        entries = {}  # keep the most recent value of each key
-        for place in range(in_file):
-            entry = _entry_of(os.pread(self._fd, _ENTRY_BYTES, self._offset(place)))
-            if entry is not None and entry > entries.get(entry[1], (-1,)):
-                entries[entry[1]] = (*entry, place)
-        found = sorted(entries.values())
-        self._places = OrderedDict((key, place) for _, key, place in found)
+        self._removals = PendingRemovals(f"disk {identity}")
+        # The file ends after the last position that was in use, so opening takes little time.
+        self._num_places = -(-max(size - _ALIGNMENT, 0) // self._stride)
+        if self._num_places > capacity:
+            os.ftruncate(self._fd, self._offset(capacity))
+            self._num_places = capacity
+        found = []
+        for place in range(self._num_places):
+            try:
+                packed = os.pread(self._fd, _ENTRY_BYTES, self._offset(place))
+            except OSError:
+                packed = b"\xff"
+            entry = _entry_of(packed)
+            if entry is not None:
+                found.append((*entry, place))
+            elif any(packed):
+                self._doubtful.add(place)
+        found.sort()
         self._sequence = found[-1][0] + 1 if found else 0
+        self._removals.load()
+        removed = set(self._removals.keys)
+        for _, key, place in found:
+            earlier = self._places.pop(key, None)  # keep the most recent value of each key
+            if earlier is not None:
+                self._doubtful.add(earlier)
+            if key in removed:
+                self._doubtful.add(place)
+            else:
+                self._places[key] = place
         used = set(self._places.values())
         self._free = [place for place in reversed(range(capacity)) if place not in used]
+        if self._doubtful or removed:
+            self._settle()
 
     def _entry(self, key: str) -> bytes:
         """Return the entry that describes a value in the file."""
@@ -316,6 +407,35 @@ class DiskStore(BlockStore):
     def _offset(self, place: int) -> int:
         return _ALIGNMENT + place * self._stride
 
+    def _move_each(
+        self,
+        operation: str,
+        values: list[np.ndarray],
+        places: list[int],
+        entries: Sequence[bytes] = (),
+    ) -> list[bool]:
+        """Call `_move`, and return whether each value was moved. If the call fails, each value is
+        moved separately. Raises if all of them fail.
+        """
+        try:
+            self._move(operation, values, places, entries)
+        except TimeoutError:
+            raise
+        except Exception:
+            moved = [False] * len(values)
+            for i in range(len(values) if len(values) > 1 else 0):
+                try:
+                    self._move(operation, [values[i]], [places[i]], entries[i : i + 1])
+                    moved[i] = True
+                except TimeoutError:
+                    raise
+                except Exception:
+                    continue
+            if not any(moved):
+                raise
+            return moved
+        return [True] * len(values)
+
     def _move(
         self,
         operation: str,
@@ -323,7 +443,7 @@ class DiskStore(BlockStore):
         places: list[int],
         entries: Sequence[bytes] = (),
     ) -> None:
-        """Read or write values, and write their entries. Raises StoreError on failure."""
+        """Read or write values, and write their entries. Raises an exception on failure."""
         count, num_entries = len(values), len(entries)
         if count == 0:
             return
@@ -349,7 +469,7 @@ class DiskStore(BlockStore):
             while state == "PROC":
                 passed = time.monotonic() - begun
                 if passed > _TIMEOUT_S:
-                    raise StoreError(f"{operation} of {count} blocks takes too long")
+                    raise TimeoutError(f"{operation} of {count} blocks takes too long")
                 if passed > _SPIN_S:
                     time.sleep(_POLL_S)
                 state = agent.check_xfer_state(handle)

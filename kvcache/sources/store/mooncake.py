@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,13 +16,21 @@ import numpy as np
 
 from kvcache.checks import byte_count, text
 from kvcache.sources.store.base import BlockStore, StoreError
+from kvcache.sources.store.removals import PendingRemovals
 
 # Maximum number of keys per call. Larger batches fail over TCP.
 _KEYS_PER_CALL = 1024
 _NOT_FOUND, _FULL = -704, -200  # Mooncake's error codes
 _TOO_LARGE = -600
-_EXISTS_CODES = (0, 1)
-_CONNECT_S = 1.0
+_UNANSWERED = (-900, -901)  # the master was not reached
+_CONNECT_S, _PROBE_S = 1.0, 30.0
+# Ends without closing the client, because that may take seconds.
+_PROBE = """
+import json, os, sys
+sys.path[:] = json.loads(sys.argv[1])
+from mooncake.store import MooncakeDistributedStore
+os._exit(MooncakeDistributedStore().setup(*json.loads(sys.argv[2])) != 0)
+"""
 _LIMITS = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "2000"}
 _abandoned: list[object] = []  # clients whose master is unreachable; kept until the process ends
 
@@ -28,10 +39,13 @@ class MooncakeStore(BlockStore):
     """A `BlockStore` that is a client of a Mooncake Store.
 
     If the master restarts, the store's content is lost. While no master answers, Mooncake's `setup`
-    holds the GIL for minutes, and `close` for seconds. Therefore, the client first tests whether
-    the master accepts connections. `setup` then makes a single attempt with a timeout of 2 s per
+    holds the GIL for minutes, and `close` for seconds. Therefore, a client in a separate process
+    first tests whether the master answers. `setup` makes a single attempt with a timeout of 2 s per
     reply; the environment variables `MC_STORE_CLIENT_SETUP_RETRIES` and `MC_RPC_TIMEOUT_MS`
     override these limits. The client itself listens on ports (docs/security.md).
+
+    A value that cannot be read counts as missing, and is replaced by the next `put` of its key. If
+    the master does not confirm a removal, all calls fail until it does (`PendingRemovals`).
 
     Args:
         master: Address of the master, "host:port".
@@ -78,57 +92,78 @@ class MooncakeStore(BlockStore):
             text(master, "master"),
         )
         self._client = None
+        self._removals = PendingRemovals(f"mooncake {self._setup[-1]}")
+        self._unreadable: set[str] = set()
 
     def open(self, memory: np.ndarray, value_bytes: int) -> None:
         """Connect to the master. Raises StoreError if the master cannot be reached."""
         self.close()
-        own = self._connect()
+        self._unreadable.clear()
+        own = self._reach()
         client = self._new_client()
         with _limits():
             _check(client.setup(self._host or own, *self._setup), "setup")
         self._client = client
         _check(client.register_buffer(memory.ctypes.data, memory.nbytes), "register_buffer")
+        self._removals.load()
+        self._remove_pending()
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Return, for each key, whether the store contains a value. Raises StoreError if the master
         does not answer.
         """
+        self._remove_pending()
         found = []
         for some in _batches(keys):
-            codes = self._client.batch_is_exist(some)
-            for code in codes:
-                if code not in _EXISTS_CODES:
-                    raise StoreError(f"batch_is_exist returned {code}")
-            found += [code == 1 for code in codes]
+            codes = _answered(self._client.batch_is_exist(some), "batch_is_exist")
+            found += [code == 1 and key not in self._unreadable for key, code in zip(some, codes)]
         return found
 
     def put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[bool]:
-        """Store values. Returns, for each value, False if the value does not fit into the store."""
+        """Store values. Returns, for each value, False if the value does not fit into the store, or
+        if the store cannot store it.
+        """
+        self._remove_pending()
+        if unreadable := [key for key in keys if key in self._unreadable]:
+            self.remove(unreadable)
+            self._unreadable.difference_update(unreadable)
         taken = []
         for some, of_some in zip(_batches(keys), _batches(values)):
             sizes = [len(value) for value in of_some]
             codes = self._client.batch_put_from(some, _addresses(of_some), sizes)
-            for code in codes:
-                if code < 0 and code != _FULL:
-                    raise StoreError(f"batch_put_from returned {code}")
-            taken += [code >= 0 for code in codes]
+            taken += [code >= 0 for code in _answered(codes, "batch_put_from")]
         return taken
 
     def get(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[int]:
         """Read values. For a value that does not fit into its buffer, the returned size is 0."""
+        self._remove_pending()
         sizes = []
         for some, of_some in zip(_batches(keys), _batches(values)):
             room = [len(value) for value in of_some]
-            sizes += self._client.batch_get_into(some, _addresses(of_some), room)
-        for size in sizes:
+            found = self._client.batch_get_into(some, _addresses(of_some), room)
+            sizes += found
+        if any(size in _UNANSWERED for size in sizes):
+            raise StoreError(f"batch_get_into returned {min(sizes)}: the master was not reached")
+        for key, size in zip(keys, sizes):
             if size < 0 and size not in (_NOT_FOUND, _TOO_LARGE):
-                raise StoreError(f"batch_get_into returned {size}")
+                self._unreadable.add(key)
         return [0 if size == _TOO_LARGE else max(size, -1) for size in sizes]
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Remove values, even while others read them."""
-        for some in _batches(keys):
-            self._client.batch_remove(some, True)
+        """Remove values, even while others read them. Raises StoreError if the master does not
+        confirm each removal.
+        """
+        self._removals.add(keys)
+        self._remove_pending()
+
+    def _remove_pending(self) -> None:
+        pending = self._removals.keys
+        for some in _batches(pending):
+            for code in self._client.batch_remove(some, True):
+                if code not in (0, _NOT_FOUND):
+                    raise StoreError(f"batch_remove returned {code}: expected 0 or {_NOT_FOUND}")
+        if pending:
+            self._removals.done(pending)
 
     def close(self) -> None:
         """Close the client. The content of its memory segment is lost."""
@@ -136,19 +171,38 @@ class MooncakeStore(BlockStore):
         if client is None:
             return
         try:
-            self._connect()
-        except OSError:
+            self._reach()
+        except (OSError, StoreError):
             _abandoned.append(client)  # keep the client until the process ends
             return
         client.close()
 
-    def _connect(self) -> str:
-        """Return this machine's address. Raises OSError if the master accepts no connections."""
+    def _reach(self) -> str:
+        """Return this machine's address. Raises OSError or StoreError if the master does not answer.
+
+        A master that hangs accepts connections. Therefore, a client is set up in a process that may
+        wait for the master without the GIL of this process.
+        """
         address = re.fullmatch(r"\[?([^]/]+?)\]?:(\d+)", self._setup[-1])
-        if address is None:  # the URL of a service that returns the master's address
-            return "127.0.0.1"
-        with socket.create_connection((address[1], int(address[2])), _CONNECT_S) as connection:
-            return connection.getsockname()[0]
+        own = "127.0.0.1"  # for the URL of a service that returns the master's address
+        if address is not None:
+            with socket.create_connection((address[1], int(address[2])), _CONNECT_S) as connection:
+                own = connection.getsockname()[0]
+        metadata, _, _, *others = self._setup
+        arguments = json.dumps([self._host or own, metadata, 0, 1 << 20, *others])
+        command = [sys.executable, "-c", _PROBE, json.dumps(sys.path), arguments]
+        environment = _LIMITS | os.environ
+        nothing = subprocess.DEVNULL
+        try:
+            done = subprocess.run(
+                command, env=environment, stdin=nothing, stdout=nothing, stderr=nothing,
+                timeout=_PROBE_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise StoreError(f"the master {self._setup[-1]} does not answer") from error
+        if done.returncode:
+            raise StoreError(f"the master {self._setup[-1]} does not answer a new client")
+        return own
 
 
 @contextmanager
@@ -172,6 +226,18 @@ def _batches(values: Sequence) -> list[Sequence]:
 
 def _addresses(values: Sequence[np.ndarray]) -> list[int]:
     return [value.ctypes.data for value in values]
+
+
+def _answered(codes: Sequence[int], call: str) -> Sequence[int]:
+    """Return the codes of a call, one per key. Raises StoreError if the master was not reached, or
+    if the call failed for all keys, except for a full store.
+    """
+    for code in codes:
+        if code in _UNANSWERED:
+            raise StoreError(f"{call} returned {code}: the master was not reached")
+    if codes and all(code < 0 and code != _FULL for code in codes):
+        raise StoreError(f"{call} returned {codes[0]}")
+    return codes
 
 
 def _check(code: int, what: str) -> None:

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests that removed values never return from the real stores, whichever call to the disk or to the
+master fails, and after restarts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import random
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvcache.sources.store import DiskStore, MooncakeStore, StoreError, removals
+from kvcache.sources.store.removals import PendingRemovals
+from tests.machinery import mooncake_master
+
+VALUE_BYTES, NUM_VALUES = 3000, 16
+CAPACITY = 4096 + 6 * 4096  # six values
+OF_DISK = ("pwrite", "fdatasync", "ftruncate")
+KEYS = [f"key {i}" for i in range(9)]
+needs_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"
+)
+STORES = [
+    pytest.param("disk", marks=needs_nixl),
+    pytest.param(
+        "mooncake",
+        marks=pytest.mark.skipif(
+            not mooncake_master.is_installed(), reason="Mooncake is not installed"
+        ),
+    ),
+]
+WHENS = ["before", "after", "from then on"]
+
+
+@pytest.fixture(autouse=True)
+def state_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@pytest.fixture(scope="module")
+def client():
+    """A Mooncake client, with its memory."""
+    with mooncake_master.Master() as master:
+        store, memory = (
+            MooncakeStore(master.address, segment_bytes="16MiB"),
+            np.zeros(48_000, np.uint8),
+        )
+        store.open(memory, VALUE_BYTES)
+        yield SimpleNamespace(client=store._client, memory=memory)
+        store.close()
+
+
+class Faults:
+    """Makes one call fail: before or after it has taken effect, or together with all later calls."""
+
+    def __init__(self, at, when):
+        self.at, self.when = at, when
+        self.num_calls = 0
+        self.is_active = True
+
+    def call(self, function, *arguments, failure):
+        number = self.num_calls
+        self.num_calls += self.is_active
+        if not self.is_active or number < self.at:
+            return function(*arguments)
+        if number > self.at and self.when != "from then on":
+            return function(*arguments)
+        if self.when == "after":
+            function(*arguments)
+        return failure()
+
+
+def broken_disk():
+    raise OSError(5, "Input/output error")
+
+
+class FaultyClient:
+    """A Mooncake client whose calls may fail. Its set-up takes seconds, so it is done only once."""
+
+    def __init__(self, client, faults):
+        self._client, self._faults = client, faults
+
+    def setup(self, *_):
+        return 0
+
+    register_buffer = setup
+
+    def close(self):
+        pass
+
+    def __getattr__(self, name):
+        function = getattr(self._client, name)
+
+        def call(keys, *others):
+            failure = [-900] * len(keys)
+            return self._faults.call(function, keys, *others, failure=lambda: failure)
+
+        return call
+
+
+class Tried:
+    """A store that is restarted, and an oracle of which contents were removed.
+
+    Every put stores a new content under its key. A content that was removed must never be read
+    again, even if the call to `remove` has failed.
+    """
+
+    def __init__(self, folder, patches, client, faults, name=""):
+        self.folder, self.client, self.faults, self.name = folder, client, faults, name
+        self.memory = (
+            np.zeros(NUM_VALUES * VALUE_BYTES, np.uint8) if client is None else client.memory
+        )
+        self.rows = self.memory.reshape(NUM_VALUES, VALUE_BYTES)
+        self.contents = itertools.count(1)
+        self.current: dict[str, set[int]] = {}  # contents that may be read
+        self.store = None
+        for each in OF_DISK if client is None else ():
+            patches.setattr(os, each, self.faulty(getattr(os, each)))
+        self.open()
+
+    def faulty(self, function):
+        def call(fd, *others):
+            if self.store is None or fd != getattr(self.store, "_fd", None):
+                return function(fd, *others)
+            return self.faults.call(function, fd, *others, failure=broken_disk)
+
+        return call
+
+    def open(self):
+        if self.client is None:
+            self.store = DiskStore(self.folder, CAPACITY)
+            move = self.store._move
+            self.store._move = lambda *each: self.faults.call(move, *each, failure=broken_disk)
+        else:
+            self.store = MooncakeStore("localhost:1")
+            self.store._reach = lambda: "localhost"
+            self.store._new_client = lambda: FaultyClient(self.client.client, self.faults)
+        self.attempt(self.store.open, self.memory, VALUE_BYTES)
+
+    def attempt(self, function, *arguments):
+        """Call a method of the store, which may fail."""
+        try:
+            return function(*arguments)
+        except (OSError, StoreError, RuntimeError):
+            return None
+
+    def keys(self, numbers):
+        return [f"{self.name}{KEYS[number]}" for number in numbers]
+
+    def put(self, *numbers):
+        rows = []
+        for row, key in enumerate(self.keys(numbers)):
+            content = next(self.contents)
+            self.rows[row] = np.frombuffer(
+                content.to_bytes(4, "little") * (VALUE_BYTES // 4), np.uint8
+            )
+            self.current.setdefault(key, set()).add(content)  # even if the call fails
+            rows.append(self.rows[row])
+        self.attempt(self.store.put, self.keys(numbers), rows)
+
+    def remove(self, *numbers):
+        for key in self.keys(numbers):
+            self.current.pop(key, None)
+        self.attempt(self.store.remove, self.keys(numbers))
+        self.check()
+
+    def check(self):
+        """Check that only current contents are read."""
+        keys = self.keys(range(len(KEYS)))
+        self.rows[:] = 0
+        sizes = self.attempt(self.store.get, keys, [*self.rows[: len(keys)]])
+        for key, size, row in zip(keys, sizes or (), self.rows):
+            if size >= 0:
+                assert int(row[:4].view(np.int32)[0]) in self.current.get(key, ()), key
+
+    def restart(self):
+        """Continue in another process, after the fault."""
+        self.attempt(self.store.close)
+        self.faults.is_active = False
+        removals._KEYS.clear()
+        self.open()
+        self.check()
+
+
+def run(tried):
+    tried.put(0, 1, 2, 3)
+    tried.remove(1)
+    tried.put(4, 5, 6)  # fills the disk store
+    tried.put(1, 7)  # the disk store evicts
+    tried.remove(0, 1)  # the first may be evicted, the second is stored again
+    tried.remove(8)
+    tried.put(1, 2)
+    tried.remove(2, 6)
+    tried.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize("kind", STORES)
+def test_removed_values_never_return_whichever_call_fails(
+    kind, when, tmp_path, monkeypatch, request
+):
+    client = request.getfixturevalue("client") if kind == "mooncake" else None
+    for at in itertools.count():
+        with monkeypatch.context() as patches:
+            faults = Faults(at, when)
+            tried = Tried(tmp_path / f"{at}", patches, client, faults, f"{when} {at} ")
+            run(tried)
+            num_calls = faults.num_calls
+            tried.restart()
+            tried.put(0, 1, 2)
+            tried.remove(1)
+            tried.restart()
+            tried.store.close()
+        if at >= num_calls:
+            break
+    print(f"{kind}: each of {at} calls has failed")
+    assert at > 12
+
+
+@pytest.mark.parametrize(
+    "num_cases",
+    [
+        3,
+        pytest.param(300, marks=pytest.mark.slow),
+        pytest.param(10_000, marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize("kind", STORES)
+def test_removed_values_never_return_in_random_runs(
+    kind, num_cases, tmp_path, monkeypatch, request
+):
+    client = request.getfixturevalue("client") if kind == "mooncake" else None
+    seed = random.randrange(2**32)
+    print(f"seed {seed}, {num_cases} cases")
+    choose = random.Random(seed)
+    for case in range(num_cases):
+        with monkeypatch.context() as patches:
+            faults = Faults(choose.randrange(30), choose.choice(WHENS))
+            folder = tmp_path / f"{case}"
+            tried = Tried(folder, patches, client, faults, f"{seed} {case} ")
+            for _ in range(choose.randrange(2, 5)):
+                for _ in range(choose.randrange(1, 10)):
+                    numbers = choose.sample(range(len(KEYS)), choose.randrange(1, 6))
+                    choose.choice([tried.put, tried.put, tried.remove])(*numbers)
+                tried.restart()
+                faults.is_active = choose.random() < 0.5  # another fault, if the first was not met
+            faults.is_active = False
+            tried.store.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@needs_nixl
+def test_removal_that_could_not_be_recorded_is_repeated_in_the_same_process(
+    tmp_path, monkeypatch, caplog, state_folder
+):
+    state_folder.write_text("not a folder")
+    faults = Faults(0, "from then on")
+    faults.is_active = False
+    tried = Tried(tmp_path, monkeypatch, None, faults)
+    tried.put(0, 1)
+    faults.is_active = True
+    tried.remove(0)
+    assert "are not recorded, and are forgotten if they fail" in caplog.text
+    tried.attempt(tried.store.close)
+    faults.is_active = False
+    tried.open()
+    tried.check()
+    assert tried.store.keys() == [KEYS[1]]
+    tried.store.close()
+
+
+def test_recorded_removals_are_read_by_later_processes(state_folder, monkeypatch):
+    first = PendingRemovals("a store")
+    first.add(["a", "b"])
+    first.add(["b", "c"])
+    (folder,) = (state_folder / "kvcache" / "removals").iterdir()
+    assert sorted(json.loads(each.read_text()) for each in folder.iterdir()) == [["a", "b"], ["c"]]
+    assert {oct(each.stat().st_mode)[-3:] for each in folder.iterdir()} == {"600"}
+    removals._KEYS.clear()
+    second, other = PendingRemovals("a store"), PendingRemovals("another store")
+    assert second.keys == []
+    second.load()
+    other.load()
+    assert second.keys == ["a", "b", "c"] and other.keys == []
+    second.done(second.keys)
+    assert second.keys == [] and not folder.exists()
+    second.add(["d"])
+    for each in folder.iterdir():
+        each.write_text("{")
+    with pytest.raises(StoreError, match="is not a list of keys"):
+        PendingRemovals("a store").load()
