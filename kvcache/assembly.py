@@ -323,7 +323,7 @@ def build(
     )
     pages = by_page[0].pages
     pages.contents = contents_of(
-        pages, [each.parts for each in storages], cp_kv_cache_interleave_size
+        pages, [each.parts for each in storages], cp_kv_cache_interleave_size, plan.groups
     )
     host_pages = pages.on_host(num_host_blocks) if num_host_blocks else None
     if clear is None:
@@ -369,7 +369,7 @@ def _in_kernel_blocks(plan: CachePlan, group: int, storage: KVStorage, ratio: in
 
     Each page is divided into `ratio` equal parts. Each part holds the K and V of one kernel block.
     """
-    if ratio == 1:
+    if ratio == 1 or not storage.num_layers:
         return storage
     if plan.layer_page_bytes % (ratio * storage.dtype.itemsize):
         raise ValueError(

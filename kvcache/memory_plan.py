@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from typing import Any, overload
 
 from kvcache.checks import (
     MAX_INT32,
@@ -60,13 +61,16 @@ class CachePlan:
     max_num_batched_tokens: int
     context_parallel: ContextParallel
     max_encoder_tokens: int = 0  # encoder tokens per request; 0: no layer's kind has an encoder
+    # A layer of each group, which another pipeline stage may hold. Empty: each group has layers.
+    examples: tuple[LayerSpec, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("page_bytes", "num_pages", "layer_page_bytes", "max_model_len"):
             integer(getattr(self, name), f"{name} of the plan", 1, MAX_INT64)
         integer(self.max_num_batched_tokens, "max_num_batched_tokens of the plan", 1, MAX_INT64)
         integer(self.max_encoder_tokens, "max_encoder_tokens of the plan", 0, MAX_INT64)
-        for name, kind in (("layers", LayerSpec), ("groups", GroupSpec)):
+        specs = ("layers", LayerSpec), ("groups", GroupSpec), ("examples", LayerSpec)
+        for name, kind in specs:
             for i, each in enumerate(listed(getattr(self, name), f"{name} of the plan")):
                 instance(each, kind, f"{name}[{i}] of the plan")
         integers(self.padding_bytes, "padding_bytes of the plan", ())
@@ -109,18 +113,35 @@ class CachePlan:
         return (self.num_pages - 1) / self.pages_per_request(self.max_model_len)
 
 
+@overload
 def plan_cache(
-    layers: Iterable[LayerSpec],
-    budget_bytes: int | str,
+    layers: Iterable[LayerSpec], budget_bytes: int | str, **options: Any
+) -> CachePlan: ...
+
+
+@overload
+def plan_cache(
+    layers: None = None,
+    budget_bytes: int | str = ...,
+    *,
+    stages: Sequence[Iterable[LayerSpec]],
+    **options: Any,
+) -> tuple[CachePlan, ...]: ...
+
+
+def plan_cache(
+    layers: Iterable[LayerSpec] | None = None,
+    budget_bytes: int | str | None = None,
     *,
     max_model_len: int,
+    stages: Sequence[Iterable[LayerSpec]] | None = None,
     fit_max_model_len: bool = False,
     max_num_batched_tokens: int | None = None,
     max_encoder_tokens: int | None = None,
     state_interval: int | None = None,
     context_parallel: ContextParallel | None = None,
     layer_page_bytes: int | None = None,
-) -> CachePlan:
+) -> CachePlan | tuple[CachePlan, ...]:
     """Choose groups, a uniform page size and the number of pages for a memory budget on one rank.
 
     Layers with the same kind, options, block size, number of heads, head sizes, dtype, scales and state
@@ -139,11 +160,17 @@ def plan_cache(
     `max_model_len`. A custom kind's formula is validated against `first_needed_token` at
     `max_model_len`.
 
+    With pipeline parallelism, pass the layers of all stages as `stages`. The plans of the stages have
+    the same groups in the same order and the same number of pages, so that one manager serves all
+    stages. A group has no layers on a stage that lacks layers of its kind.
+
     Args:
         layers: The layers of one rank.
-        budget_bytes: Memory for the pool, as a number or with a unit ("2GiB"). It must hold the null
-            page and one request of `max_model_len` tokens. The pool never has more than 2**31 - 1 pages.
+        budget_bytes: Memory for the pool on each rank, as a number or with a unit ("2GiB"). It must
+            hold the null page and one request of `max_model_len` tokens. The pool never has more than
+            2**31 - 1 pages.
         max_model_len: Maximum number of tokens of a request.
+        stages: The layers that a rank of each pipeline stage holds, instead of `layers`.
         fit_max_model_len: Whether to reduce `max_model_len` to the largest length that fits into the
             budget.
         max_num_batched_tokens: Maximum number of tokens in a step. None: the plan's `max_model_len`.
@@ -161,7 +188,7 @@ def plan_cache(
             do not change; the additional bytes are padding.
 
     Returns:
-        The plan.
+        The plan. With `stages`, a tuple with one plan per stage.
 
     Raises:
         ValueError: No plan fits, or an argument is out of range. If no plan fits, the message
@@ -183,6 +210,10 @@ def plan_cache(
         ValueError: budget_bytes is 1048576 (1.00 MiB): one request of max_model_len 4096 needs ...
         >>> plan_cache(layers, 2**23, max_model_len=4096, fit_max_model_len=True).max_model_len
         160
+        >>> stages = [layers[:6], layers[6:]]
+        >>> plans = plan_cache(stages=stages, budget_bytes=2**30, max_model_len=4096)
+        >>> [[len(group.layers) for group in plan.groups] for plan in plans]
+        [[2, 2, 2, 0], [2, 2, 0, 2]]
     """
     budget_bytes = byte_count(budget_bytes, "budget_bytes", 0)
     max_model_len = integer(max_model_len, "max_model_len", 1)
@@ -191,7 +222,7 @@ def plan_cache(
     if max_num_batched_tokens is not None:
         step = integer(max_num_batched_tokens, "max_num_batched_tokens", 1)
     cp = checked_context_parallel(context_parallel)
-    by_name = _by_name(layers)
+    by_name, of_stages = _by_name(layers, stages)
     interval = _checked_interval(state_interval, by_name.values())
     layer_page, buckets = _buckets(by_name.values(), interval)
     if layer_page_bytes is not None:
@@ -199,25 +230,38 @@ def plan_cache(
     kinds = [make_kind(bucket.kind, bucket.options) for bucket in buckets]
     has_encoder = any(kind.pages.of_encoder for kind in kinds)
     encoder_tokens = _checked_encoder_tokens(max_encoder_tokens, has_encoder)
-    demand = _Demand(buckets, kinds, layer_page, step, encoder_tokens, cp)
+    # For each bucket, the names of its layers on each stage.
+    names = [[[n for n in bucket.layers if n in own] for own in of_stages] for bucket in buckets]
+    depths = [max(map(len, of_bucket)) for of_bucket in names]
+    demand = _Demand(buckets, depths, kinds, layer_page, step, encoder_tokens, cp)
     length = demand.longest(budget_bytes, max_model_len) if fits_length else max_model_len
     size = demand.best_group_size(budget_bytes, length) if length else None
     if size is None:
         raise ValueError(demand.shortfall(budget_bytes, max_model_len))
     demand.check_bounds(length)
-    groups, page_bytes = _split(buckets, size, by_name), size * layer_page
-    return CachePlan(
-        tuple(by_name.values()),
-        groups,
-        page_bytes,
-        min(budget_bytes // page_bytes, MAX_INT32),
-        layer_page,
-        tuple(page_bytes - _data_bytes(group, by_name) for group in groups),
-        length,
-        step or length,
-        cp,
-        encoder_tokens or (length if has_encoder else 0),
+    counts = [_ceil_div(depth, size) for depth in depths]  # groups per bucket
+    examples = tuple(
+        by_name[bucket.layers[0]] for bucket, count in zip(buckets, counts) for _ in range(count)
     )
+    plans = []
+    for own, groups in zip(of_stages, _split(buckets, counts, names, by_name)):
+        page_bytes = max(len(group.layers) for group in groups) * layer_page
+        plans.append(
+            CachePlan(
+                tuple(own.values()),
+                groups,
+                page_bytes,
+                min(budget_bytes // (size * layer_page), MAX_INT32),
+                layer_page,
+                tuple(page_bytes - _data_bytes(group, by_name) for group in groups),
+                length,
+                step or length,
+                cp,
+                encoder_tokens or (length if has_encoder else 0),
+                () if stages is None else examples,
+            )
+        )
+    return plans[0] if stages is None else tuple(plans)
 
 
 @dataclass(frozen=True)
@@ -228,6 +272,7 @@ class _Demand:
     """
 
     buckets: Sequence[GroupSpec]
+    depths: Sequence[int]  # for each bucket, the largest number of layers that a stage holds
     kinds: Sequence[KindProperties]  # one per bucket
     layer_page: int
     max_num_batched_tokens: int | None  # None: the request's number of tokens
@@ -235,11 +280,11 @@ class _Demand:
     context_parallel: ContextParallel
 
     def num_groups(self, size: int) -> int:
-        return sum(_ceil_div(len(bucket.layers), size) for bucket in self.buckets)
+        return sum(_ceil_div(depth, size) for depth in self.depths)
 
     def group_sizes(self) -> list[int]:
         """Return the candidate numbers of layers per group."""
-        largest = max(len(bucket.layers) for bucket in self.buckets)
+        largest = max(self.depths)
         if self.num_groups(largest) > MAX_GROUPS:
             raise ValueError(
                 f"layers have {self.num_groups(largest)} different specs: "
@@ -251,9 +296,8 @@ class _Demand:
         step, cp = self.max_num_batched_tokens or num_tokens, self.context_parallel
         encoder_tokens = self.max_encoder_tokens or num_tokens
         pages = sum(
-            _ceil_div(len(bucket.layers), size)
-            * _max_pages(bucket, kind, num_tokens, encoder_tokens, step, cp)
-            for bucket, kind in zip(self.buckets, self.kinds)
+            _ceil_div(depth, size) * _max_pages(bucket, kind, num_tokens, encoder_tokens, step, cp)
+            for bucket, depth, kind in zip(self.buckets, self.depths, self.kinds)
         )
         return pages * size * self.layer_page
 
@@ -431,38 +475,62 @@ def _block_size(
 
 
 def _split(
-    buckets: Sequence[GroupSpec], size: int, by_name: Mapping[str, LayerSpec]
-) -> tuple[GroupSpec, ...]:
-    parts = [
-        (bucket, bucket.layers[first : first + size])
-        for bucket in buckets
-        for first in range(0, len(bucket.layers), size)
+    buckets: Sequence[GroupSpec],
+    counts: Sequence[int],
+    names: Sequence[Sequence[Sequence[str]]],
+    by_name: Mapping[str, LayerSpec],
+) -> list[tuple[GroupSpec, ...]]:
+    """Return the groups of each stage. Bucket `b` is divided into `counts[b]` groups."""
+    groups: list[list[GroupSpec]] = [[] for _ in names[0]]
+    sizes = [  # for each stage, the largest number of layers in a group
+        max(_ceil_div(len(own), count) for own, count in zip(of_stage, counts))
+        for of_stage in zip(*names)
     ]
-    return tuple(
-        replace(bucket, layers=names, drafts=any(by_name[name].drafts for name in names))
-        for bucket, names in parts
-    )
+    for bucket, count, of_stages in zip(buckets, counts, names):
+        for i in range(count):
+            parts = [own[i * size : (i + 1) * size] for own, size in zip(of_stages, sizes)]
+            drafts = any(by_name[name].drafts for part in parts for name in part)
+            for of_stage, part in zip(groups, parts):
+                of_stage.append(replace(bucket, layers=tuple(part), drafts=drafts))
+    return list(map(tuple, groups))
 
 
 def _data_bytes(group: GroupSpec, by_name: Mapping[str, LayerSpec]) -> int:
     return sum(by_name[name].page_bytes(group.block_size) for name in group.layers)
 
 
-def _by_name(layers: Iterable[LayerSpec]) -> dict[str, LayerSpec]:
-    if not isinstance(layers, Iterable):
-        raise TypeError(f"layers is {shown(layers)}: expected an iterable of LayerSpec")
-    if isinstance(layers, Sized):
-        num_entries(layers, "layers")
+def _by_name(
+    layers: Iterable[LayerSpec] | None, stages: Sequence[Iterable[LayerSpec]] | None
+) -> tuple[dict[str, LayerSpec], list[dict[str, LayerSpec]]]:
+    """Return all layers, and the layers of each stage, keyed by name."""
+    if stages is None:
+        given = {"layers": layers}
+    elif layers is not None:
+        raise TypeError(f"layers is {shown(layers)}: expected no layers with stages")
+    else:
+        given = {f"stages[{i}]": own for i, own in enumerate(listed(stages, "stages"))}
+        if not given:
+            raise ValueError("stages is empty: expected the layers of at least one stage")
     by_name: dict[str, LayerSpec] = {}
-    for layer in layers:
-        if not isinstance(layer, LayerSpec):
-            raise TypeError(f"a layer is {shown(layer)}: expected a LayerSpec")
-        if layer.name in by_name:
-            raise ValueError(f"two layers have the name {shown(layer.name)}: expected unique names")
-        by_name[layer.name] = layer
-    if not by_name:
-        raise ValueError("layers is empty: expected at least one LayerSpec")
-    return by_name
+    of_stages: list[dict[str, LayerSpec]] = []
+    for what, own in given.items():
+        if not isinstance(own, Iterable):
+            raise TypeError(f"{what} is {shown(own)}: expected an iterable of LayerSpec")
+        if isinstance(own, Sized):
+            num_entries(own, what)
+        of_stage: dict[str, LayerSpec] = {}
+        for layer in own:
+            if not isinstance(layer, LayerSpec):
+                raise TypeError(f"a layer is {shown(layer)}: expected a LayerSpec")
+            if layer.name in by_name:
+                raise ValueError(
+                    f"two layers have the name {shown(layer.name)}: expected unique names"
+                )
+            by_name[layer.name] = of_stage[layer.name] = layer
+        if not of_stage:
+            raise ValueError(f"{what} is empty: expected at least one LayerSpec")
+        of_stages.append(of_stage)
+    return by_name, of_stages
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -151,6 +151,16 @@ class GroupSpec:
             check_name(name, "a name in layers")
         object.__setattr__(self, "options", _Options(self.options))
 
+    @property
+    def summary(self) -> str:
+        """The kind, its options and the block size, which must be equal on all ranks.
+
+        >>> GroupSpec("sliding_window", 16, {"window": 48}).summary
+        'sliding_window(window=48) in blocks of 16 tokens'
+        """
+        options = ", ".join(f"{name}={value}" for name, value in sorted(self.options.items()))
+        return f"{self.kind}({options}) in blocks of {self.block_size} tokens"
+
     def tokens_per_block(self, context_parallel: ContextParallel) -> int:
         """Return the number of tokens, over all context-parallel ranks, in an allocation block."""
         context_parallel = checked_context_parallel(context_parallel)

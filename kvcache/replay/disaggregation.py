@@ -626,4 +626,4 @@ def _layout(engine_id: str, spec: GroupSpec, num_blocks: int) -> GroupLayout:
             memory_order=("block", "kv", "token", "head", "element"),
             dtype="uint8",
         )
-    return GroupLayout((spec.kind,), description, 1, num_blocks)
+    return GroupLayout((spec.kind,), description, 1, num_blocks, spec=spec.summary)

@@ -223,12 +223,12 @@ class CacheDescription:
         given, placements = self.page_stride, self._placements
         if given is None:
             return
-        if not placements[0].has_kv_together:
+        if not all(placed.has_kv_together for placed in placements):
             raise ValueError(
                 f"page_stride is {given}: expected None, because K and V have separate regions "
                 f"with memory_order {self.memory_order}"
             )
-        page_bytes = [int(placed.region_bytes[0]) for placed in placements]
+        page_bytes = [int(placed.region_bytes.max(initial=0)) for placed in placements]
         object.__setattr__(self, "page_stride", check_page_stride(given, page_bytes))
 
     def _checked_scale(self, given: object, name: str) -> tuple[tuple[float, ...], ...]:
@@ -269,8 +269,8 @@ class CacheDescription:
             layers: The plan's layers.
             engine_id: Name of the engine.
             total_num_kv_heads: Number of KV heads in the model. None: no two tensor-parallel ranks
-                hold the same heads. Required with `stages`, because the number of heads per rank
-                differs between stages.
+                hold the same heads. Required if `stages` have different `tp_size`, because the number
+                of heads per rank then differs between stages.
             cp_world_size: Number of context-parallel ranks. Treated as 1 for a replicated group.
             sizes: Further fields of the description.
 
@@ -319,17 +319,19 @@ class CacheDescription:
                 f"group with layers {group.layers} is circular: expected a group whose blocks hold "
                 "consecutive tokens"
             )
-        num_layers = len(group.layers)
+        num_layers, tp_size = len(group.layers), sizes.get("tp_size", 1)
         if sizes.get("stages") is not None:
-            num_layers = sum(stage.num_layers for stage in check_stages(sizes["stages"]))
-            if total_num_kv_heads is None and not is_mla:
+            stages = check_stages(sizes["stages"])
+            num_layers, tp_size = sum(stage.num_layers for stage in stages), stages[0].tp_size
+            differs = any(stage.tp_size != tp_size for stage in stages)
+            if total_num_kv_heads is None and differs and not is_mla:
                 raise ValueError(
                     "total_num_kv_heads is None with stages: expected the model's number of KV heads"
                 )
         else:
             num_layers *= integer(sizes.get("pp_size", 1), "pp_size", 1)
         if total_num_kv_heads is None:
-            total_num_kv_heads = 1 if is_mla else layer.num_kv_heads * sizes.get("tp_size", 1)
+            total_num_kv_heads = 1 if is_mla else layer.num_kv_heads * tp_size
         if layer.scale_bytes_per_token % layer.num_kv_heads:
             raise ValueError(
                 f"layer {layer.name!r} has scale_bytes_per_token {layer.scale_bytes_per_token}: expected "

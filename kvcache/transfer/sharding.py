@@ -23,7 +23,9 @@ MAX_RANKS = 4096  # maximum number of ranks per engine; plans iterate over the r
 
 
 class PipelineStage(NamedTuple):
-    """A pipeline stage of an engine: its number of layers and of tensor-parallel ranks."""
+    """A pipeline stage of an engine: its number of layers, which may be 0 (a cache group may have
+    none on a stage), and of tensor-parallel ranks.
+    """
 
     num_layers: int
     tp_size: int
@@ -165,7 +167,7 @@ def check_stages(
 ) -> tuple[PipelineStage, ...]:
     """Validate pipeline stages, and return them as `PipelineStage` tuples.
 
-    Raises TypeError or ValueError unless each stage has at least 1 layer and 1 rank.
+    Raises TypeError or ValueError unless each stage has at least 0 layers and 1 rank.
     """
     if isinstance(stages, str) or not isinstance(stages, Sequence) or len(stages) == 0:
         raise TypeError(f"{name} is {stages!r}: expected a sequence of (num_layers, tp_size)")
@@ -173,10 +175,9 @@ def check_stages(
     for number, stage in enumerate(stages):
         if not isinstance(stage, Sequence) or len(stage) != 2:
             raise TypeError(f"{name}[{number}] is {stage!r}: expected (num_layers, tp_size)")
-        sizes = zip(PipelineStage._fields, stage)
-        found.append(
-            PipelineStage(*(integer(n, f"{what} of {name}[{number}]", 1) for what, n in sizes))
-        )
+        num_layers = integer(stage[0], f"num_layers of {name}[{number}]", 0)
+        tp_size = integer(stage[1], f"tp_size of {name}[{number}]", 1)
+        found.append(PipelineStage(num_layers, tp_size))
     return tuple(found)
 
 
@@ -253,9 +254,9 @@ def sources_of_rank(
     mine, theirs = layers_of_stages(readers), layers_of_stages(sources)
     found = set()
     for number, layers in enumerate(theirs):
-        if not _overlap(layers, mine[pp_rank]):
+        if not overlap(layers, mine[pp_rank]):
             continue
-        sharing = [stage for stage, held in enumerate(mine) if _overlap(held, layers)]
+        sharing = [stage for stage, held in enumerate(mine) if overlap(held, layers)]
         tp_sizes = [readers[stage].tp_size for stage in sharing]
         for head in heads_of_rank(total_num_kv_heads, readers[pp_rank].tp_size, tp_rank):
             reader = reader_of_head(
@@ -266,8 +267,9 @@ def sources_of_rank(
     return sorted(found)
 
 
-def _overlap(one: range, other: range) -> bool:
-    return one.start < other.stop and other.start < one.stop
+def overlap(one: range, other: range) -> bool:
+    """Return whether two ranges, either of which may be empty, have a common element."""
+    return max(one.start, other.start) < min(one.stop, other.stop)
 
 
 def reader_of_head(

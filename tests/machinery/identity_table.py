@@ -387,6 +387,7 @@ TABLE: dict[str, Row] = {
     "CachePlan.max_model_len": Row(of_plan, {"max_model_len": 128}, same=HOW_MANY),
     "CachePlan.max_num_batched_tokens": Row(of_plan, {"max_num_batched_tokens": 32}, same=STEPS),
     "CachePlan.context_parallel": Row(of_plan, {"context_parallel": CP}),
+    "CachePlan.examples": Row(of_plan, same="formats of groups without layers on this rank"),
     "CachePlan.max_encoder_tokens": Row(
         of_layer, {"plan": {"max_encoder_tokens": 64}}, {"kind": "cross_attention"}, HOW_MANY
     ),

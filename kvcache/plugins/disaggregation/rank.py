@@ -62,6 +62,7 @@ class TensorRank(RankThread):
                 layouts,
                 addresses,
                 lambda load: RequestFetch(reader, load, options.timeout_s),
+                rank,
             )
         except BaseException:
             self._transport.close()

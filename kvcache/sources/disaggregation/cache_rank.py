@@ -41,6 +41,7 @@ def layouts_of_plan(
     states: Mapping[int, Sequence[StateTensor]] | None = None,
     layers: Mapping[int, Sequence[str]] | None = None,
     scales: Mapping[int, tuple[Scales, Scales]] | None = None,
+    stages: Sequence[CachePlan] | None = None,
     **sizes: int,
 ) -> tuple[GroupLayout, ...]:
     """Return the layouts of the groups that a plan transfers, for storages created by
@@ -55,6 +56,8 @@ def layouts_of_plan(
             stages must have the same structure.
         scales: `k_scale` and `v_scale` as in `CacheDescription`, keyed by group index. None: those
             of the storages. Required with `pp_size`, or for scales per head with `tp_size`.
+        stages: The plans of all pipeline stages, from `plan_cache(stages=)`, instead of `layers` and
+            `pp_size`. The stages may hold different layers.
         sizes: Values for `tp_size`, `pp_size`, `total_num_kv_heads` and `cp_interleave` of
             `CacheDescription`.
 
@@ -62,8 +65,8 @@ def layouts_of_plan(
         One layout per transferred group.
 
     Raises:
-        ValueError: A group's blocks cannot be read by another engine, or the scales of other ranks
-            are not known.
+        ValueError: A group's blocks cannot be read by another engine, the scales of other ranks are
+            not known, or the stages' plans differ in their groups or number of pages.
     """
     instance(plan, CachePlan, "plan")
     storages = instances(storages, KVStorage, "storages")
@@ -74,30 +77,43 @@ def layouts_of_plan(
     for name, value in (("states", states), ("layers", layers), ("scales", scales)):
         if value is not None:
             instance(value, Mapping, name)
+    if stages is not None:
+        _check_stages(plan, stages, layers, sizes)
     cp_size = 1 if plan.context_parallel is None else plan.context_parallel.world_size
+    tp_size = sizes.pop("tp_size", 1)
+    pp_size = sizes.pop("pp_size", 1) if stages is None else len(stages)
+    parallel = {"tp_size": tp_size, "pp_size": pp_size}
+    all_layers = [layer for each in stages or [plan] for layer in each.layers]
     found = []
     for number in plan.transferred_groups:
         group, storage = plan.groups[number], storages[number]
         names = tuple((layers or {}).get(number, group.layers))
+        if stages is not None:
+            own = [each.groups[number].layers for each in stages]
+            names = tuple(name for each in own for name in each)
+            parallel = {"stages": tuple((len(each), tp_size) for each in own)}
+            group = replace(group, layers=names)
         if tensors := (states or {}).get(number):
             description = StateDescription(
                 engine_id=engine_id,
                 num_layers=len(names),
                 tensors=tuple(tensors),
-                tp_size=sizes.get("tp_size", 1),
-                pp_size=sizes.get("pp_size", 1),
                 cp_world_size=cp_size,
                 page_stride=plan.layer_page_bytes,
+                **parallel,
             )
         else:
-            k_scale, v_scale = (scales or {}).get(number) or _scales_of(storage, number, sizes)
+            k_scale, v_scale = (scales or {}).get(number) or _scales_of(
+                storage, number, tp_size, pp_size
+            )
             description = CacheDescription.of_group(
                 group,
-                plan.layers,
+                all_layers,
                 engine_id=engine_id,
                 cp_world_size=cp_size,
                 memory_order=storage.memory_order,
                 page_stride=plan.layer_page_bytes,
+                **parallel,
                 k_scale=k_scale,
                 v_scale=v_scale,
                 **sizes,
@@ -107,16 +123,39 @@ def layouts_of_plan(
                 f"layers of group {number} are {shown(list(names))}: expected {description.num_layers} "
                 "names, one per layer of all stages"
             )
-        found.append(GroupLayout(names, description, 1, plan.num_pages))
+        found.append(GroupLayout(names, description, 1, plan.num_pages, spec=group.summary))
     return tuple(found)
 
 
-def _scales_of(storage: KVStorage, group: int, sizes: Mapping[str, int]) -> tuple:
+def _check_stages(
+    plan: CachePlan, stages: Sequence[CachePlan], layers: object, sizes: Mapping[str, int]
+) -> None:
+    """Raise TypeError or ValueError unless `stages` are plans of one `plan_cache(stages=)` call, one of
+    which is `plan`.
+    """
+    for name, value in (("layers", layers), ("pp_size", sizes.get("pp_size"))):
+        if value is not None:
+            raise TypeError(f"{name} is {shown(value)}: expected no {name} with stages")
+    stages = instances(stages, CachePlan, "stages")
+    if plan not in stages:
+        raise ValueError("plan is not one of stages: expected the plans of all pipeline stages")
+    expected = [replace(group, layers=()) for group in plan.groups], plan.num_pages
+    for i, each in enumerate(stages):
+        if ([replace(group, layers=()) for group in each.groups], each.num_pages) != expected:
+            raise ValueError(
+                f"stages[{i}] has {each.num_pages} pages and the groups "
+                f"{shown([group.summary for group in each.groups])}: expected {plan.num_pages} pages and "
+                f"{shown([group.summary for group in plan.groups])}, as in plan; plan all pipeline "
+                "stages together, with plan_cache(stages=)"
+            )
+
+
+def _scales_of(storage: KVStorage, group: int, tp_size: int, pp_size: int) -> tuple:
     """Return a storage's `k_scale` and `v_scale`. Raises ValueError if other ranks may have others."""
     if storage.k_scale is None:
         return None, None
     is_per_head = max(storage.k_scale.shape[1], storage.v_scale.shape[1]) > 1
-    if sizes.get("pp_size", 1) > 1 or (is_per_head and sizes.get("tp_size", 1) > 1):
+    if pp_size > 1 or (is_per_head and tp_size > 1):
         raise ValueError(
             f"scales is None, and group {group} has fp8 scales on this rank: expected the scales of all "
             "layers and heads of the model, because other ranks may have others"
@@ -192,7 +231,11 @@ class CacheRank(RankThread):
                 transport.register(pages)
             reader = _PlanReader(transport, layouts, storages, addresses, rank)
             super().__init__(
-                reader, layouts, addresses, lambda load: _PlanRead(reader, load, options.timeout_s)
+                reader,
+                layouts,
+                addresses,
+                lambda load: _PlanRead(reader, load, options.timeout_s),
+                rank,
             )
             self._described = [each.scale_home[0].described_by for each in storages]
             for described in self._described:
@@ -413,6 +456,8 @@ def _addresses(layout: GroupLayout, storage: KVStorage, rank: int) -> np.ndarray
             "manager's blocks"
         )
     pages, num_layers = storage.pages, len(layout.description.layers(rank))
+    if num_layers == 0:  # nothing is transferred
+        return np.full(layout.num_regions(rank), pages.base, np.int64)
     if num_layers < pages.num_layers:
         pages = Pages.over([pages.layer(layer) for layer in range(num_layers)])
     return region_addresses(layout.description, pages, rank)

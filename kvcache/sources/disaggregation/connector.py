@@ -17,7 +17,12 @@ from kvcache.allocator.request import Request
 from kvcache.checks import MAX_INT64, check_name, instance, integer, listed, shown
 from kvcache.kinds import kind_class, make_kind
 from kvcache.sources.base import Arrived, LoadStats
-from kvcache.sources.disaggregation.layout import GroupLayout, check_like, is_complete
+from kvcache.sources.disaggregation.layout import (
+    GroupLayout,
+    check_like,
+    check_ranks,
+    is_complete,
+)
 from kvcache.sources.disaggregation.leases import LeaseNumbers, Progress
 from kvcache.sources.disaggregation.offer import VERSION, Offer, digest_of
 from kvcache.sources.disaggregation.options import ConnectorOptions, checked_seconds
@@ -74,8 +79,9 @@ class Connector:
         clock: Function that returns the time in seconds. Replays pass their own clock.
 
     Raises:
-        ValueError: The pages of a transferred group hold neither consecutive tokens nor a state, or
-            the ranks were created for other groups.
+        ValueError: The pages of a transferred group hold neither consecutive tokens nor a state, the
+            ranks were created for other groups than the manager or than each other, or a rank is
+            missing or not in its place.
     """
 
     name = "disaggregation"
@@ -116,7 +122,7 @@ class Connector:
                     "because its blocks do not hold consecutive tokens"
                 )
         self._kinds = [make_kind(spec.kind, spec.options) for spec in specs]
-        self._layouts = self._ranks[0].handshake.groups
+        self._layouts = check_ranks([each.handshake for each in self._ranks])
         sizes = [None if each.is_state else each.block_size for each in self._layouts]
         wanted = [
             None if layout.is_state else manager.block_sizes[g]
@@ -127,10 +133,11 @@ class Connector:
                 f"ranks have blocks of {sizes} tokens: expected {wanted}, the block sizes of the "
                 "manager's transferred groups"
             )
-        if (size := self._layouts[0].description.world_size) != len(self._ranks):
-            raise ValueError(
-                f"there are {len(self._ranks)} ranks: expected {size}, as in the layouts"
-            )
+        for g, (spec, layout) in enumerate(zip(specs, self._layouts)):
+            if layout.spec not in ("", spec.summary):
+                raise ValueError(
+                    f"ranks have {layout.spec} as group {g}: expected {spec.summary}, as in the manager"
+                )
         self._epoch = manager.cache.epoch
         self._initial_identity = KVIdentity.of_manager(manager, dict(model or {}))
         self._numbers = LeaseNumbers()

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcache.checks import instance, integer, shown
 from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan.transfer_plan import check_same_content
 from kvcache.transfer.states import StateDescription, plan_states
+
+if TYPE_CHECKING:
+    from kvcache.sources.disaggregation.steps import RankHandshake
 
 # Values of `interior`. With `BY_TOKEN`, the elements of a head are ordered as in the description.
 # vLLM's CPU kernels use a different order.
@@ -30,6 +33,7 @@ class GroupLayout:
         num_blocks: Number of blocks in the pool.
         interior: Order of the elements within each head in a page: `BY_TOKEN`, or the name of a CPU
             kernel.
+        spec: `GroupSpec.summary` of the group. "": unknown.
     """
 
     layers: tuple[str, ...]
@@ -37,6 +41,7 @@ class GroupLayout:
     pages_per_block: int
     num_blocks: int
     interior: str = BY_TOKEN
+    spec: str = ""
 
     @property
     def is_state(self) -> bool:
@@ -66,6 +71,7 @@ class GroupLayout:
             "pages_per_block": self.pages_per_block,
             "num_blocks": self.num_blocks,
             "interior": self.interior,
+            "spec": self.spec,
         }
 
     @classmethod
@@ -76,11 +82,13 @@ class GroupLayout:
         instance(values, Mapping, "values")
         if missing := [each.name for each in fields(cls) if each.name not in values]:
             raise ValueError(f"values lacks {missing}: expected the fields of to_dict")
-        layers, interior = values["layers"], values["interior"]
+        layers, interior, spec = values["layers"], values["interior"], values["spec"]
         if not isinstance(layers, list) or not all(isinstance(name, str) for name in layers):
             raise TypeError(f"layers is {shown(layers)}: expected a list of names")
         if not isinstance(interior, str):
             raise TypeError(f"interior is {shown(interior)}: expected a name")
+        if not isinstance(spec, str):
+            raise TypeError(f"spec is {shown(spec)}: expected text")
         description = values["description"]
         instance(description, Mapping, "description")
         kind = StateDescription if "tensors" in description else CacheDescription
@@ -90,7 +98,42 @@ class GroupLayout:
             integer(values["pages_per_block"], "pages_per_block", 1),
             integer(values["num_blocks"], "num_blocks", 1),
             interior,
+            spec,
         )
+
+
+def check_ranks(handshakes: Sequence[RankHandshake]) -> tuple[GroupLayout, ...]:
+    """Check that all ranks of an engine have the same groups, and return the layouts.
+
+    Raises:
+        ValueError: A rank is missing or not in its place, or its layouts differ from those of the
+            first rank.
+    """
+    layouts = handshakes[0].groups
+    for i, handshake in enumerate(handshakes):
+        if handshake.rank not in (None, i):
+            raise ValueError(f"ranks[{i}] is rank {handshake.rank}: expected rank {i}")
+        if len(handshake.groups) != len(layouts):
+            raise ValueError(
+                f"ranks[{i}] has {len(handshake.groups)} groups: expected {len(layouts)}, as in ranks[0]"
+            )
+        for g, (own, first) in enumerate(zip(handshake.groups, layouts)):
+            one, other = (
+                {**each, **each["description"]} for each in (own.to_dict(), first.to_dict())
+            )
+            for name in one | other:
+                if name != "description" and one.get(name) != other.get(name):
+                    raise ValueError(
+                        f"ranks[{i}] has group {g} with {name} {shown(one.get(name))}: expected "
+                        f"{shown(other.get(name))}, as in ranks[0]; plan all pipeline stages together, "
+                        "with plan_cache(stages=)"
+                    )
+    for layout in layouts:
+        if (size := layout.description.world_size) != len(handshakes):
+            raise ValueError(
+                f"there are {len(handshakes)} ranks: expected {size}, as in the layouts"
+            )
+    return layouts
 
 
 def check_like(

@@ -75,6 +75,7 @@ class RankThread:
         layouts: Layouts of the transferred groups.
         addresses: Start address of each region of the rank's pages, per group.
         begin_load: Function that creates the read of a load.
+        rank: Index of the rank.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class RankThread:
         layouts: Sequence[GroupLayout],
         addresses: Sequence[Sequence[int]],
         begin_load: Callable[[Load], Read],
+        rank: int,
     ) -> None:
         self._leases, self._reader, self._begin_load = Leases(), reader, begin_load
         transport, slots = reader.transport, self._leases.slots
@@ -99,7 +101,7 @@ class RankThread:
             tuple(tuple(int(each) for each in of_group) for of_group in addresses),
             slots.ctypes.data,
         )
-        self.handshake = RankHandshake(tuple(layouts), address)
+        self.handshake = RankHandshake(tuple(layouts), address, rank)
         self._thread = threading.Thread(target=self._run, name="kvcache loads", daemon=True)
         self._thread.start()
 

@@ -67,7 +67,8 @@ class Results:
 
 @dataclass
 class RankHandshake:
-    """A rank's groups and address, which the rank sends once."""
+    """A rank's groups, address and index (None: unknown), which the rank sends once."""
 
     groups: tuple[GroupLayout, ...]
     address: RankAddress
+    rank: int | None = None

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from kvcache.allocator import KVCacheManager
 from kvcache.checks import instance, instances, integer, listed, shown, text
 from kvcache.sources.identity import FORMAT_VERSION, KVIdentity
+from kvcache.specs import GroupSpec
 
 if TYPE_CHECKING:
     from kvcache.worker import KVStorage, Pages
@@ -229,10 +230,10 @@ def fingerprint(
         The fingerprint.
 
     Raises:
-        ValueError: The page contents are unknown and `contents` is missing, `contents` does not
-            consist of one storage per group over `pages`, `rank` cannot be right for the groups, or
-            the interleave size for context parallelism is missing or differs from the one in the
-            pages.
+        ValueError: The pages were created for other groups, their contents are unknown and `contents`
+            is missing, `contents` does not consist of one storage per group over `pages`, `rank`
+            cannot be right for the groups, or the interleave size for context parallelism is missing
+            or differs from the one in the pages.
         TypeError: An argument has the wrong type.
 
     Example:
@@ -261,6 +262,7 @@ def identity_of(
     identity = _identity(manager)
     part = dict(identity.part)
     if pages is not None:
+        _check_groups(pages, identity.groups)
         part["contents"] = _contents(pages, contents, len(identity.groups))
         if "context_parallel" in part:
             part["interleave"] = _interleave(pages, cp_interleave)
@@ -290,6 +292,18 @@ def _identity(manager: KVCacheManager | str) -> KVIdentity:
             f"manager is {shown(manager)}: expected a manager, or the result of cache_identity"
         ) from None
     raise ValueError(f"manager has format {shown(version)}: expected {FORMAT_VERSION}")
+
+
+def _check_groups(pages: Pages, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if the pages were created for groups other than the manager's."""
+    known = () if pages.contents is None else pages.contents.groups
+    names = [each.name for each in fields(GroupSpec)]
+    specs = [GroupSpec(**{name: group[name] for name in names}) for group in groups]
+    if known and known != (expected := tuple(spec.summary for spec in specs)):
+        raise ValueError(
+            f"pages were created for groups {shown(list(known))}: expected {shown(list(expected))}, the "
+            "groups of the manager; plan all pipeline stages together, with plan_cache(stages=)"
+        )
 
 
 def _contents(pages: Pages, given: str | Sequence[KVStorage] | None, num_groups: int) -> list[Any]:

@@ -22,6 +22,7 @@ from kvcache.transfer.description import CacheDescription, Coordinates, StageCac
 from kvcache.transfer.plan.fragments import Pattern
 from kvcache.transfer.sharding import (
     heads_of_rank,
+    overlap,
     reader_of_head,
     replica_for,
 )
@@ -156,9 +157,7 @@ def find_patterns(
 def shared_stages(cache: CacheDescription, layers: range) -> list[int]:
     """Return those of an engine's pipeline stages that hold any of the layers."""
     return [
-        pp_rank
-        for pp_rank, stage in enumerate(cache.stage_caches)
-        if stage.layers.start < layers.stop and layers.start < stage.layers.stop
+        pp_rank for pp_rank, stage in enumerate(cache.stage_caches) if overlap(stage.layers, layers)
     ]
 
 

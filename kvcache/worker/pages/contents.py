@@ -16,3 +16,4 @@ class PageContents(NamedTuple):
 
     storages: tuple[tuple, ...]  # for each storage over the pages, the parts of a block
     cp_interleave: int | None = None  # interleave in tokens, as in the block tables; None: unknown
+    groups: tuple[str, ...] = ()  # `GroupSpec.summary` of each group; (): unknown

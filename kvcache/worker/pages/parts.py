@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvcache.specs import GroupSpec
 from kvcache.worker.pages.contents import PageContents
 from kvcache.worker.pages.memory import PageMemory
 
@@ -25,14 +26,18 @@ class BlockParts(NamedTuple):
 
 
 def contents_of(
-    pages: PageMemory, storages: Sequence[BlockParts], cp_interleave: int | None = None
+    pages: PageMemory,
+    storages: Sequence[BlockParts],
+    cp_interleave: int | None = None,
+    groups: Sequence[GroupSpec] = (),
 ) -> PageContents:
     """Return a description of the contents of `pages`, given the parts of each storage over these
     pages.
 
     Raises ValueError if a storage's blocks are not in these pages.
     """
-    return PageContents(tuple(_described(pages, each) for each in storages), cp_interleave)
+    described = tuple(_described(pages, each) for each in storages)
+    return PageContents(described, cp_interleave, tuple(group.summary for group in groups))
 
 
 def _described(pages: PageMemory, storage: BlockParts) -> tuple:

@@ -222,10 +222,10 @@ class KVStorage:
         """Create one storage per group of a plan, all over the same new `pages`.
 
         Heads, sizes, dtype and scales are taken from each group's layers. Layer `i` of a storage is
-        `plan.groups[g].layers[i]`. Layers with `is_mla`, or with one head and `v_head_size` 0, use
-        the MLA backend. In layers with `state_bytes`, a page has the same shape as for MLA without
-        V: one token with one head, whose elements are the state. Set the scales of fp8 layers with
-        `set_scales`.
+        `plan.groups[g].layers[i]`. A group without layers has a storage without layers. Layers with
+        `is_mla`, or with one head and `v_head_size` 0, use the MLA backend. In layers with
+        `state_bytes`, a page has the same shape as for MLA without V: one token with one head,
+        whose elements are the state. Set the scales of fp8 layers with `set_scales`.
 
         Args:
             plan: The plan.
@@ -254,10 +254,21 @@ class KVStorage:
         for group in plan.groups:
             if missing := [name for name in group.layers if name not in specs]:
                 raise ValueError(f"plan.layers lacks {missing}: expected the layers of all groups")
-        groups = [
-            (group.block_size, [specs[name] for name in group.layers]) for group in plan.groups
+        if len(plan.examples) not in (0, len(plan.groups)):
+            raise ValueError(
+                f"plan.examples has {len(plan.examples)} layers: expected {len(plan.groups)}, one per "
+                "group, or none"
+            )
+        groups = [[specs[name] for name in group.layers] for group in plan.groups]
+        # The format of a group without layers on this stage is that of its layers on other stages.
+        like = [layers or plan.examples[g : g + 1] for g, layers in enumerate(groups)]
+        if not all(like):
+            raise ValueError(
+                f"plan.groups[{like.index(())}] has no layers: expected layers, or plan.examples"
+            )
+        shapes = [
+            _shape_of_group(group.block_size, layers) for group, layers in zip(plan.groups, like)
         ]
-        shapes = [_shape_of_group(block_size, layers) for block_size, layers in groups]
         layers_per_page = max((len(group.layers) for group in plan.groups), default=0)
         if plan.page_bytes != layers_per_page * plan.layer_page_bytes:
             raise ValueError(
@@ -267,13 +278,14 @@ class KVStorage:
         sizes = [[plan.layer_page_bytes]] * layers_per_page
         pages = Pages.allocate(plan.num_pages, sizes, device=device)
         storages = []
-        for (_, layers), shape in zip(groups, shapes):
+        for layers, (first, *_), shape in zip(groups, like, shapes):
             has_one_part = shape["num_kv_heads"] == 1 and shape["v_head_size"] == 0
-            has_one_part |= layers[0].is_mla
+            has_one_part |= first.is_mla
             seen = "MLA" if has_one_part else "FLASHINFER" if backend is None else backend
             options = {"backend": seen, "layout": layout, "layers": range(len(layers))}
             storages.append(cls.over(pages, **shape, **options))
-        pages.contents = contents_of(pages, [each.parts for each in storages])
+        parts = [each.parts for each in storages]
+        pages.contents = contents_of(pages, parts, groups=plan.groups)
         return storages
 
     @classmethod

@@ -23,7 +23,7 @@ from kvcache.plugins.vllm.disaggregation.options import Options
 from kvcache.plugins.vllm.disaggregation.params import offer_in, params_of
 from kvcache.plugins.vllm.disaggregation.steps import TransferMetadata
 from kvcache.plugins.vllm.disaggregation.windows import first_needed
-from kvcache.sources.disaggregation.layout import is_complete
+from kvcache.sources.disaggregation.layout import check_ranks, is_complete
 from kvcache.sources.disaggregation.leases import LeaseNumbers, Progress
 from kvcache.sources.disaggregation.offer import Offer, digest_of
 from kvcache.sources.disaggregation.steps import Load, RankHandshake
@@ -58,8 +58,10 @@ class Scheduling:
         self._numbers = LeaseNumbers()
 
     def take_handshakes(self, handshakes: Mapping[int, RankHandshake]) -> None:
-        """Store the workers' handshakes, by rank."""
-        self._handshakes = [handshakes[rank] for rank in sorted(handshakes)]
+        """Store the workers' handshakes, by rank. Raises ValueError if the workers differ."""
+        ordered = [handshakes[rank] for rank in sorted(handshakes)]
+        check_ranks(ordered)
+        self._handshakes = ordered
 
     def num_to_load(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Return the number of tokens to load, and whether to load them in the background."""

@@ -52,7 +52,7 @@ class TransferWorker:
             kv_caches.values(),
         )
         own = self._rank.handshake
-        self.handshake = Handshake(own.groups, own.address)
+        self.handshake = Handshake(own.groups, own.address, own.rank)
 
     def unregister(self) -> None:
         """Deregister the caches from the transport before vLLM unmaps their memory."""
