@@ -30,6 +30,8 @@ class BlockStored:
     - `lora`, `session`: LoRA adapter and session of the request that computed or hit the blocks.
     - `extra_keys`: one entry per hash block of `hash_block_size` tokens, either a tuple of keys or
       None. The whole field is None if no block has keys.
+    - `root_hash`: the `parent_hash` of a sequence's first block, if it is not the hash of the seed
+      because the adapter was forgotten (`PrefixCache.forget_adapter`).
     - `lookahead_token_ids`: int32[n, num_hash_lookahead_tokens], the tokens after each block that the
       block's hash also covers, or None if hashes cover only their blocks.
 
@@ -57,11 +59,12 @@ class BlockStored:
     hash_block_size: int = 0  # tokens per hash; 0: block_size
     group_kind: str = "full_attention"
     window: int | None = None  # sliding window in tokens
-    lora: tuple[str, str] | None = None  # (name, path)
+    lora: tuple[str, ...] | None = None  # (name, path) or (name, path, version)
     session: str | None = None
     extra_keys: tuple[tuple[tuple, ...] | None, ...] | None = None
     is_reused: bool = False
     lookahead_token_ids: np.ndarray | None = None
+    root_hash: bytes | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.hash_block_size, int) and self.hash_block_size == 0:

@@ -162,8 +162,8 @@ class ArrayRows : public RowDigests {
 };
 
 // Converts the extra keys of a request. The arguments, which `Request` has validated, are (name,
-// path) or None, (identifier, first, length) tuples, a string or None, and an array of rows or
-// None.
+// path) or (name, path, version) or None, (identifier, first, length) tuples, a string or None, and
+// an array of rows or None.
 ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
                      const py::object& cache_salt, const py::object& embeds, int64_t block_size) {
   std::vector<MmItem> items;
@@ -176,9 +176,8 @@ ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
   if (!embeds.is_none()) {
     rows = std::make_shared<ArrayRows>(py::cast<py::array>(embeds), block_size);
   }
-  return ExtraKeys(py::cast<std::optional<std::pair<std::string, std::string>>>(lora),
-                   std::move(items), py::cast<std::optional<std::string>>(cache_salt),
-                   std::move(rows));
+  return ExtraKeys(py::cast<std::optional<std::vector<std::string>>>(lora), std::move(items),
+                   py::cast<std::optional<std::string>>(cache_salt), std::move(rows));
 }
 
 // Block hashes in a Python list of `bytes` objects that the engine owns and appends to. Reading the

@@ -422,6 +422,7 @@ void bind_manager(py::module_& m) {
         return std::make_unique<RequestRows>(chain_key, max_encoder_tokens);
       },
       py::arg("chain_key"), py::arg("max_encoder_tokens"))
+      .def_property_readonly("chain_key", &RequestRows::chain_key)
       .def("find", &RequestRows::find)
       .def("at", [](const RequestRows& self, const py::object& request) {
         return self.at(request, "request");
@@ -615,6 +616,12 @@ void bind_manager(py::module_& m) {
       .def("start_epoch", &Manager::start_epoch)
       .def_property_readonly("num_epochs", &Manager::num_epochs)
       .def("is_stale", &Manager::is_stale)
+      .def("forget_adapter",
+           [](Manager& self, RequestRows& requests, const std::string& name,
+              const py::tuple& chain_key) {  // one call, so that an interrupt sees both or neither
+             self.forget_adapter(name);
+             requests.set_chain_key(chain_key);
+           })
       .def("blocks",
            [](const Manager& self, int32_t row, const py::object& group) {
              return copy_int32(self.blocks(row, int_argument(group, "group")));

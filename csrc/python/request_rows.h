@@ -33,6 +33,10 @@ class RequestRows {
   RequestRows(py::tuple chain_key, int64_t max_encoder_tokens)
       : chain_key_(std::move(chain_key)), max_encoder_tokens_(max_encoder_tokens) {}
 
+  // The key of requests that are passed from now on.
+  const py::tuple& chain_key() const { return chain_key_; }
+  void set_chain_key(py::tuple chain_key) { chain_key_ = std::move(chain_key); }
+
   // Registers Python's NamedTuples `Admit` (request, num_tokens, external, num_lookahead_tokens,
   // num_reserved_blocks, max_host_blocks, read_cache, num_prompt_tokens, num_shared_tokens) and
   // `External` (num_tokens, delayed), the type of `external` unless it is None.

@@ -47,7 +47,7 @@ class RequestLabels:
     def __init__(
         self,
         key: HashKey,
-        lora: tuple[str, str] | None,
+        lora: tuple[str, ...] | None,
         mm_items: Sequence[tuple[str, int, int]],
         cache_salt: str | None,
         prompt_embeds: np.ndarray | None,
@@ -126,6 +126,7 @@ def events_of(
             of_group |= {
                 "lora": labels.lora,
                 "session": labels.session,
+                "root_hash": None if labels.key.parent == key.parent else labels.key.parent,
                 "extra_keys": labels.extra_keys(first_token, first_token + num_tokens),
             }
         emitted.append(

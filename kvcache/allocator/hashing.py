@@ -9,6 +9,7 @@ The CBOR follows RFC 8949, with every integer in its shortest form. H is SHA-256
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -78,6 +79,19 @@ class HashKey(NamedTuple):
     parent: bytes  # parent hash of first blocks; its length is the length of every hash
     algorithm: str
     num_lookahead: int = 0  # tokens after a block that its hash also covers
+    # (name, parent) of each adapter whose requests have another parent, see `forget_adapter`.
+    forgotten: tuple[tuple[str, bytes], ...] = ()
+
+    def of_adapter(self, name: str | None) -> HashKey:
+        """Return the key of requests that use an adapter (None: no adapter)."""
+        parent = dict(self.forgotten).get(name, self.parent)
+        return self._replace(parent=parent, forgotten=())
+
+    def forget_adapter(self, name: str) -> HashKey:
+        """Return a key with which requests of an adapter have hashes that no other key creates."""
+        parent = hash_seed(secrets.token_hex(32), "seed", self.algorithm)
+        kept = tuple(each for each in self.forgotten if each[0] != name)
+        return self._replace(forgotten=(*kept, (name, parent)))
 
     @property
     def is_given(self) -> bool:

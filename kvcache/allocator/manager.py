@@ -216,7 +216,7 @@ class KVCacheManager:
         if options.num_host_blocks:
             self._host_pool = PoolView(self._native.host, self._native.check_reader)
         self._page_bytes = options.page_bytes
-        self._chain_key = hash_key(
+        key = hash_key(
             self._native.hash_block_size,
             options.hash_seed,
             options.hash_algorithm,
@@ -224,12 +224,11 @@ class KVCacheManager:
             options.num_hash_lookahead_tokens,
         )
         # Maps requests to rows. Native code updates this mapping together with the manager.
-        self._requests = core.RequestRows(self._chain_key, max_encoder_tokens)
+        self._requests = core.RequestRows(key, max_encoder_tokens)
         self._no_computed = [NO_IDS] * len(self.groups)
         self._cache = PrefixCache(
             self._native,
             self._requests,
-            self._chain_key,
             self.groups,
             self.block_sizes,
             cp,
@@ -471,7 +470,7 @@ class KVCacheManager:
         192
         """
         instance(request, Request, "request")
-        chain, row = request.chain(self._chain_key), self._requests.find(request)
+        chain, row = request.chain(self._requests.chain_key), self._requests.find(request)
         return self._native.checkpoint_tokens(
             chain, row, MAX_INT32 if num_tokens is None else num_tokens
         )

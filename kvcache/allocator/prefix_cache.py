@@ -80,14 +80,13 @@ class PrefixCache:
         self,
         native: core.Manager,
         requests: core.RequestRows,
-        chain_key: HashKey,
         groups: tuple[GroupSpec, ...],
         block_sizes: tuple[int, ...],
         context_parallel: ContextParallel,
         page_bytes: int,
         policies: tuple[str, str],
     ) -> None:
-        self._native, self._requests, self._chain_key = native, requests, chain_key
+        self._native, self._requests = native, requests
         self._groups, self._block_sizes, self._page_bytes = groups, block_sizes, page_bytes
         self._context_parallel, self._policies = context_parallel, policies
         self._model_versions = {0: INITIAL_VERSION}  # by epoch
@@ -373,6 +372,53 @@ class PrefixCache:
         # Recorded before the native call, because a signal handler may raise right after it.
         self._model_versions[self.epoch + 1] = version
         self._native.start_epoch()
+
+    def forget_adapter(self, name: str) -> None:
+        """Make all blocks of an adapter unreachable. To be called after the adapter's weights have
+        changed under the same name and path.
+
+        The blocks are removed from both tiers, and other adapters keep theirs. Running requests of the
+        adapter keep their blocks, but their tokens are not cached. From now on, the hashes of the
+        adapter's requests are unique to this manager, so that no KV of the adapter is loaded from
+        stores or other engines, except what this manager stores itself. To share KV of changed
+        adapters with other engines, change the version in `Request.lora` instead.
+
+        Args:
+            name: Name of the adapter, the first entry of `Request.lora`.
+
+        Raises:
+            TypeError: `name` is not a string.
+            ValueError: The engine computes the hashes (`hash_algorithm` "engine:NAME"). Change the
+                adapter's part of these hashes, or call `reset`.
+
+        >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
+        >>> adapter = ("alpha", "/adapters/alpha")
+        >>> plan = manager.step(new=[Request("r1", range(40), lora=adapter)])
+        >>> manager.cache.forget_adapter("alpha")
+        >>> manager.cache.find_prefix(Request("r2", range(40), lora=adapter)).num_tokens
+        0
+        """
+        name, key = text(name, "name"), self._chain_key
+        if key.is_given:
+            raise ValueError(
+                f"forget_adapter was called with hash_algorithm {shown(key.algorithm)}: expected hashes "
+                "that the manager computes; change the engine's hashes of the adapter, or call reset"
+            )
+        self._native.forget_adapter(self._requests, name, key.forget_adapter(name))
+
+    def adapter_root(self, request: Request) -> bytes | None:
+        """Return the parent hash of the first block of requests with this request's adapter, which is
+        another one after each `forget_adapter`. None: the adapter was never forgotten.
+        """
+        instance(request, Request, "request")
+        return (
+            None if request.lora is None else dict(self._chain_key.forgotten).get(request.lora[0])
+        )
+
+    @property
+    def _chain_key(self) -> HashKey:
+        """The hash parameters, which `forget_adapter` changes."""
+        return self._requests.chain_key
 
     @property
     def epoch(self) -> int:

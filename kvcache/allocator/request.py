@@ -47,7 +47,9 @@ class Request:
             placeholders. A request may be created without tokens. `KVCacheManager.admit` can then
             allocate slots for it immediately, whereas `step` accepts it only after tokens were
             appended.
-        lora: (name, path) of the adapter.
+        lora: (name, path) or (name, path, version) of the adapter. If the weights of an adapter change
+            under the same name and path, give it another version, or call
+            `PrefixCache.forget_adapter`.
         mm_items: (identifier, first token, number of tokens) of each image or other multimodal item.
             An item may lie beyond the tokens known so far.
         cache_salt: Requests with different salts never share blocks.
@@ -94,7 +96,7 @@ class Request:
         "request_id",
     )
 
-    lora = _read_only("lora", "(name, path) of the adapter, or None.")
+    lora = _read_only("lora", "(name, path) or (name, path, version) of the adapter, or None.")
     mm_items = _read_only("mm_items", "Tuple of (identifier, first token, number of tokens).")
     cache_salt = _read_only(
         "cache_salt", "Cache salt, or None. Requests with different salts never share blocks."
@@ -113,7 +115,7 @@ class Request:
         request_id: str,
         token_ids: np.ndarray | Iterable[int],
         *,
-        lora: tuple[str, str] | None = None,
+        lora: tuple[str, str] | tuple[str, str, str] | None = None,
         mm_items: Iterable[tuple[str, int, int]] = (),
         cache_salt: str | None = None,
         prompt_embeds: np.ndarray | None = None,
@@ -180,9 +182,10 @@ class Request:
         if key is last_key:
             return chain
         instance(key, HashKey, "key")
-        chain = self._chains.get(key)
+        own = key.of_adapter(self._lora and self._lora[0]) if key.forgotten else key
+        chain = self._chains.get(own)
         if chain is None:
-            chain = self._chains.setdefault(key, self._make_chain(key))
+            chain = self._chains.setdefault(own, self._make_chain(own))
         self._last = (key, chain)
         return chain
 
@@ -282,12 +285,13 @@ def _unpickled(request_id: str, token_ids: np.ndarray, options: dict[str, object
     return Request(request_id, token_ids, **options)
 
 
-def _checked_lora(lora: tuple[str, str]) -> tuple[str, str]:
+def _checked_lora(lora: tuple[str, ...]) -> tuple[str, ...]:
+    expected = "expected (name, path) or (name, path, version)"
     if not isinstance(lora, list | tuple):
-        raise TypeError(f"lora is {shown(lora)}: expected (name, path)")
-    if len(lora) != 2:
-        raise ValueError(f"lora is {shown(lora)}: expected (name, path)")
-    return text(lora[0], "lora[0]"), text(lora[1], "lora[1]")
+        raise TypeError(f"lora is {shown(lora)}: {expected}")
+    if len(lora) not in (2, 3):
+        raise ValueError(f"lora is {shown(lora)}: {expected}")
+    return tuple(text(each, f"lora[{i}]") for i, each in enumerate(lora))
 
 
 _ITEM = "(identifier, first token, number of tokens)"

@@ -97,7 +97,7 @@ class EventTranslator:
         yield from group.store(stored, event.token_ids.astype(np.int32, copy=False).tobytes())
 
     def _parent(self, event: BlockStored) -> WireHash | None:
-        if event.parent_hash is None:
+        if event.parent_hash in (None, event.root_hash):
             return None
         parent = wire_hash(event.parent_hash)
         if event.hash_algorithm.startswith(_ENGINE):
@@ -200,3 +200,5 @@ def _check_stored(event: BlockStored, name: str) -> None:
         raise TypeError(f"{name}.lora is {shown(event.lora)}: expected (name, path) or None")
     if event.session is not None:
         text(event.session, f"{name}.session")
+    if event.root_hash is not None:
+        instance(event.root_hash, bytes, f"{name}.root_hash")

@@ -46,6 +46,8 @@ class SourceLoad(Generic[Detail]):
         detail: Data specific to the source.
         state: State of the load.
         num_blocks: Number of this load's blocks that are in quarantine.
+        root: `PrefixCache.adapter_root` of the request at the match. If it has changed, the adapter was
+            forgotten, and what arrives must not be used.
     """
 
     request: Request
@@ -54,6 +56,7 @@ class SourceLoad(Generic[Detail]):
     detail: Detail | None
     state: LoadState = LoadState.MATCHED
     num_blocks: int = 0
+    root: bytes | None = None
 
 
 class SourceLoads(Generic[Detail]):
@@ -93,16 +96,19 @@ class SourceLoads(Generic[Detail]):
         """Record which tokens of a request can be loaded. Replaces any earlier match of the
         request.
         """
-        load = SourceLoad(request, first_token, end_token, detail)
+        root = self._manager.cache.adapter_root(request)
+        load = SourceLoad(request, first_token, end_token, detail, root=root)
         self._matched[request.request_id] = load
         return load
 
     def matched(self, request: Request) -> SourceLoad[Detail] | None:
         """Return this request object's match, or None if the match belongs to another request with
-        the same ID.
+        the same ID or the request's adapter was forgotten since.
         """
         load = self._matched.get(request.request_id)
-        return None if load is None or load.request is not request else load
+        if load is None or load.request is not request or self._is_forgotten(load):
+            return None
+        return load
 
     def forget(self, request_id: str) -> SourceLoad[Detail] | None:
         """Remove and return the match for a request ID."""
@@ -156,6 +162,8 @@ class SourceLoads(Generic[Detail]):
             error: Reason why some tokens did not arrive.
         """
         count = load.end_token - load.first_token if num_tokens is None else num_tokens
+        if count and self._is_forgotten(load):
+            count, error = 0, "its adapter was forgotten"
         computed = self._manager.finish_receiving(load.request, count)
         num_loaded = max(min(computed, load.first_token + count) - load.first_token, 0)
         self._end(load, num_loaded)
@@ -203,6 +211,9 @@ class SourceLoads(Generic[Detail]):
         missing = load.end_token - load.first_token - num_loaded
         self._stats.failed_loads += missing > 0
         self._stats.failed_tokens += missing
+
+    def _is_forgotten(self, load: SourceLoad[Detail]) -> bool:
+        return self._manager.cache.adapter_root(load.request) != load.root
 
     def _is_receiving(self, request: Request) -> bool:
         try:

@@ -20,25 +20,33 @@ void append_key(std::string* out, uint32_t size, std::string_view name) {
   append_string(out, kText, name);
 }
 
+// Returns a number other than 0 that is derived from the text.
+uint32_t number_of(std::string_view text) {
+  uint8_t digest[16];
+  xxh3_128(reinterpret_cast<const uint8_t*>(text.data()), text.size(), digest);
+  uint32_t number;
+  std::memcpy(&number, digest, sizeof(number));
+  return std::max(number, uint32_t{1});
+}
+
 }  // namespace
 
-ExtraKeys::ExtraKeys(const std::optional<std::pair<std::string, std::string>>& lora,
-                     std::vector<MmItem> items, const std::optional<std::string>& cache_salt,
+uint32_t ExtraKeys::adapter_of(std::string_view name) { return number_of(name); }
+
+ExtraKeys::ExtraKeys(const std::optional<std::vector<std::string>>& lora, std::vector<MmItem> items,
+                     const std::optional<std::string>& cache_salt,
                      std::shared_ptr<const RowDigests> embeds)
     : items_(std::move(items)), embeds_(std::move(embeds)), by_first_(items_.size()) {
   is_keyed_ = lora || !items_.empty() || embeds_ != nullptr;
   if (lora) {
-    append_key(&lora_, 3, "lora");
-    append_string(&lora_, kText, lora->first);
-    append_string(&lora_, kText, lora->second);
+    append_key(&lora_, static_cast<uint32_t>(lora->size() + 1), "lora");
+    for (const std::string& each : *lora) append_string(&lora_, kText, each);
+    adapter_ = adapter_of(lora->front());
   }
   if (cache_salt) {
     append_key(&cache_salt_, 2, "cache_salt");
     append_string(&cache_salt_, kText, *cache_salt);
-    uint8_t digest[16];
-    xxh3_128(reinterpret_cast<const uint8_t*>(cache_salt_.data()), cache_salt_.size(), digest);
-    std::memcpy(&tenant_, digest, sizeof(tenant_));
-    tenant_ = std::max(tenant_, uint32_t{1});
+    tenant_ = number_of(cache_salt_);
   }
   std::iota(by_first_.begin(), by_first_.end(), size_t{0});
   std::stable_sort(by_first_.begin(), by_first_.end(),

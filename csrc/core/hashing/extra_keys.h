@@ -2,9 +2,10 @@
 // Extra keys identify everything other than tokens on which a request's KV depends. They are
 // encoded as CBOR, separately for each block.
 //
-// A block's keys, in this order: ["lora", name, path] on every block; ["mm", identifier, first
-// token of the item - first token of the block] on every block that overlaps the item;
-// ["cache_salt", salt] on block 0; ["prompt_embeds", digest of the block's rows].
+// A block's keys, in this order: ["lora", name, path] on every block, followed by the adapter's
+// version if it has one; ["mm", identifier, first token of the item - first token of the block] on
+// every block that overlaps the item; ["cache_salt", salt] on block 0; ["prompt_embeds", digest of
+// the block's rows].
 #pragma once
 
 #include <cstdint>
@@ -40,10 +41,10 @@ class RowDigests {
 class ExtraKeys {
  public:
   ExtraKeys() = default;
-  // `items` may overlap, and may cover tokens that are not known yet. A block's keys list the items
-  // in this order.
-  ExtraKeys(const std::optional<std::pair<std::string, std::string>>& lora,
-            std::vector<MmItem> items, const std::optional<std::string>& cache_salt,
+  // `lora`: name and path of the adapter and, optionally, its version. `items` may overlap, and may
+  // cover tokens that are not known yet. A block's keys list the items in this order.
+  ExtraKeys(const std::optional<std::vector<std::string>>& lora, std::vector<MmItem> items,
+            const std::optional<std::string>& cache_salt,
             std::shared_ptr<const RowDigests> embeds);  // null: no rows
 
   // Whether the first num_blocks blocks have equal keys. Rethrows the errors of row digests.
@@ -58,6 +59,9 @@ class ExtraKeys {
 
   // A number derived from the cache salt. It is the same in every process; 0: no salt.
   uint32_t tenant() const { return tenant_; }
+  // Likewise, derived from the name of the adapter.
+  uint32_t adapter() const { return adapter_; }
+  static uint32_t adapter_of(std::string_view name);
 
   // Returns the CBOR of a block's keys, which is empty without keys and valid until the next call.
   // Blocks must be requested in ascending order (repeats are allowed), because items are traversed
@@ -81,7 +85,7 @@ class ExtraKeys {
 
   bool is_keyed_ = false;          // whether blocks after the first may have keys
   std::string lora_, cache_salt_;  // CBOR, empty if unset
-  uint32_t tenant_ = 0;
+  uint32_t tenant_ = 0, adapter_ = 0;
   std::vector<MmItem> items_;
   std::shared_ptr<const RowDigests> embeds_;
   mutable std::vector<Hash> embed_digests_;  // digests of the first blocks; computed on demand

@@ -84,19 +84,28 @@ bool TokenChain::begins_like(const TokenChain& other, int64_t num_tokens) const 
   const auto num_both =
       static_cast<int64_t>(std::min({num_blocks, hashes_.size(), other.hashes_.size()}));
   return std::min(this->num_tokens(), other.num_tokens()) >= num_tokens &&
-         num_encoder_tokens_ == other.num_encoder_tokens_ && parent_ == other.parent_ &&
+         num_encoder_tokens_ == other.num_encoder_tokens_ &&
          extra_keys_.begins_like(other.extra_keys_, (num_tokens + block_size_ - 1) / block_size_) &&
          std::equal(tokens(), tokens() + num_tokens, other.tokens()) &&
-         std::equal(hashes_.begin(), hashes_.begin() + num_both, other.hashes_.begin());
+         (!(parent_ == other.parent_) ||
+          std::equal(hashes_.begin(), hashes_.begin() + num_both, other.hashes_.begin()));
 }
 
 void TokenChain::adopt_hashes(const TokenChain& other, int64_t num_tokens) {
   const auto n = std::min(static_cast<size_t>(num_tokens / block_size_), other.hashes_.size());
-  if (is_hashing_ || hashes_.size() >= n) return;
+  if (is_hashing_ || hashes_.size() >= n || !(parent_ == other.parent_)) return;
   if (!other.variants_.empty()) {
     variants_.assign(other.variants_.data(), n);
   }
   hashes_.assign(other.hashes_.data(), n);
+}
+
+std::shared_ptr<TokenChain> TokenChain::uncached() const {
+  auto chain =
+      std::make_shared<TokenChain>(tokens_, block_size_, parent_, extra_keys_, /*read_cache=*/false,
+                                   /*write_cache=*/false, num_encoder_tokens_, scheme_, labels_);
+  chain->adopt_hashes(*this, num_tokens());
+  return chain;
 }
 
 void TokenChain::forget_removed() {

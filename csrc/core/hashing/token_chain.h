@@ -147,12 +147,16 @@ class TokenChain {
   }
 
   void append(const int32_t* tokens, int64_t n) { tokens_->append(tokens, n); }
-  // Whether both chains have equal KV for their first num_tokens tokens. Hashes known to both
-  // chains must be equal.
+  // Whether both chains have equal KV for their first num_tokens tokens, if it was computed with
+  // equal weights. Hashes known to both chains must be equal, unless the parents of the first
+  // blocks differ.
   bool begins_like(const TokenChain& other, int64_t num_tokens) const;
-  // Copies another chain's hashes for the blocks within the first num_tokens tokens. Both chains
-  // must have the same first num_tokens tokens.
+  // Copies another chain's hashes for the blocks within the first num_tokens tokens, unless the
+  // parents of the first blocks differ. Both chains must have the same first num_tokens tokens.
   void adopt_hashes(const TokenChain& other, int64_t num_tokens);
+  // Returns a chain of the same tokens, with the same hashes, that neither reads nor writes the
+  // cache. The hashes must not be given.
+  std::shared_ptr<TokenChain> uncached() const;
 
   // Removes the last n tokens, which only the caller has used, and the hashes of their blocks.
   void take_back(int64_t n) {

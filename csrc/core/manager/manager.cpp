@@ -558,6 +558,12 @@ void Manager::start_epoch() {
   ++num_epochs_;
 }
 
+void Manager::forget_adapter(std::string_view name) {
+  const Call call(this);
+  const Soundness::Change change = this->change("forget_adapter");
+  recovery_.forget_adapter(ExtraKeys::adapter_of(name));
+}
+
 void Manager::check_invariants() const {
   check_reader();
   steps_.check_invariants();

@@ -228,8 +228,10 @@ class Manager {
   // Must be called after the weights have changed. Earlier hashes are no longer found, and existing
   // rows publish nothing more.
   void start_epoch();
+  // The same for the content computed with the adapter of this name.
+  void forget_adapter(std::string_view name);
   int64_t num_epochs() const { return num_epochs_; }  // calls of `start_epoch`
-  // Whether the row may hold KV of an earlier epoch.
+  // Whether the row may hold KV of an earlier epoch or of a forgotten adapter.
   bool is_stale(int32_t row) const { return row_at(row).is_stale; }
 
   int64_t num_rows() const { return rows_.num_in_use(); }

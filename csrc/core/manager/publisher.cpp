@@ -130,6 +130,7 @@ Content Publisher::content_of(const TokenChain& chain, const CacheGroup& group,
   if (const uint64_t* variants = chain.variants(); variants != nullptr) {
     content.variants = variants + first_hash + group.num_hashes - 1;
   }
+  content.adapter = chain.extra_keys().adapter();
   content.root = hashes;
   content.is_chain = group.keeps_all;
   content.begins_chain = first_block == 0;

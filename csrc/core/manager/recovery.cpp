@@ -241,4 +241,19 @@ void Recovery::start_epoch() {
   }
 }
 
+void Recovery::forget_adapter(uint32_t adapter) {
+  note_evicted([&](BlockId id) { return c_.pool->adapter_of(id) == adapter; });
+  c_.pool->evict_adapter(adapter);
+  if (c_.host != nullptr) c_.host->pages().evict_adapter(adapter);
+  for (int32_t row = 0; row < c_.rows->size(); ++row) {
+    if (!c_.rows->is_in_use(row)) continue;
+    Row& r = (*c_.rows)[row];
+    if (r.chain->extra_keys().adapter() != adapter) continue;
+    r.chain = r.chain->uncached();
+    r.reads = false;
+    r.is_stale = true;
+    r.next_publish = kUnbounded;
+  }
+}
+
 }  // namespace kvcache

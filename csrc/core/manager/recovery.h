@@ -58,6 +58,9 @@ class Recovery {
   void clear_cache();
   // Removes the hashes of both tiers, and prevents rows from publishing the content that they hold.
   void start_epoch();
+  // The same for the content of one adapter (ExtraKeys::adapter). Rows that hold such content
+  // neither read nor write the cache any more, even after a restart.
+  void forget_adapter(uint32_t adapter);
 
  private:
   // Undoes this step and all later ones. Each row returns to its state before the first of these

@@ -235,7 +235,7 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
     }
     lineage_[ids[i]].set_parent(parent);  // partial hashes were published without the parent
     block.hash = hash;
-    variants_.note(ids[i], content.variant(i));
+    variants_.note(ids[i], content.variant(i), content.adapter);
     const bool is_first = index_.insert(tag, ids[i]);
     if (candidates_) {
       const bool has_parent = content.is_chain && (i > 0 || !content.begins_chain);
@@ -263,7 +263,7 @@ void BlockPool::announce(const Content& content, int64_t n, uint8_t group) {
 Copied BlockPool::copied(BlockId id, bool is_chain) const {
   const Block& block = blocks_[id];
   Copied copied{block.hash, block.group, lineage_[id].parent(), lineage_[id].root,
-                is_chain,   {},          variants_.of(id)};
+                is_chain,   {},          variants_.of(id),      variants_.adapter_of(id)};
   if (candidates_) copied.released_as = candidates_->policy().released_as(id);
   return copied;
 }
@@ -273,7 +273,7 @@ void BlockPool::publish_copy(BlockId id, const Copied& copied) {
   const Soundness::Change change = this->change("publish_copy");
   set_cached(id, copied.group, copied.parent, copied.root);
   blocks_[id].hash = copied.hash;
-  variants_.note(id, copied.variant);
+  variants_.note(id, copied.variant, copied.adapter);
   if (candidates_ && !candidates_->tree().finds_by_tag()) {
     candidates_->tree().find_by_tag(published());
   }

@@ -149,6 +149,13 @@ class BlockPool {
   void evict(const BlockId* ids, int64_t n);
 
   void evict_group(uint8_t group);  // removes the hashes of all blocks of the group
+  // Removes the hashes of all blocks that were computed with this adapter (ExtraKeys::adapter).
+  // Blocks with partial content only remain.
+  void evict_adapter(uint32_t adapter) {
+    const std::vector<BlockId> ids = variants_.blocks_of(adapter);
+    evict(ids.data(), static_cast<int64_t>(ids.size()));
+  }
+  uint32_t adapter_of(BlockId id) const { return variants_.adapter_of(id); }
 
   // Adds to `invalid` the chains of those given blocks that are cached.
   void add_chains(const BlockId* ids, int64_t n, InvalidChains* invalid) const;

@@ -19,6 +19,7 @@ struct Copied {
   bool is_chain;  // whether the block is found only through its parent
   ReleasedAs released_as;
   uint64_t variant;  // see variants.h
+  uint32_t adapter;
 };
 
 // The content of consecutive blocks of one request: hashes and, if events are recorded, tokens. The
@@ -29,6 +30,7 @@ struct Content {
   const Hash* parent;
   int64_t stride = 1;
   const uint64_t* variants = nullptr;  // one per hash (variants.h); null: all are 0
+  uint32_t adapter = 0;                // of all blocks (variants.h)
   const Hash* root = nullptr;          // first hash of the chain; null: each block is a chain
   const int32_t* tokens = nullptr;     // tokens_per_block tokens for each block
   int64_t tokens_per_block = 0;

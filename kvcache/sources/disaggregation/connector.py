@@ -143,7 +143,8 @@ class Connector:
         self._numbers = LeaseNumbers()
         # For each request whose blocks are kept, the number of ranks on which its lease has ended.
         self._kept: dict[str, tuple[Request, int]] = {}
-        self._early: dict[str, Request] = {}  # leased requests that are still being computed
+        # Leased requests that are still being computed, and their `PrefixCache.adapter_root`.
+        self._early: dict[str, tuple[Request, bytes | None]] = {}
         self.stats = LoadStats()
         self._loads: SourceLoads[_Reading] = SourceLoads(manager, self.stats)
         self.num_received_bytes = 0
@@ -288,7 +289,7 @@ class Connector:
         offer = self._offer(request, num_tokens, order, seconds)
         if offer is None:
             return None
-        self._early[request.request_id] = request
+        self._early[request.request_id] = request, self._manager.cache.adapter_root(request)
         self._begin_lease(offer, seconds, Progress(0))
         return offer.to_dict()
 
@@ -322,6 +323,10 @@ class Connector:
             integer(end_token, "end_token"),
             integer(num_layers, "num_layers", most=4096),
         )
+        early = self._early.get(request.request_id)
+        if early is not None and early[1] != self._manager.cache.adapter_root(request):
+            self._begin(Step(ends={request.request_id}))  # the adapter was forgotten
+            return
         for each in self._ranks if rank is None else [self._ranks[rank]]:
             each.advance(request.request_id, progress)
 
@@ -581,7 +586,7 @@ class Connector:
                 f"request {request.request_id!r} has blocks that {what}: expected another request"
             )
         offer.check_like(self._identity, self._layouts)
-        offer.check_prompt(request.num_tokens, lambda count: _digest(request, count))
+        offer.check_prompt(request.num_tokens, lambda count: self._digest(request, count))
         end = min(offer.num_tokens, request.num_tokens - 1)  # this engine computes the last token
         for kind, layout, blocks in zip(self._kinds, offer.groups, offer.blocks):
             if layout.is_state:
@@ -642,7 +647,7 @@ class Connector:
             self._engine_id,
             request.request_id,
             num_tokens,
-            _digest(request, num_tokens + lookahead),
+            self._digest(request, num_tokens + lookahead),
             self._identity,
             self._layouts,
             tuple(blocks),
@@ -688,7 +693,8 @@ class Connector:
         self._release_if_over(request.request_id)
 
     def _lease_is_over(self, request_id: str) -> None:
-        request, over = self._kept.get(request_id, (self._early.get(request_id), 0))
+        early, _ = self._early.get(request_id, (None, None))
+        request, over = self._kept.get(request_id, (early, 0))
         self._kept[request_id] = request, over + 1
         self._release_if_over(request_id)
 
@@ -724,16 +730,13 @@ class Connector:
         for rank in self._ranks:
             rank.begin(step)
 
-
-def _digest(request: Request, num_tokens: int) -> str:
-    items, rows = [each for each in request.mm_items if each[1] < num_tokens], request.prompt_embeds
-    embeds = None
-    if rows is not None:
-        embeds = f"{min(num_tokens, len(rows))} {digest_of_rows(rows, 0, num_tokens).hex()}"
-    return digest_of(
-        request.token_ids[:num_tokens],
-        request.lora,
-        items,
-        salt=request.cache_salt,
-        embeds=embeds,
-    )
+    def _digest(self, request: Request, num_tokens: int) -> str:
+        items = [each for each in request.mm_items if each[1] < num_tokens]
+        rows, lora, embeds = request.prompt_embeds, request.lora, None
+        if rows is not None:
+            embeds = f"{min(num_tokens, len(rows))} {digest_of_rows(rows, 0, num_tokens).hex()}"
+        if (root := self._manager.cache.adapter_root(request)) is not None:
+            lora = *lora, root.hex()  # no other engine has KV of this adapter
+        return digest_of(
+            request.token_ids[:num_tokens], lora, items, salt=request.cache_salt, embeds=embeds
+        )

@@ -195,7 +195,7 @@ def digest_of(
 
     Args:
         token_ids: The tokens.
-        lora: Name of an adapter, or (name, path).
+        lora: Name of an adapter, or (name, path) with further texts, such as its version.
         items: A tuple (identifier, first token, number of tokens) for each image or other
             multimodal item.
         salt: Cache salt, which separates tenants.

@@ -46,6 +46,7 @@ def stored_event(
         lora=event.lora,
         session=event.session,
         extra_keys=extra_keys,
+        root_hash=event.root_hash,
         **of_group,
     )
 

@@ -61,6 +61,7 @@ class _Lookup:
     first_token: int  # end of the hit at the time of the lookup
     pending: set[int]  # ranks that have not answered
     deadline: float  # deadline of the ranks' answers; afterwards, expiry of the result
+    root: bytes | None  # `PrefixCache.adapter_root` of the request
     found: frozenset[BlockKey] = frozenset()  # blocks found by every rank that has answered
     # For the last `match`: the end of the hit and the number of the request's tokens, and the end
     # of the tokens that were found.
@@ -289,7 +290,8 @@ class StoreTier:
         first = self._prefixes.hit_tokens(request)
         lookup = self._lookups.get(request.request_id)
         now = time.monotonic()
-        is_of_another = lookup is None or lookup.request is not request
+        root = self._manager.cache.adapter_root(request)
+        is_of_another = lookup is None or lookup.request is not request or lookup.root != root
         is_old = not is_of_another and not lookup.pending and now >= lookup.deadline
         if is_of_another or is_old or first < lookup.first_token:
             lookup = self._ask(request, first)
@@ -416,7 +418,8 @@ class StoreTier:
         self._forget(request.request_id)
         keys = self._prefixes.candidates(request, first) if request.read_cache else []
         deadline = time.monotonic() + self._timeout_s
-        lookup = _Lookup(self._next_number(), request, first, set(), deadline)
+        root = self._manager.cache.adapter_root(request)
+        lookup = _Lookup(self._next_number(), request, first, set(), deadline, root)
         self._lookups[request.request_id] = lookup
         if len(self._lookups) > _MOST_LOOKUPS:
             self._forget(next(iter(self._lookups)))
