@@ -135,21 +135,32 @@ HashArray hash_blocks_of(const py::object& token_ids, const py::object& block_si
 // The rows of a numpy array, which must not change. Reading the rows runs no Python code.
 class ArrayRows : public RowDigests {
  public:
-  ArrayRows(py::array rows, int64_t block_size) : rows_(std::move(rows)), block_size_(block_size) {
+  // `is_token_id`: a bool per row, true where the token's own embedding is used; or None.
+  ArrayRows(py::array rows, py::object is_token_id, int64_t block_size)
+      : rows_(std::move(rows)), is_token_id_(std::move(is_token_id)), block_size_(block_size) {
     // The header includes the dtype and the row shape, because rows with different values can have
-    // equal bytes.
+    // equal bytes. `digest_of_rows` in event_stream.py computes the same digest.
     header_ = py::cast<std::string>(rows_.dtype().attr("str"));
     for (py::ssize_t i = 1; i < rows_.ndim(); ++i) header_ += "," + std::to_string(rows_.shape(i));
-    header_ += ":";
   }
 
   int64_t num_blocks() const override { return (rows_.shape(0) + block_size_ - 1) / block_size_; }
-  Hash of_block(int64_t block) const override {
+  std::optional<Hash> of_block(int64_t block) const override {
     const py::gil_scoped_acquire locked;
     const py::slice some(block * block_size_, (block + 1) * block_size_, 1);
-    const auto bytes = py::cast<py::bytes>(py::object(rows_[some]).attr("tobytes")());
+    py::object rows = rows_[some];
     std::string hashed = header_;
-    hashed += std::string_view(bytes);
+    if (!is_token_id_.is_none()) {
+      const py::object is_token_id = is_token_id_[some];
+      if (py::cast<bool>(is_token_id.attr("all")())) return std::nullopt;
+      // A block that only has rows gets the same digest as without `is_token_id`.
+      if (py::cast<bool>(is_token_id.attr("any")())) {
+        hashed += ",mixed:" + py::cast<std::string>(is_token_id.attr("tobytes")());
+        rows = rows.attr("compress")(is_token_id.attr("__invert__")(), 0);
+      }
+    }
+    if (hashed.size() == header_.size()) hashed += ":";
+    hashed += std::string_view(py::cast<py::bytes>(rows.attr("tobytes")()));
     Hash digest;
     sha256(reinterpret_cast<const uint8_t*>(hashed.data()), hashed.size(), digest.bytes);
     return digest;
@@ -157,15 +168,17 @@ class ArrayRows : public RowDigests {
 
  private:
   py::array rows_;
+  py::object is_token_id_;
   int64_t block_size_;
   std::string header_;
 };
 
 // Converts the extra keys of a request. The arguments, which `Request` has validated, are (name,
-// path) or (name, path, version) or None, (identifier, first, length) tuples, a string or None, and
-// an array of rows or None.
+// path) or (name, path, version) or None, (identifier, first, length) tuples, a string or None, an
+// array of rows or None, and an array with a bool per row or None.
 ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
-                     const py::object& cache_salt, const py::object& embeds, int64_t block_size) {
+                     const py::object& cache_salt, const py::object& embeds,
+                     const py::object& is_token_id, int64_t block_size) {
   std::vector<MmItem> items;
   items.reserve(mm_items.size());
   for (const py::handle& item : mm_items) {
@@ -174,7 +187,7 @@ ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
   }
   std::shared_ptr<const RowDigests> rows;
   if (!embeds.is_none()) {
-    rows = std::make_shared<ArrayRows>(py::cast<py::array>(embeds), block_size);
+    rows = std::make_shared<ArrayRows>(py::cast<py::array>(embeds), is_token_id, block_size);
   }
   return ExtraKeys(py::cast<std::optional<std::vector<std::string>>>(lora), std::move(items),
                    py::cast<std::optional<std::string>>(cache_salt), std::move(rows));
@@ -358,19 +371,20 @@ void bind_hashing(py::module_& m) {
          bool read_cache, bool write_cache, const py::object& lora, const py::tuple& mm_items,
          const py::object& cache_salt, const py::object& prompt_embeds, int64_t num_encoder_tokens,
          const std::string& algorithm, const py::object& given, int64_t num_lookahead,
-         const py::object& labels) {
+         const py::object& labels, const py::object& prompt_is_token_ids) {
         const auto num_bytes = static_cast<int64_t>(parent.size());
         return std::make_shared<TokenChain>(
             std::move(tokens), block_size, hash_of(parent, "parent", num_bytes),
-            extra_keys(lora, mm_items, cache_salt, prompt_embeds, block_size), read_cache,
-            write_cache, num_encoder_tokens,
+            extra_keys(lora, mm_items, cache_salt, prompt_embeds, prompt_is_token_ids, block_size),
+            read_cache, write_cache, num_encoder_tokens,
             hash_scheme(algorithm, given, block_size, num_bytes, num_lookahead), labels_of(labels));
       },
       py::arg("tokens"), py::arg("block_size"), py::arg("parent"), py::arg("read_cache"),
       py::arg("write_cache"), py::arg("lora") = py::none(), py::arg("mm_items") = py::tuple(),
       py::arg("cache_salt") = py::none(), py::arg("prompt_embeds") = py::none(),
       py::arg("num_encoder_tokens") = 0, py::arg("algorithm") = "sha256_cbor",
-      py::arg("given") = py::none(), py::arg("num_lookahead") = 0, py::arg("labels") = py::none());
+      py::arg("given") = py::none(), py::arg("num_lookahead") = 0, py::arg("labels") = py::none(),
+      py::arg("prompt_is_token_ids") = py::none());
 }
 
 const BlockPool& pool_argument(const py::object& value, const char* name) {

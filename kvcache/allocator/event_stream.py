@@ -42,7 +42,7 @@ class RequestLabels:
     Native code passes them through unchanged.
     """
 
-    __slots__ = ("cache_salt", "key", "lora", "mm_items", "prompt_embeds", "session")
+    __slots__ = ("cache_salt", "is_token_id", "key", "lora", "mm_items", "prompt_embeds", "session")
 
     def __init__(
         self,
@@ -51,13 +51,14 @@ class RequestLabels:
         mm_items: Sequence[tuple[str, int, int]],
         cache_salt: str | None,
         prompt_embeds: np.ndarray | None,
+        is_token_id: np.ndarray | None,
         session: str | None,
     ) -> None:
         self.key = key
         self.lora = lora
         self.mm_items = mm_items
         self.cache_salt = cache_salt
-        self.prompt_embeds = prompt_embeds
+        self.prompt_embeds, self.is_token_id = prompt_embeds, is_token_id
         self.session = session
 
     def extra_keys(self, first_token: int, stop: int) -> tuple[tuple | None, ...] | None:
@@ -77,14 +78,28 @@ class RequestLabels:
         if self.cache_salt is not None and start == 0:
             keys.append(("cache_salt", self.cache_salt))
         if self.prompt_embeds is not None and start < len(self.prompt_embeds):
-            keys.append(("prompt_embeds", digest_of_rows(self.prompt_embeds, start, stop)))
+            digest = digest_of_rows(self.prompt_embeds, start, stop, self.is_token_id)
+            if digest is not None:
+                keys.append(("prompt_embeds", digest))
         return tuple(keys) or None
 
 
-def digest_of_rows(rows: np.ndarray, start: int, stop: int) -> bytes:
-    """Return the SHA-256 digest of the dtype, row shape and bytes of the rows [start, stop)."""
-    header = ",".join([rows.dtype.str, *map(str, rows.shape[1:])])
-    return hashlib.sha256(f"{header}:".encode() + rows[start:stop].tobytes()).digest()
+def digest_of_rows(
+    rows: np.ndarray, start: int, stop: int, is_token_id: np.ndarray | None = None
+) -> bytes | None:
+    """Return the SHA-256 digest of the dtype, row shape and bytes of the rows [start, stop).
+
+    `is_token_id` marks the rows that are not used. The digest contains the mask and the other rows,
+    or is None if no row is used.
+    """
+    header, some = ",".join([rows.dtype.str, *map(str, rows.shape[1:])]), rows[start:stop]
+    mask = np.zeros(0, bool) if is_token_id is None else is_token_id[start:stop]
+    if not mask.any():
+        return hashlib.sha256(f"{header}:".encode() + some.tobytes()).digest()
+    if mask.all():
+        return None
+    mixed = f"{header},mixed:".encode() + mask.tobytes() + some[~mask].tobytes()
+    return hashlib.sha256(mixed).digest()
 
 
 def events_of(

@@ -55,6 +55,9 @@ class Request:
         cache_salt: Requests with different salts never share blocks.
         prompt_embeds: Array whose row i replaces token i. The array is not copied and must not change.
             It may have fewer rows than there are tokens, or additional rows for future tokens.
+        prompt_is_token_ids: bool[number of rows], for prompts that mix token ids and embeddings. Where
+            it is True, the token's own embedding is used, and the row has no effect. None: all rows
+            replace tokens.
         read_cache: Whether the request uses cached blocks. Set it to False if all tokens must be
             computed, for example for prompt log probabilities.
         write_cache: Whether the request's blocks are cached.
@@ -89,6 +92,7 @@ class Request:
         "_mm_items",
         "_num_encoder_tokens",
         "_prompt_embeds",
+        "_prompt_is_token_ids",
         "_read_cache",
         "_session",
         "_tokens",
@@ -102,6 +106,9 @@ class Request:
         "cache_salt", "Cache salt, or None. Requests with different salts never share blocks."
     )
     prompt_embeds = _read_only("prompt_embeds", "Array whose rows replace tokens, or None.")
+    prompt_is_token_ids = _read_only(
+        "prompt_is_token_ids", "For each row of `prompt_embeds`, whether it is unused, or None."
+    )
     read_cache = _read_only("read_cache", "Whether the request uses cached blocks.")
     write_cache = _read_only("write_cache", "Whether the blocks of the request are cached.")
     num_encoder_tokens = _read_only(
@@ -119,6 +126,7 @@ class Request:
         mm_items: Iterable[tuple[str, int, int]] = (),
         cache_salt: str | None = None,
         prompt_embeds: np.ndarray | None = None,
+        prompt_is_token_ids: np.ndarray | Iterable[bool] | None = None,
         read_cache: bool = True,
         write_cache: bool = True,
         num_encoder_tokens: int = 0,
@@ -130,6 +138,9 @@ class Request:
         self._mm_items = _checked_items(mm_items)
         self._cache_salt = None if cache_salt is None else text(cache_salt, "cache_salt")
         self._prompt_embeds = None if prompt_embeds is None else _checked_embeds(prompt_embeds)
+        self._prompt_is_token_ids = None
+        if prompt_is_token_ids is not None:
+            self._prompt_is_token_ids = _checked_mask(prompt_is_token_ids, self._prompt_embeds)
         self._num_encoder_tokens = integer(num_encoder_tokens, "num_encoder_tokens")
         self._read_cache = flag(read_cache, "read_cache") and not num_encoder_tokens
         self._write_cache = flag(write_cache, "write_cache") and not num_encoder_tokens
@@ -209,6 +220,7 @@ class Request:
             self._cache_salt,
             self._prompt_embeds,
             algorithm=key.algorithm,
+            prompt_is_token_ids=self._prompt_is_token_ids,
             **options,
         )
 
@@ -221,6 +233,7 @@ class Request:
             self._mm_items,
             self._cache_salt,
             self._prompt_embeds,
+            self._prompt_is_token_ids,
             self._session,
         )
 
@@ -276,8 +289,8 @@ def last_tokens(requests: list[Request], num_computed: np.ndarray) -> np.ndarray
 
 
 _OPTIONS = (
-    *("lora", "mm_items", "cache_salt", "prompt_embeds", "read_cache", "write_cache"),
-    *("num_encoder_tokens", "block_hashes", "session"),
+    *("lora", "mm_items", "cache_salt", "prompt_embeds", "prompt_is_token_ids", "read_cache"),
+    *("write_cache", "num_encoder_tokens", "block_hashes", "session"),
 )
 
 
@@ -333,3 +346,23 @@ def _checked_embeds(rows: np.ndarray) -> np.ndarray:
     rows = rows.view()
     rows.setflags(write=False)
     return rows
+
+
+def _checked_mask(mask: np.ndarray | Iterable[bool], rows: np.ndarray | None) -> np.ndarray:
+    name = "prompt_is_token_ids"
+    if rows is None:
+        raise ValueError(f"{name} is {shown(mask)}: expected None without prompt_embeds")
+    if not isinstance(mask, np.ndarray):
+        mask = np.array(
+            [flag(each, f"{name}[{i}]") for i, each in enumerate(listed(mask, name))], bool
+        )
+    if mask.dtype != bool:
+        raise TypeError(f"{name} has dtype {mask.dtype}: expected bool")
+    if mask.shape != rows.shape[:1]:
+        raise ValueError(
+            f"{name} has shape {list(mask.shape)}: expected [{len(rows)}], one entry per row of "
+            "prompt_embeds"
+        )
+    mask = np.array(mask)  # a copy of the base class
+    mask.setflags(write=False)
+    return mask

@@ -49,6 +49,7 @@ class HintedPrefix:
             mm_items=of.mm_items,
             cache_salt=of.cache_salt,
             prompt_embeds=of.prompt_embeds,
+            prompt_is_token_ids=of.prompt_is_token_ids,
             write_cache=write_cache,
         )
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import hashlib
 import json
+import pickle
 import random
 import re
 import threading
@@ -15,7 +16,7 @@ from kvcache import Admit, KVCacheManager, Request, StepReport, hash_blocks
 from kvcache.allocator import check_invariants
 from kvcache.allocator.hashing import encode_extra_keys, encoded_blocks
 from kvcache.native.load import core
-from tests.machinery.shared import shared_file
+from tests.machinery.shared import sampled, shared_file
 
 # Digests of content(n), which has n bytes, computed with version 4.1 of the xxhash package.
 XXH3_128 = [
@@ -313,15 +314,25 @@ def request_extra_keys(request, block_size, num_blocks):
             found.append(("cache_salt", request.cache_salt))
         if request.prompt_embeds is not None and start < len(request.prompt_embeds):
             content = np.ascontiguousarray(request.prompt_embeds[start:stop])
-            found.append(("prompt_embeds", digest_of_embeds(content)))
+            mask = np.zeros(len(content), bool)
+            if request.prompt_is_token_ids is not None:
+                mask = request.prompt_is_token_ids[start:stop]
+            if not mask.all():
+                found.append(("prompt_embeds", digest_of_embeds(content, mask)))
         keys.append(found)
     return keys
 
 
-def digest_of_embeds(rows):
-    """Hash embeddings as documented: SHA-256 of the dtype, the dimensions of a row, and the bytes."""
+def digest_of_embeds(rows, mask=()):
+    """Hash embeddings as documented: SHA-256 of the dtype, the dimensions of a row, and the bytes.
+
+    If a block has tokens and rows, the word "mixed", a byte per token and the used rows follow.
+    """
     header = rows.dtype.str + "".join(f",{size}" for size in rows.shape[1:])
-    return hashlib.sha256(header.encode() + b":" + rows.tobytes()).digest()
+    if not any(mask):
+        return hashlib.sha256(header.encode() + b":" + rows.tobytes()).digest()
+    used = b"".join(row.tobytes() for row, is_token in zip(rows, mask) if not is_token)
+    return hashlib.sha256(f"{header},mixed:".encode() + bytes(map(int, mask)) + used).digest()
 
 
 def manager_hashes(request, block_size=16):
@@ -374,20 +385,27 @@ items = st.lists(st.tuples(st.text(max_size=300), st.integers(0, 90), st.integer
     num_tokens=st.integers(1, 90),
     later=st.lists(st.integers(1, 40), max_size=3),
     block_size=st.integers(1, 20),
-    lora=st.none() | st.tuples(st.text(), st.text()),
+    lora=st.none() | st.tuples(st.text(), st.text()) | st.tuples(st.text(), st.text(), st.text()),
     items=items,
     salt=st.none() | st.text(),
     num_rows=st.none() | st.integers(0, 120),
+    mask=st.none() | st.lists(st.booleans(), min_size=120, max_size=120) | st.just([True] * 120),
 )
 def test_native_extra_keys_match_the_definition(
-    num_tokens, later, block_size, lora, items, salt, num_rows
+    num_tokens, later, block_size, lora, items, salt, num_rows, mask
 ):
     """Compares native code with the reference, including overlapping items in any order and items
     that cover future tokens.
     """
     rows = None if num_rows is None else np.arange(num_rows * 3, dtype=np.float16).reshape(-1, 3)
     request = Request(
-        "r", range(num_tokens), lora=lora, mm_items=items, cache_salt=salt, prompt_embeds=rows
+        "r",
+        range(num_tokens),
+        lora=lora,
+        mm_items=items,
+        cache_salt=salt,
+        prompt_embeds=rows,
+        prompt_is_token_ids=None if rows is None or mask is None else mask[:num_rows],
     )
     assert np.array_equal(manager_hashes(request, block_size), defined_hashes(request, block_size))
     for n in later:
@@ -395,6 +413,105 @@ def test_native_extra_keys_match_the_definition(
         assert np.array_equal(
             manager_hashes(request, block_size), defined_hashes(request, block_size)
         )
+
+
+MIXED_ROWS = np.arange(32 * 3, dtype=np.float32).reshape(32, 3)
+
+
+def mixed(mask, rows=MIXED_ROWS, name="r", **options):
+    return Request(name, range(32), prompt_embeds=rows, prompt_is_token_ids=mask, **options)
+
+
+@pytest.mark.parametrize("num_rounds", sampled([2, 250]))
+def test_prompts_with_equal_ids_and_embeddings_but_other_masks_never_hit_each_other(num_rounds):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(num_rounds):
+        manager, masks = KVCacheManager(4, 400, 64), []
+        while len(masks) < 40:
+            mask = [rng.random() < 0.7 for _ in range(32)]
+            if masks and rng.random() < 0.7:  # another one that differs in one position
+                mask = [*rng.choice(masks)]
+                mask[rng.randrange(32)] ^= True
+            request = mixed(mask, name=f"{len(masks)}")
+            # A hit ends before the first block whose mask differs from that of each other prompt.
+            pairs = [zip(mask, other) for other in masks]
+            alike = [next((i for i, (a, b) in enumerate(p) if a != b), 32) for p in pairs]
+            expected = min(max(alike, default=0) // 4 * 4, 28)
+            assert manager.step(new=[request]).num_computed_tokens.tolist() == [expected]
+            manager.free(request)
+            masks.append(mask)
+
+
+def test_unused_rows_have_no_effect_and_pure_prompts_keep_their_hashes():
+    mask = [i % 3 == 0 for i in range(32)]
+    other = MIXED_ROWS.copy()
+    other[np.array(mask)] += 1
+    assert np.array_equal(manager_hashes(mixed(mask), 4), manager_hashes(mixed(mask, other), 4))
+    other[~np.array(mask)] += 1
+    assert not np.array_equal(manager_hashes(mixed(mask)), manager_hashes(mixed(mask, other)))
+    ids, rows = Request("r", range(32)), Request("r", range(32), prompt_embeds=MIXED_ROWS)
+    assert np.array_equal(manager_hashes(mixed([True] * 32)), manager_hashes(ids))
+    assert np.array_equal(manager_hashes(mixed([False] * 32)), manager_hashes(rows))
+
+
+def test_mixed_prompts_are_pickled_forked_and_announced_with_their_masks():
+    mask = np.arange(32) % 5 == 0
+    request = mixed(mask)
+    copied = pickle.loads(pickle.dumps(request))
+    assert np.array_equal(manager_hashes(copied), manager_hashes(request))
+    mask[:] = True  # the mask was copied
+    assert not request.prompt_is_token_ids.all()
+    with pytest.raises(ValueError, match="read-only"):
+        request.prompt_is_token_ids[0] = False
+    manager = KVCacheManager(4, 40, 64, enable_events=True)
+    manager.step(new=[request])
+    (event,) = manager.cache.drain_events()
+    hashes = hash_blocks(event.token_ids, 4, parent=event.parent_hash, extra_keys=event.extra_keys)
+    assert np.array_equal(hashes, event.block_hashes)
+    assert manager.fork(request, mixed(request.prompt_is_token_ids, name="a")) >= 0
+    with pytest.raises(ValueError, match="the child's tokens or extra keys differ"):
+        manager.fork(request, mixed(~request.prompt_is_token_ids, name="b"))
+
+
+@pytest.mark.parametrize(
+    "mask,rows,error,message",
+    [
+        ([True], None, ValueError, r"prompt_is_token_ids is \[True\]: expected None without"),
+        (
+            [True] * 31,
+            MIXED_ROWS,
+            ValueError,
+            r"has shape \[31\]: expected \[32\], one entry per row",
+        ),
+        (np.ones((32, 1), bool), MIXED_ROWS, ValueError, r"has shape \[32, 1\]: expected \[32\]"),
+        (
+            np.ones(32),
+            MIXED_ROWS,
+            TypeError,
+            "prompt_is_token_ids has dtype float64: expected bool",
+        ),
+        ([1] * 32, MIXED_ROWS, TypeError, r"prompt_is_token_ids\[0\] is 1"),
+        (5, MIXED_ROWS, TypeError, "prompt_is_token_ids is 5"),
+    ],
+)
+def test_invalid_masks_are_rejected(mask, rows, error, message):
+    with pytest.raises(error, match=message):
+        mixed(mask, rows)
+
+
+def test_hashes_as_computed_by_vllm_are_accepted_for_embeddings():
+    """vLLM's digest of embeddings has no dtype and row shape, and the mask is not hashed."""
+    digests = [hashlib.sha256(MIXED_ROWS[i : i + 16].tobytes()).digest() for i in (0, 16)]
+    hashes = hash_blocks([0] * 32, 16, extra_keys=[[("prompt_embeds", each)] for each in digests])
+    manager = KVCacheManager(16, 9, 64, hash_algorithm="engine:vllm")
+    given = [each.tobytes() for each in hashes]
+    request = Request("r", [0] * 32, prompt_embeds=MIXED_ROWS, block_hashes=given)
+    manager.step(new=[request])
+    assert (manager.cache.find(hashes).device > 0).all()
+    own = KVCacheManager(16, 9, 64).cache.hashes(Request("r", [0] * 32, prompt_embeds=MIXED_ROWS))
+    assert not np.array_equal(own, hashes)
 
 
 def test_embedding_rows_without_tokens_are_not_hashed():

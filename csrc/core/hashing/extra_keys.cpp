@@ -94,7 +94,7 @@ const char* ExtraKeys::first_difference(const ExtraKeys& other) const {
   return are_equal ? "" : "prompt_embeds";
 }
 
-const Hash& ExtraKeys::embed_digest(int64_t block) const {
+const std::optional<Hash>& ExtraKeys::embed_digest(int64_t block) const {
   while (static_cast<int64_t>(embed_digests_.size()) <= block) {
     embed_digests_.push_back(embeds_->of_block(static_cast<int64_t>(embed_digests_.size())));
   }
@@ -114,7 +114,7 @@ std::string_view ExtraKeys::encode(int64_t block, int64_t block_size) {
   const int64_t start = block * block_size;
   if (!items_.empty()) find_items(start, start + block_size);
   const bool has_salt = block == 0 && !cache_salt_.empty();
-  const bool has_embeds = block < num_blocks_with_rows();
+  const bool has_embeds = block < num_blocks_with_rows() && embed_digest(block).has_value();
   const size_t num_keys = !lora_.empty() + touching_.size() + has_salt + has_embeds;
   if (num_keys == 0) return {};
 
@@ -129,7 +129,7 @@ std::string_view ExtraKeys::encode(int64_t block, int64_t block_size) {
   if (has_salt) buffer_ += cache_salt_;
   if (has_embeds) {
     append_key(&buffer_, 2, "prompt_embeds");
-    const Hash& digest = embed_digest(block);
+    const Hash& digest = *embed_digest(block);
     append_string(&buffer_, kBytes, {reinterpret_cast<const char*>(digest.bytes), sizeof(Hash)});
   }
   return buffer_;

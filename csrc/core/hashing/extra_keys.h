@@ -33,9 +33,10 @@ struct MmItem {
 class RowDigests {
  public:
   virtual ~RowDigests() = default;
-  virtual int64_t num_blocks() const = 0;  // number of leading blocks that have rows
-  // Throws if the digest cannot be computed.
-  virtual Hash of_block(int64_t block) const = 0;
+  virtual int64_t num_blocks() const = 0;  // number of leading blocks that may have rows
+  // Returns no digest if rows replace none of the block's tokens. Throws if the digest cannot be
+  // computed.
+  virtual std::optional<Hash> of_block(int64_t block) const = 0;
 };
 
 class ExtraKeys {
@@ -81,15 +82,16 @@ class ExtraKeys {
   // Finds the items that overlap tokens [start, stop).
   void find_items(int64_t start, int64_t stop);
   int64_t num_blocks_with_rows() const { return embeds_ == nullptr ? 0 : embeds_->num_blocks(); }
-  const Hash& embed_digest(int64_t block) const;
+  const std::optional<Hash>& embed_digest(int64_t block) const;
 
   bool is_keyed_ = false;          // whether blocks after the first may have keys
   std::string lora_, cache_salt_;  // CBOR, empty if unset
   uint32_t tenant_ = 0, adapter_ = 0;
   std::vector<MmItem> items_;
   std::shared_ptr<const RowDigests> embeds_;
-  mutable std::vector<Hash> embed_digests_;  // digests of the first blocks; computed on demand
-  std::vector<size_t> by_first_;             // items by first token
+  mutable std::vector<std::optional<Hash>>
+      embed_digests_;             // digests of the first blocks; computed on demand
+  std::vector<size_t> by_first_;  // items by first token
   size_t next_ = 0;  // index in by_first_ of the first item that no requested block has reached
   std::vector<size_t> touching_;  // items that overlap the last requested block, ascending
   std::string buffer_;

@@ -734,7 +734,8 @@ class Connector:
         items = [each for each in request.mm_items if each[1] < num_tokens]
         rows, lora, embeds = request.prompt_embeds, request.lora, None
         if rows is not None:
-            embeds = f"{min(num_tokens, len(rows))} {digest_of_rows(rows, 0, num_tokens).hex()}"
+            digest = digest_of_rows(rows, 0, num_tokens, request.prompt_is_token_ids)
+            embeds = digest and f"{min(num_tokens, len(rows))} {digest.hex()}"
         if (root := self._manager.cache.adapter_root(request)) is not None:
             lora = *lora, root.hex()  # no other engine has KV of this adapter
         return digest_of(

@@ -227,6 +227,7 @@ def _digest(request: Request, num_tokens: int) -> str:
         for feature in request.mm_features
         if feature.mm_position.offset < num_tokens
     ]
-    lora = request.lora_request.lora_name if request.lora_request else None
+    adapter = request.lora_request
+    lora = (adapter.lora_name, adapter.lora_path) if adapter else None
     tokens = request._all_token_ids[:num_tokens]
     return digest_of(tokens, lora, items, salt=request.cache_salt)
