@@ -220,15 +220,14 @@ class HiCacheStore(HiCacheStorage):
         }
 
 
-_OF_MODEL = (
-    "model_path",
-    "revision",
-    "load_format",
-    "json_model_override_args",
-    "quantization",
+_OF_MODEL = ("model_path", "revision", "load_format", "json_model_override_args", "quantization")
+_OF_MODEL += (
     "quantization_param_path",
+    "dtype",
+    "kv_cache_dtype",
+    "context_length",
+    "rope_scaling",
 )
-_OF_MODEL += ("dtype", "kv_cache_dtype", "context_length", "rope_scaling")
 _RANKS = ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size")
 _RANKS += ("dp_rank", "dcp_rank", "dcp_size", "is_mla_model")
 

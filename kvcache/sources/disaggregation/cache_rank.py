@@ -160,7 +160,8 @@ def _scales_of(storage: KVStorage, group: int, tp_size: int, pp_size: int) -> tu
             f"scales is None, and group {group} has fp8 scales on this rank: expected the scales of all "
             "layers and heads of the model, because other ranks may have others"
         )
-    return storage.k_scale.tolist(), storage.v_scale.tolist() if storage.v_head_size else None
+    k_scale, v_scale = (each.cpu().tolist() for each in (storage.k_scale, storage.v_scale))
+    return k_scale, v_scale if storage.v_head_size else None
 
 
 def _check_scales(layout: GroupLayout, storage: KVStorage, rank: int) -> None:

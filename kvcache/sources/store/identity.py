@@ -308,7 +308,7 @@ def _check_groups(pages: Pages, groups: Sequence[Mapping[str, Any]]) -> None:
 
 def _contents(pages: Pages, given: str | Sequence[KVStorage] | None, num_groups: int) -> list[Any]:
     known = None if pages.contents is None else pages.contents.storages
-    scales = sorted(pages.scales.items())
+    scales = sorted((number, each) for number, each in pages.scales.items() if each is not None)
     if given is None:
         if known is None:
             raise ValueError(

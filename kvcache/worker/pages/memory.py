@@ -54,8 +54,8 @@ class PageMemory:
         self.formats = formats  # block formats, if known, for comparison by `PageCopy`
         self.contents = contents  # page contents, used by stores; None until a storage sets it
         self.num_storages = 0  # over these pages
-        # The fp8 scales that belong to the content, by the number of the storage.
-        self.scales: dict[int, tuple[list, list]] = {}
+        # The fp8 scales that belong to the content, by the number of the storage. None: all are 1.
+        self.scales: dict[int, tuple[list, list] | None] = {}
         # Ranks that have described these pages to other engines or to stores.
         self.described_by: weakref.WeakSet[object] = weakref.WeakSet()
         self.base = memory.data_ptr()

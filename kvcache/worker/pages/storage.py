@@ -529,13 +529,13 @@ class KVStorage:
                 "is closed"
             )
         shape = self.num_layers, self.num_kv_heads
-        home.scales[number] = tuple(each.expand(shape).tolist() for each in (k_scale, v_scale))
-        if (k_scale == 1).all() and (v_scale == 1).all():
-            del home.scales[number]  # the same as no scales
+        told = tuple(each.cpu().expand(shape).tolist() for each in (k_scale, v_scale))
+        is_one = {value for part in told for row in part for value in row} == {1.0}
         # Copy the scales, because the caller's tensors may change.
         self.k_scale, self.v_scale = (
             scale.to(self.device, copy=True).contiguous() for scale in (k_scale, v_scale)
         )
+        home.scales[number] = None if is_one else told
 
     def write(
         self,
