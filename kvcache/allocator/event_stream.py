@@ -51,8 +51,8 @@ class RequestLabels:
         mm_items: Sequence[tuple[str, int, int]],
         cache_salt: str | None,
         prompt_embeds: np.ndarray | None,
-        is_token_id: np.ndarray | None,
         session: str | None,
+        is_token_id: np.ndarray | None = None,
     ) -> None:
         self.key = key
         self.lora = lora

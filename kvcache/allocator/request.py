@@ -233,8 +233,8 @@ class Request:
             self._mm_items,
             self._cache_salt,
             self._prompt_embeds,
-            self._prompt_is_token_ids,
             self._session,
+            self._prompt_is_token_ids,
         )
 
     def _given_hashes(self, key: HashKey) -> tuple[list[bytes], str] | core.HashedTokens:

@@ -463,9 +463,12 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("(self.num_pages - 1) / self", "self.num_pages / self"),
             ("_SLACK = 1.1", "_SLACK = 2.0"),
             ("<= budget]", "< budget]"),
-            ("min(budget_bytes // page_bytes, MAX_INT32)", "budget_bytes // page_bytes"),
+            (
+                "min(budget_bytes // (size * layer_page), MAX_INT32)",
+                "budget_bytes // (size * layer_page)",
+            ),
             ("return block_size // common * common or block_size", "return block_size"),
-            ("drafts=any(by_name[name].drafts", "drafts=all(by_name[name].drafts"),
+            ("drafts = any(by_name[name].drafts", "drafts = all(by_name[name].drafts"),
         ],
     ),
     (
@@ -517,7 +520,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "reader += 0 if rest else cp_rank + (other < stage)",
                 "reader += 0 if rest else cp_rank",
             ),
-            ("return one.start < other.stop and", "return one.start <= other.stop and"),
+            ("< min(one.stop, other.stop)", "<= min(one.stop, other.stop)"),
             (
                 "tp_rank * total_num_kv_heads // tp_size",
                 "tp_rank * (total_num_kv_heads // tp_size)",

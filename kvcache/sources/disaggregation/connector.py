@@ -17,16 +17,11 @@ from kvcache.allocator.request import Request
 from kvcache.checks import MAX_INT64, check_name, instance, integer, listed, shown
 from kvcache.kinds import kind_class, make_kind
 from kvcache.sources.base import Arrived, LoadStats
-from kvcache.sources.disaggregation.layout import (
-    GroupLayout,
-    check_like,
-    check_ranks,
-    is_complete,
-)
+from kvcache.sources.disaggregation.layout import GroupLayout, check_like, is_complete
 from kvcache.sources.disaggregation.leases import LeaseNumbers, Progress
 from kvcache.sources.disaggregation.offer import VERSION, Offer, digest_of
 from kvcache.sources.disaggregation.options import ConnectorOptions, checked_seconds
-from kvcache.sources.disaggregation.steps import Load, RankHandshake, Results, Step
+from kvcache.sources.disaggregation.steps import Load, RankHandshake, Results, Step, check_ranks
 from kvcache.sources.identity import KVIdentity
 from kvcache.sources.loads import LoadState, SourceLoad, SourceLoads
 from kvcache.step import StepReport

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from kvcache.checks import shown
 from kvcache.sources.disaggregation.layout import GroupLayout
 from kvcache.sources.disaggregation.leases import Lease, Progress
 from kvcache.sources.disaggregation.offer import Offer, RankAddress
@@ -72,3 +75,37 @@ class RankHandshake:
     groups: tuple[GroupLayout, ...]
     address: RankAddress
     rank: int | None = None
+
+
+def check_ranks(handshakes: Sequence[RankHandshake]) -> tuple[GroupLayout, ...]:
+    """Check that all ranks of an engine have the same groups, and return the layouts.
+
+    Raises:
+        ValueError: A rank is missing or not in its place, or its layouts differ from those of the
+            first rank.
+    """
+    layouts = handshakes[0].groups
+    for i, handshake in enumerate(handshakes):
+        if handshake.rank not in (None, i):
+            raise ValueError(f"ranks[{i}] is rank {handshake.rank}: expected rank {i}")
+        if len(handshake.groups) != len(layouts):
+            raise ValueError(
+                f"ranks[{i}] has {len(handshake.groups)} groups: expected {len(layouts)}, as in ranks[0]"
+            )
+        for g, (own, first) in enumerate(zip(handshake.groups, layouts)):
+            one, other = (
+                {**each, **each["description"]} for each in (own.to_dict(), first.to_dict())
+            )
+            for name in one | other:
+                if name != "description" and one.get(name) != other.get(name):
+                    raise ValueError(
+                        f"ranks[{i}] has group {g} with {name} {shown(one.get(name))}: expected "
+                        f"{shown(other.get(name))}, as in ranks[0]; plan all pipeline stages together, "
+                        "with plan_cache(stages=)"
+                    )
+    for layout in layouts:
+        if (size := layout.description.world_size) != len(handshakes):
+            raise ValueError(
+                f"there are {len(handshakes)} ranks: expected {size}, as in the layouts"
+            )
+    return layouts

@@ -23,10 +23,10 @@ from kvcache.plugins.vllm.disaggregation.options import Options
 from kvcache.plugins.vllm.disaggregation.params import offer_in, params_of
 from kvcache.plugins.vllm.disaggregation.steps import TransferMetadata
 from kvcache.plugins.vllm.disaggregation.windows import first_needed
-from kvcache.sources.disaggregation.layout import check_ranks, is_complete
+from kvcache.sources.disaggregation.layout import is_complete
 from kvcache.sources.disaggregation.leases import LeaseNumbers, Progress
 from kvcache.sources.disaggregation.offer import Offer, digest_of
-from kvcache.sources.disaggregation.steps import Load, RankHandshake
+from kvcache.sources.disaggregation.steps import Load, RankHandshake, check_ranks
 from kvcache.sources.identity import KVIdentity
 
 _log = logging.getLogger(__name__)
