@@ -9,6 +9,8 @@ import importlib.util
 import os
 import random
 import re
+import signal
+import threading
 import time
 
 import numpy as np
@@ -369,6 +371,83 @@ def test_damaged_file_is_a_miss(tmp_path, damage):
 
 
 @needs_nixl
+@pytest.mark.parametrize("lost", [[0], [3], [1, 5], [*range(6)]])
+def test_unreadable_values_are_missing_and_can_be_stored_again(tmp_path, monkeypatch, lost):
+    keys, opened = [*"abcdef"], Opened(DiskStore(tmp_path, "1MiB"))
+    store, move = opened.store, opened.store._move
+    opened.fill(*range(6))
+    assert all(store.put(keys, opened.values(*range(6))))
+    bad = {store._places[keys[i]] for i in lost}
+
+    def fails(operation, values, places, entries=()):
+        if operation == "READ" and bad.intersection(places):
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        move(operation, values, places, entries)
+
+    monkeypatch.setattr(store, "_move", fails)
+    expected = [-1 if i in lost else VALUE_BYTES for i in range(6)]
+    assert store.get(keys, opened.values(*range(10, 16))) == expected
+    assert store.exists(keys) == [size > 0 for size in expected]
+    assert store.take_evicted() == [keys[i] for i in lost]
+    assert all(store.put(keys, opened.values(*range(6))))
+    assert store.get(keys, opened.values(*range(10, 16))) == [VALUE_BYTES] * 6
+    assert np.array_equal(opened.rows[10:16], opened.rows[:6])
+    assert store.get([keys[lost[0]]], opened.values(9)) == [VALUE_BYTES]
+    store.close()
+
+
+@needs_nixl
+def test_nothing_is_dropped_while_the_file_system_fails(tmp_path, monkeypatch):
+    opened = Opened(DiskStore(tmp_path, "1MiB"))
+    store = opened.store
+    assert store.put(["a", "b"], opened.values(0, 1)) == [True, True]
+
+    def fails(*_):
+        raise OSError("Transport endpoint is not connected")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(store, "_move", fails)
+        patches.setattr(os, "stat", fails)
+        with pytest.raises(OSError, match="not connected"):
+            store.get(["a", "b"], opened.values(2, 3))
+    assert store.get(["a", "b"], opened.values(2, 3)) == [VALUE_BYTES] * 2
+    store.close()
+
+
+@needs_nixl
+def test_value_that_cannot_be_written_is_refused_alone(tmp_path, monkeypatch):
+    opened = Opened(DiskStore(tmp_path, "1MiB"))
+    store, move = opened.store, opened.store._move
+
+    def fails(operation, values, places, entries=()):
+        if operation == "WRITE" and 1 in places:
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        move(operation, values, places, entries)
+
+    monkeypatch.setattr(store, "_move", fails)
+    assert store.put([*"abc"], opened.values(0, 1, 2)) == [True, False, True]
+    assert store.put([*"bd"], opened.values(3, 4)) == [True, True]  # at other positions
+    assert store.exists([*"abcd"]) == [True] * 4
+    store.close()
+
+
+@needs_nixl
+def test_opening_reads_only_positions_that_were_in_use(tmp_path, monkeypatch):
+    """A file of 20 GiB has 2,621,440 positions."""
+    opened, read, calls = Opened(DiskStore(tmp_path, "20GiB")), os.pread, []
+    assert opened.store.put(["a", "b"], opened.values(0, 1)) == [True, True]
+    assert os.path.getsize(tmp_path / "blocks.kv") == 4096 + 2 * 8192
+    opened.store.close()
+    monkeypatch.setattr(os, "pread", lambda *each: calls.append(each) or read(*each))
+    again = Opened(DiskStore(tmp_path, "20GiB"))
+    assert again.store.keys() == ["a", "b"] and again.store.capacity == 2_621_439
+    assert len(calls) == 3  # the file's header and two entries
+    again.store.remove(["b"])  # the last value
+    assert os.path.getsize(tmp_path / "blocks.kv") == 4096 + 8192
+    again.store.close()
+
+
+@needs_nixl
 @pytest.mark.parametrize("groups", [[FULL], [FULL, WINDOW, GroupSpec("recurrent", 4)]])
 def test_engine_works_with_a_disk_that_is_too_small(tmp_path, groups):
     choose = random.Random(1)
@@ -466,3 +545,57 @@ def test_master_that_starts_late_is_found():
             user.run(*prompts([*range(30)]))
             time.sleep(0.1)
         user.end()
+
+
+@needs_mooncake
+def test_engine_continues_while_the_master_hangs_during_the_set_up():
+    """The engine makes steps as long as the set-up lasts. With the GIL held, it would make none."""
+    with mooncake_master.Master() as master:
+        store = MooncakeStore(master.address)
+        master.process.send_signal(signal.SIGSTOP)
+        ended, found = threading.Event(), []
+
+        def open_store():
+            try:
+                store.open(np.zeros(4096, np.uint8), 4096)
+            except StoreError as error:
+                found.append(error)
+            ended.set()
+
+        thread = threading.Thread(target=open_store)
+        thread.start()
+        num_steps = 0
+        while not ended.wait(0.001):
+            num_steps += 1
+        thread.join()
+        assert len(found) == 1 and "does not answer" in str(found[0]) and num_steps > 100
+        master.process.send_signal(signal.SIGCONT)
+        store.open(np.zeros(4096, np.uint8), 4096)
+        store.close()
+
+
+@needs_mooncake
+def test_unreadable_value_in_mooncake_is_stored_again(master, monkeypatch):
+    store = MooncakeStore(master.address, segment_bytes="64MiB")
+    opened, keys = Opened(store, 9), ["unreadable", "readable"]
+    opened.fill(0, 1, 2)
+    assert store.put(keys, opened.values(0, 1)) == [True, True]
+    client = store._client
+
+    class Failing:
+        def __getattr__(self, name):
+            return getattr(client, name)
+
+        def batch_get_into(self, some, *others):
+            client.batch_get_into(some, *others)
+            return [-800 if key == "unreadable" else VALUE_BYTES for key in some]
+
+    store._client = Failing()
+    assert store.get(keys, opened.values(3, 4)) == [-1, VALUE_BYTES]
+    assert store.exists(keys) == [False, True]
+    assert store.get(keys[:1], opened.values(3)) == [-1]
+    store._client = client
+    assert store.put(keys[:1], opened.values(2)) == [True]
+    assert store.get(keys, opened.values(3, 4)) == [VALUE_BYTES] * 2
+    assert np.array_equal(opened.rows[3:5], opened.rows[[2, 1]])
+    store.close()
