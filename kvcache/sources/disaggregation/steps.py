@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvcache.checks import shown
 from kvcache.sources.disaggregation.layout import GroupLayout
