@@ -75,6 +75,19 @@ def test_random_runs_with_faulty_peers_return_the_models_answers(fleet_of, seed)
     assert fleet.num_compared > 10
 
 
+def test_offer_of_a_peer_that_lags_is_refused_and_its_blocks_are_released(fleet_of):
+    fleet = fleet_of(2, num_weights=2, lease_s=60.0)
+    one, two = fleet.peers
+    fleet.answer(one, LONG)
+    two.new_weights(1, "weights 1")
+    fleet.answer(two, LONG)
+    assert (one.source.stats.offered_requests, two.source.stats.refused_requests) == (1, 1)
+    fleet.settle()  # long before the lease expires
+    one.new_weights(1, "weights 1")
+    fleet.answer(one, LONG)  # computed by the peer that was ahead
+    assert one.source.stats.loaded_tokens == 96 and fleet.num_compared == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", spread(range(40), 2))
 def test_random_runs_with_changing_weights_return_the_answers_of_the_current_weights(
