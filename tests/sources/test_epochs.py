@@ -113,6 +113,15 @@ def test_new_epoch_ends_all_leases():
     assert manager.pool.num_free == manager.pool.num_total
 
 
+def test_tokens_computed_after_a_new_epoch_are_not_reported_to_readers_of_an_earlier_offer():
+    connector, manager, (rank,) = lone("p")
+    request = computed(manager)
+    connector.publish_early(request, ["a", "b"])
+    manager.cache.start_epoch("step 1")
+    connector.advance(request, 70)
+    assert rank.steps[1].ends == {"r"} and rank.steps[2] == ("r", Progress(70))
+
+
 @pytest.mark.parametrize("how", ["publish", "publish_early", "fork"])
 def test_request_that_runs_across_an_epoch_is_not_offered(how):
     connector, manager, (rank,) = lone("p")

@@ -311,6 +311,7 @@ class Connector:
             rank: The rank that made this progress. None: all ranks.
         """
         instance(request, Request, "request")
+        self._follow_epoch()  # ends leases first, because these tokens may be of the new weights
         if rank is not None:
             rank = integer(rank, "rank", most=len(self._ranks) - 1)
         progress = Progress(
