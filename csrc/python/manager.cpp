@@ -487,6 +487,8 @@ void bind_manager(py::module_& m) {
             return py::make_tuple(on_device, hit.num_tokens, hit.num_host_blocks);
           },
           py::arg("chain"), py::arg("read_cache") = py::none())
+      .def("num_counted_hits",
+           [](const Manager& self, TokenChain& chain) { return self.num_counted_hits(&chain); })
       .def("would_fit",
            [](Manager& self, const RequestRows& requests, const py::object& asked, bool whole) {
              const RequestRows::Asking asking = requests.asking_alone(asked, "request");

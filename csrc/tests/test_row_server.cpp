@@ -377,7 +377,7 @@ TEST(a_row_restarts_from_its_cached_prefix) {
   const Ids before = f.ids(0);
   f.rows[0].is_stale = f.rows[0].may_share = f.rows[0].has_forked = true;
   f.release.release_row(0, /*with_all=*/false);
-  f.server.restart(0);
+  f.server.restart(0, 0);
   CHECK(f.ids(0) == Ids({before[0], before[1]}));
   CHECK_EQ(f.rows[0].num_computed, 8);
   CHECK(!f.rows[0].is_stale && !f.rows[0].may_share && !f.rows[0].has_forked);

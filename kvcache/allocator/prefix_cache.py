@@ -196,6 +196,18 @@ class PrefixCache:
         on_device, with_host, num_blocks = self._native.lookup_tiers(self._chain(request), reads)
         return CachedTokens(on_device, with_host, num_blocks, num_blocks * self._page_bytes)
 
+    def hit_tokens(self, request: Request) -> int:
+        """Return how many of a request's tokens `stats` counts as hits.
+
+        These are the tokens that the request did not have to compute because other requests had. The
+        request's own tokens that it hits again after a preemption, and external tokens, are not
+        counted.
+
+        Args:
+            request: A request that was admitted, or 0 is returned.
+        """
+        return self._native.num_counted_hits(self._chain(request))
+
     def find_prefix(
         self,
         request: Request,

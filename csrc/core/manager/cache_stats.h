@@ -1,18 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // Cache hit statistics, in total and over the most recent requests.
+//
+// A hit token is a token that a request did not have to compute, because another request had. A
+// request is counted once, at its first admission that reads the cache. If it is preempted and
+// admitted again, its tokens are not counted again, and of its hit, only tokens that it has never
+// had before.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <utility>
 #include <vector>
+
+#include "core/hashing/token_chain.h"
 
 namespace kvcache {
 
 struct HitCount {
   int64_t num_requests = 0;     // admitted requests that read the cache
-  int64_t query_tokens = 0;     // tokens of these requests
-  int64_t hit_tokens = 0;       // tokens found in the cache
+  int64_t query_tokens = 0;     // tokens of these requests at their first admission
+  int64_t hit_tokens = 0;       // these tokens, found in the cache
   int64_t host_hit_tokens = 0;  // the hit tokens in and after the hit's first host block
 };
 
@@ -41,15 +49,39 @@ class CacheStats {
         groups_(block_sizes_.size()),
         recent_(static_cast<size_t>(window)) {}
 
-  void add(int64_t query_tokens, int64_t hit_tokens, int64_t host_hit_tokens) {
-    const HitCount one{1, query_tokens, hit_tokens, host_hit_tokens};
-    add_to(&total_, one, 1);
-    add_blocks(one, &groups_);
-    HitCount& oldest = recent_[next_];
-    add_to(&window_, oldest, -1);
-    add_to(&window_, one, 1);
-    oldest = one;
-    next_ = next_ + 1 == recent_.size() ? 0 : next_ + 1;
+  // Whether the request was counted.
+  bool has_counted(TokenChain* chain) const { return record_of(chain).is_counted; }
+  // The tokens of the request that were counted as hits.
+  int64_t num_hits(TokenChain* chain) const { return record_of(chain).num_hits; }
+  // Counts a hit of num_hit tokens, of which those from `first_on_host` on were on the host.
+  void count(TokenChain* chain, int64_t num_hit, int64_t first_on_host) {
+    CountedTokens& of = record_of(chain);
+    const bool is_first = !of.is_counted;
+    if (is_first) {
+      of.is_counted = true;
+      of.period = period_;
+      of.num_query = chain->num_tokens();
+    }
+    const int64_t stop = std::min(num_hit, of.num_query), first = of.num_had;
+    const HitCount one{is_first, is_first ? of.num_query : 0, std::max<int64_t>(stop - first, 0),
+                       std::max<int64_t>(stop - std::max(first, first_on_host), 0)};
+    of.num_hits += one.hit_tokens;
+    note_had(chain, num_hit);
+    if (is_first) {
+      add(one);
+    } else if (one.hit_tokens > 0 && of.period == period_) {
+      add_to_last(one);
+    }
+  }
+  // Records that the request has had its first num_tokens tokens.
+  void note_had(TokenChain* chain, int64_t num_tokens) const {
+    int64_t& num_had = record_of(chain).num_had;
+    num_had = std::max(num_had, num_tokens);
+  }
+  // A fork is a part of its parent's request, which was counted.
+  void note_fork(TokenChain* child, int64_t num_computed) const {
+    record_of(child).is_counted = true;
+    note_had(child, num_computed);
   }
   void add_stored(size_t group, int64_t num_blocks) { groups_[group].stored_blocks += num_blocks; }
 
@@ -58,7 +90,7 @@ class CacheStats {
   const std::vector<GroupCount>& groups() const { return groups_; }
   std::vector<GroupCount> window_groups() const {
     std::vector<GroupCount> out(block_sizes_.size());
-    for (const HitCount& one : recent_) add_blocks(one, &out);
+    for (const HitCount& one : recent_) add_blocks(one, 1, &out);
     return out;
   }
 
@@ -67,23 +99,54 @@ class CacheStats {
     std::fill(groups_.begin(), groups_.end(), GroupCount{});
     std::fill(recent_.begin(), recent_.end(), HitCount{});
     next_ = 0;
+    ++period_;
   }
 
  private:
+  static uint64_t next_id() {
+    static std::atomic<uint64_t> last{0};
+    return ++last;
+  }
+  // A request may be admitted by several managers, one after another.
+  CountedTokens& record_of(TokenChain* chain) const {
+    CountedTokens& of = chain->counted();
+    if (of.by != id_) {
+      of = {};
+      of.by = id_;
+    }
+    return of;
+  }
+  void add(const HitCount& one) {
+    add_to(&total_, one, 1);
+    add_blocks(one, 1, &groups_);
+    HitCount& oldest = recent_[next_];
+    add_to(&window_, oldest, -1);
+    add_to(&window_, one, 1);
+    oldest = one;
+    next_ = next_ + 1 == recent_.size() ? 0 : next_ + 1;
+  }
+  // Adds hits of a request that was counted earlier.
+  void add_to_last(const HitCount& more) {
+    HitCount& last = recent_[next_ == 0 ? recent_.size() - 1 : next_ - 1];
+    add_blocks(last, -1, &groups_);
+    for (HitCount* each : {&total_, &window_, &last}) add_to(each, more, 1);
+    add_blocks(last, 1, &groups_);
+  }
   static void add_to(HitCount* sum, const HitCount& one, int64_t sign) {
     sum->num_requests += sign * one.num_requests;
     sum->query_tokens += sign * one.query_tokens;
     sum->hit_tokens += sign * one.hit_tokens;
     sum->host_hit_tokens += sign * one.host_hit_tokens;
   }
-  void add_blocks(const HitCount& one, std::vector<GroupCount>* sums) const {
+  void add_blocks(const HitCount& one, int64_t sign, std::vector<GroupCount>* sums) const {
     for (size_t g = 0; g < block_sizes_.size(); ++g) {
       if (block_sizes_[g] == 0) continue;
-      (*sums)[g].query_blocks += one.query_tokens / block_sizes_[g];
-      (*sums)[g].hit_blocks += one.hit_tokens / block_sizes_[g];
+      (*sums)[g].query_blocks += sign * (one.query_tokens / block_sizes_[g]);
+      (*sums)[g].hit_blocks += sign * (one.hit_tokens / block_sizes_[g]);
     }
   }
 
+  uint64_t id_ = next_id(), period_ = 0;  // `period_`: number of calls of `clear`
   std::vector<int64_t> block_sizes_;
   HitCount total_, window_;
   std::vector<GroupCount> groups_;

@@ -446,7 +446,9 @@ void Manager::free(const int32_t* rows, int64_t n, const ReleaseFeatures& featur
   }
   const Soundness::Change change = this->change("free");
   for (int64_t i = 0; i < n; ++i) {
-    if (!rows_[rows[i]].on_host) publisher_.publish(rows[i]);
+    const Row& r = rows_[rows[i]];
+    stats_.note_had(r.chain.get(), r.is_receiving ? rows_.info(rows[i]).num_hit : r.num_computed);
+    if (!r.on_host) publisher_.publish(rows[i]);
     release_.leave(rows[i], features, blocks.departure_of(i));
   }
 }

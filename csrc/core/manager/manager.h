@@ -62,6 +62,8 @@ class Manager {
   const BlockPool* host() const { return tiers_.host_pages(); }
   BlockPool* host() { return tiers_.host_pages(); }
   const CacheStats& stats() const { return stats_; }
+  // The tokens of the request that these statistics count as hits.
+  int64_t num_counted_hits(TokenChain* chain) const { return stats_.num_hits(chain); }
   const TierCount& tiers() const { return tiers_.counts(); }
   void clear_stats();
   const Prefault& prefault() const { return prefault_; }

@@ -56,10 +56,10 @@ MissReport& MissReasons::report_of(int32_t row) {
   return reports_[i];
 }
 
-void MissReasons::note(int32_t row, const Asked& asked, const Found& found) {
+void MissReasons::note(int32_t row, const Asked& asked, const Found& found, bool counts) {
   MissReport& report = report_of(row);
   report = of(asked, found);
-  for (size_t i = 0; asked.reads && i < kNumMissReasons; ++i) total_[i] += report.missed[i];
+  for (size_t i = 0; counts && i < kNumMissReasons; ++i) total_[i] += report.missed[i];
   add_recent(asked, row);
   lost_.set_taker(asked.num_hit > 0 ? Taker::kContinued : Taker::kNew);
 }

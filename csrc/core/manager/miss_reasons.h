@@ -88,7 +88,7 @@ class MissReasons {
   // before a call changes anything.
   void release_dropped() { dropped_.clear(); }
   // Records that the request is admitted as this row. Called before blocks are evicted for it.
-  void note(int32_t row, const Asked& asked, const Found& found);
+  void note(int32_t row, const Asked& asked, const Found& found, bool counts);
   // Records that the row is a fork. It shares the computed tokens of its parent and looks up
   // nothing.
   void note_fork(int32_t row, int64_t num_tokens, int64_t num_computed);

@@ -149,7 +149,7 @@ Recompute Recovery::invalidate(const std::vector<BlockId>& blocks,
 // Rows with invalid computed tokens return to the end of their valid tokens. If a row does not hold
 // all blocks that it needs to continue from there, it restarts. A receiving row returns or restarts
 // after its tokens have arrived.
-Recompute Recovery::recompute(const Invalidation::Limits& limits) {
+Recompute Recovery::recompute(const Invalidation::Limits& limits, int64_t most_had) {
   RowTable& rows = *c_.rows;
   Recompute out;
   std::vector<int32_t> to_restart;
@@ -169,7 +169,9 @@ Recompute Recovery::recompute(const Invalidation::Limits& limits) {
     }
     c_.resend(row);
   }
-  for (int32_t row : to_restart) parts_.server->restart(row);
+  for (int32_t row : to_restart) {
+    parts_.server->restart(row, std::min(rows[row].num_computed, most_had));
+  }
   for (int32_t row : out.rows) {
     out.num_computed_tokens.push_back(static_cast<int32_t>(rows[row].num_computed));
   }
@@ -190,7 +192,7 @@ void Recovery::receive(int32_t row, int64_t num_tokens) {
     }
   }
   r.is_receiving = false;
-  if (num_tokens < r.num_computed) recompute({{row, num_tokens}});
+  if (num_tokens < r.num_computed) recompute({{row, num_tokens}}, /*most_had=*/num_tokens);
   parts_.publisher->refresh(row);
   parts_.publisher->publish(row);
 }
@@ -198,7 +200,7 @@ void Recovery::receive(int32_t row, int64_t num_tokens) {
 void Recovery::restart(int32_t row) {
   parts_.release->let_go(row);
   c_.resend(row);
-  parts_.server->restart(row);
+  parts_.server->restart(row, (*c_.rows)[row].num_computed);
 }
 
 void Recovery::note_evicted(const std::function<bool(BlockId)>& is_evicted) {

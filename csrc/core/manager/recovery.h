@@ -75,8 +75,9 @@ class Recovery {
   using LeftRows = std::unordered_map<int64_t, StepJournal::Left>;  // by admission number
   void add_published(const StepJournal::Published& published, const LeftRows& left,
                      Invalidation* invalid) const;
-  Recompute recompute(const Invalidation::Limits& limits);
   void note_given(const StepJournal::Step& step);
+  // `most_had`: tokens beyond it never arrived (see CountedTokens).
+  Recompute recompute(const Invalidation::Limits& limits, int64_t most_had = kUnbounded);
 
   RowContext c_;
   Parts parts_;

@@ -349,8 +349,9 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   r.waits_for_marks = asked.waits_for_marks;
   r.by_step = by_step;
   if (parts_.misses != nullptr) {
+    const bool counts = asked.reads() && !parts_.stats->has_counted(chain.get());
     parts_.misses->note(row, {chain, asked.reads(), hit.num_tokens, asked.num_external, asked.name},
-                        found_);
+                        found_, counts);
   }
   compare_hit(asked, hit, by_step);
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
@@ -361,10 +362,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   c_.rows->set_quiet_until(row, c_.rows->next_quiet_until(row));
   served->num_before.fill(0);
   parts_.publisher->refresh(row);
-  if (asked.reads()) {
-    parts_.stats->add(chain->num_tokens(), hit.num_tokens,
-                      hit.num_tokens - hit.first_host_token(*c_.groups));
-  }
+  if (asked.reads()) count_hit(row, hit);
   return Status::kServed;
 }
 
@@ -384,8 +382,14 @@ void RowServer::compare_hit(const NewRow& asked, const PrefixHit& hit, bool by_s
   }
 }
 
-void RowServer::restart(int32_t row) {
+void RowServer::count_hit(int32_t row, const PrefixHit& hit) {
+  parts_.stats->count((*c_.rows)[row].chain.get(), hit.num_tokens,
+                      hit.first_host_token(*c_.groups));
+}
+
+void RowServer::restart(int32_t row, int64_t num_had) {
   Row& r = (*c_.rows)[row];
+  parts_.stats->note_had(r.chain.get(), num_had);
   c_.rows->disturb(row);
   r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
   r.has_forked = r.may_share = false;
@@ -406,6 +410,7 @@ void RowServer::restart(int32_t row) {
   r.num_drafts = 0;
   r.is_stale = false;
   parts_.publisher->refresh(row);
+  if (r.reads) count_hit(row, hit);
 }
 
 Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit) {
@@ -485,6 +490,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   // shared blocks later.
   parts_.publisher->publish(row);
   accept_drafts(row);
+  parts_.stats->note_fork(child.get(), (*c_.rows)[row].num_computed);
   child->adopt_hashes(*(*c_.rows)[row].chain, (*c_.rows)[row].num_computed);
 
   const int32_t other = c_.rows->take();

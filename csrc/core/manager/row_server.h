@@ -78,8 +78,8 @@ class RowServer {
   Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
 
   // Lets a row that has released its blocks continue from its hit in the device cache. Encoder
-  // pages on the host stay there until the row is swapped in.
-  void restart(int32_t row);
+  // pages on the host stay there until the row is swapped in. `num_had`: see CountedTokens.
+  void restart(int32_t row, int64_t num_had);
 
   // Returns how many leading blocks of the row in this group are held by exactly num_running rows.
   int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) const;
@@ -110,6 +110,7 @@ class RowServer {
   Demand demand_of_new(const NewRow& asked, const PrefixHit& hit, const Span& span);
   // Reports the hit of an admitted request to the cache that the eviction policy simulates, if any.
   void compare_hit(const NewRow& asked, const PrefixHit& hit, bool by_step);
+  void count_hit(int32_t row, const PrefixHit& hit);
   Status admit(ServedRow* served, const NewRow& asked, const PrefixHit& hit, bool by_step);
   void answer(const ServedRow& served, Status status);
   bool waits_for_earlier(const TokenChain& chain, int64_t num_hit) const;
