@@ -10,6 +10,7 @@ check that every token reads the content of its own prefix.
 
 from __future__ import annotations
 
+import os
 import random
 from collections import defaultdict
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from kvcache.kinds import make_kind
 from kvcache.native.load import core
 from tests.machinery.shared import manager_of, sampled
 
+SERIES = os.environ.get("KVCACHE_TEST_SEED", "")
 NUM_CASES, CASES_PER_SEED = 12_000, 200  # `make test` runs two seeds
 
 
@@ -353,7 +355,7 @@ class Sender:
 
 
 def check(seed: int, number: int) -> None:
-    rng = random.Random(f"hit ends {seed} {number}")
+    rng = random.Random(f"{SERIES} {seed} {number}")
     case = draw(rng)
     sender = Sender(case, rng)
     tokens = [rng.randrange(1_000) for _ in range(case.num_tokens)]
@@ -401,7 +403,7 @@ def test_an_identical_prompt_hits_where_the_manager_says(seed):
         try:
             check(seed, number)
         except Exception as error:
-            raise AssertionError(f"seed {seed}, case {number}") from error
+            raise AssertionError(f"seed {SERIES!r} {seed}, case {number}") from error
 
 
 def sends(num_tokens: int, *groups: GroupSpec, chunk_tokens: int = 2_000, **options) -> list[int]:

@@ -222,7 +222,7 @@ class Driver:
             "announce_reused": choose.chance(3),
         }
         specs, groups = groups_of(choose, kinds)
-        if choose.chance(3):
+        if choose.chance(3) and any(group.sparse and group.cached for group in groups):
             unit = ModelManager(groups, 2, LONGEST, hash_block_size=hash_block_size).unit
             options["retention_interval"] = unit * choose.pick([0, 0, 1, 2, 3])
         if choose.chance(2):
