@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvcache import Request
 from kvcache.engine import Engine, SamplingParams, sanitizer_of
 from kvcache.engine.transformers import attach, layer_specs
 from kvcache.sanitizer import SanitizedGroup, Sanitizer, SanitizerError
@@ -356,3 +357,18 @@ def test_failure_of_the_observer_ends_the_engine_only_in_stop_mode(mode, monkeyp
         return
     serve(engine, 1)
     assert engine._observer.guard.failure == "ZeroDivisionError: division by zero"
+
+
+def test_stop_mode_never_computes_from_a_wrong_block():
+    engine = engine_of()
+    prompt = list(range(40))
+    engine.generate([prompt], SamplingParams(max_tokens=1))
+    engine.sanitizer.mode = "stop"
+    blocks = engine.cache.manager.cache.find_prefix(Request("x", prompt)).block_ids
+    engine.sanitizer.observe_clear([int(blocks[0])])  # the block is lost, but stays in the cache
+    generation = engine.add([*prompt, 5], SamplingParams(max_tokens=2))
+    for _ in range(3):
+        with pytest.raises(SanitizerError):
+            engine.step()
+    assert not generation.samples or not len(generation.samples[0].token_ids)
+    engine.model.detach()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvcache.sanitizer import ReportKind, SanitizedGroup, Sanitizer, SanitizerError
+from kvcache.sanitizer.guard import ObserverGuard
 
 FULL = SanitizedGroup("full", 4)
 
@@ -308,6 +309,176 @@ def test_stop_raises_at_the_first_finding():
     assert raised.value.report is sanitizer.reports[0]
 
 
+STATE = SanitizedGroup("state", 4)
+
+
+def _begin(s, name, tokens=(1, 2, 3)):
+    s.observe_request(name, tokens)
+
+
+def _digests(s, name):
+    _begin(s, name, [1, 2, 3, 4])
+    s.observe_load(0, [name], [0], [4], [[2]])
+    s.check_digests(0, [2], [9])
+
+
+# For each kind, the correct calls before the defect, and the step of a request that is wrong. The
+# step can be repeated.
+DEFECTS = {
+    "wrong-content": (
+        lambda s: write(s, "v", [9] * 3, [3]),
+        lambda s, name: (_begin(s, name), read(s, name, 3, [3])),
+    ),
+    "read-before-written": (
+        lambda s: None,
+        lambda s, name: (_begin(s, name), read(s, name, 3, [3])),
+    ),
+    "freed-and-read": (
+        lambda s: (
+            s.observe_allocation("v", [3]),
+            write(s, "v", [1, 2, 3], [3]),
+            s.observe_free("v", [3]),
+        ),
+        lambda s, name: (_begin(s, name), read(s, name, 3, [3])),
+    ),
+    "write-after-free": (
+        lambda s: (s.observe_allocation("v", [3]), s.observe_free("v", [3])),
+        lambda s, name: write(s, name, [1, 2, 3], [3]),
+    ),
+    "two-writers": (
+        lambda s: s.observe_allocation("v", [3]),
+        lambda s, name: write(s, name, [1, 2, 3], [3]),
+    ),
+    "write-to-shared": (
+        lambda s: (
+            [s.observe_allocation(each, [3]) for each in ("v", "w")],
+            write(s, "v", [1, 2, 3], [3]),
+        ),
+        lambda s, name: write(s, name, [7, 8], [3]),
+    ),
+    "null-block-write": (lambda s: None, lambda s, name: write(s, name, [1], [0])),
+    "slot-mismatch": (
+        lambda s: None,
+        lambda s, name: (_begin(s, name), s.observe_write(0, [name], [0], [1], [5], [[2]])),
+    ),
+    "stale-row": (
+        lambda s: None,
+        lambda s, name: (_begin(s, name), s.finish(name), read(s, name, 1, [1])),
+    ),
+    "read-beyond-length": (
+        lambda s: None,
+        lambda s, name: (write(s, name, [1, 2], [3]), read(s, name, 3, [3])),
+    ),
+    "wrong-state": (
+        lambda s: (_begin(s, "v"), s.observe_state_write(1, ["v"], [2], [3])),
+        lambda s, name: (_begin(s, name), s.observe_state_read(1, [name], [3], [3])),
+    ),
+    "wrong-load": (
+        lambda s: (write(s, "v", [1, 2, 3, 4], [1]), s.observe_digests(0, [1], [5])),
+        _digests,
+    ),
+    "skipped-token": (
+        lambda s: None,
+        lambda s, name: (_begin(s, name), s.observe_tokens([name], [4], [1], [5])),
+    ),
+    "invalid-input": (lambda s: None, lambda s, name: s.reject(name, "expected another")),
+}
+
+
+def test_every_kind_has_a_defect():
+    assert set(DEFECTS) == {str(kind) for kind in ReportKind}
+
+
+@pytest.mark.parametrize("kind", DEFECTS)
+def test_stop_raises_at_each_try_and_for_each_request(kind):
+    sanitizer = sanitizer_of(FULL, STATE, mode="stop", every=3)
+    prepare, wrong = DEFECTS[kind]
+    prepare(sanitizer)
+    sanitizer.observe_step(3)
+    for num_requests, name in enumerate(["a", "a", "b", "a"], 1):
+        for _ in range(3):  # the step is repeated, also in steps that are not sampled
+            with pytest.raises(SanitizerError) as raised:
+                wrong(sanitizer, name)
+            assert raised.value.report.kind == kind and raised.value.report.request == name
+            sanitizer.observe_step()
+        if kind == "invalid-input":  # reported once per call
+            continue
+        sanitizer.finish(name)
+        if kind not in ("stale-row", "wrong-load"):  # the step begins the request; "v" was loaded
+            assert sanitizer.counts == {kind: num_requests}
+
+
+@pytest.mark.parametrize("kind", DEFECTS)
+def test_report_mode_reports_each_finding_once(kind):
+    sanitizer = sanitizer_of(FULL, STATE)
+    prepare, wrong = DEFECTS[kind]
+    prepare(sanitizer)
+    for _ in range(3):
+        sanitizer.observe_step()
+        wrong(sanitizer, "a")
+    if kind != "stale-row":  # each step of this defect ends another request
+        assert sanitizer.counts[kind] == len([r for r in sanitizer.reports if r.kind == kind]) == 1
+
+
+def test_tokens_after_a_skipped_token_are_checked():
+    sanitizer = sanitizer_of()
+    write(sanitizer, "a", [1, 2, 3], [1, 2])
+    for start in (4, 5):
+        sanitizer.observe_tokens(["a"], [start], [1], [7])
+        sanitizer.observe_write(0, ["a"], [start], [1], [4 + start], [[1, 2]])
+        read(sanitizer, "a", start + 1, [1, 2], start=start)
+    assert sanitizer.counts == {"skipped-token": 1, "read-before-written": 1}
+    write(sanitizer, "a", [1, 2, 3, 4, 7, 7], [1, 2], start=3)  # the token is computed after all
+    read(sanitizer, "a", 6, [1, 2], start=3)
+    assert sanitizer.num_reports == 2
+
+
+@pytest.mark.parametrize("mode", ["report", "stop"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda s: s.observe_tokens(["a"], [-1], [1], [4]),
+        lambda s: s.observe_tokens(["a"], [0], [2], [4]),
+        lambda s: s.observe_tokens(["a", "a"], [0, 0], [1, 1], [4, 5]),
+        lambda s: s.observe_tokens(["a"], [2**30], [1], [4]),
+        lambda s: s.observe_tokens(["a"], [5], [1], [4]),
+        lambda s: s.observe_write(0, ["a"], [0], [2], [4], [[1]]),
+        lambda s: s.observe_write(0, ["a"], [0], [9], range(9), [[1]]),
+        lambda s: s.observe_read(0, ["a"], [0], [3], np.zeros((1, 0), int)),
+        lambda s: s.observe_read(0, ["a"], [0], [-1], [[1]]),
+        lambda s: s.observe_read(0, ["a"], [0, 1], [1], [[1]]),
+        lambda s: s.observe_state_read(1, ["a"], [-1], [1]),
+        lambda s: s.observe_state_write(1, ["a"], [0], [1]),
+        lambda s: s.observe_load(0, ["a"], [0], [9], [[1]]),
+        lambda s: s.observe_allocation("a", [99]),
+        lambda s: s.observe_free("a", [-2]),
+        lambda s: s.observe_copy([1], [99]),
+        lambda s: s.observe_copy([1, 2], [3]),
+        lambda s: s.observe_slot_copy(0, [1], [999]),
+        lambda s: s.observe_clear([99]),
+        lambda s: s.observe_eviction([99]),
+    ],
+)
+def test_what_an_engine_does_never_switches_the_observer_off(wrong, mode):
+    sanitizer = sanitizer_of(FULL, STATE, mode=mode)
+    guard = ObserverGuard(sanitizer)
+    sanitizer.observe_request("a", [1, 2, 3])
+    for _ in range(2):
+        if mode == "stop":
+            with pytest.raises(SanitizerError):
+                guard(wrong, sanitizer)
+        else:
+            guard(wrong, sanitizer)
+    assert sanitizer.num_reports == 1 and guard.failure is None
+
+
+def test_failure_of_an_observer_is_raised_at_each_call_in_stop_mode():
+    guard = ObserverGuard(sanitizer_of(mode="stop"))
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            guard(lambda: 1 / 0)
+
+
 def test_sampling_checks_only_some_steps():
     sanitizer = sanitizer_of(every=2)
     sanitizer.observe_request("a", [1])
@@ -338,7 +509,10 @@ def test_reset_forgets_requests_and_contents():
         (lambda s: Sanitizer([FULL], 4, mode="off"), "mode is 'off': expected 'report' or 'stop'"),
         (lambda s: s.observe_write(1, ["a"], [0], [1], [4]), "group is 1: expected 0 to 0"),
         (lambda s: s.observe_write(0, ["a"], [0], [1], [4]), "'a' has 0 known tokens: expected 1"),
-        (lambda s: s.observe_tokens(["a"], [1], [1], [4]), r"starts\[0\] is 1: expected at most 0"),
+        (
+            lambda s: s.observe_tokens(["a"], [99999], [1], [4]),
+            r"starts\[0\] is 99999: expected at",
+        ),
         (lambda s: s.observe_tokens(["a"], [0], [2], [4]), "token_ids has 1 entries: expected 2"),
         (lambda s: s.observe_read(0, ["a"], [0], [9], [[1]]), "block_table has 1 columns"),
         (lambda s: s.observe_copy([1], [2], dst_medium="disk"), "dst_medium is 'disk': expected"),
