@@ -253,6 +253,17 @@ def check_name(value: str, name: str) -> None:
         raise ValueError(f"{name} is {shown(value)}: expected a non-empty name")
 
 
+def check_key(value: str, name: str) -> None:
+    """Raise TypeError or ValueError, without the value, unless it is a key that a header can carry."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is a {type(value).__name__}: expected a string")
+    if not value or value != value.strip() or not (value.isascii() and value.isprintable()):
+        came = "invalid" if value else "empty"
+        raise ValueError(
+            f"{name} is {came}: expected printable ASCII characters, without spaces at the ends"
+        )
+
+
 def check_range(name: str, what: str, ids: np.ndarray, least: int, size: int) -> None:
     """Raise ValueError unless all ids are in [least, size)."""
     are_wrong = (ids < least) | (ids >= size)

@@ -10,6 +10,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
+from kvcache.checks import check_key
 from kvcache.cli.errors import MissingError, UsageError
 from kvcache.cli.events import add_events_options, open_publisher
 from kvcache.cli.models import end_token_ids, load_model, load_tokenizer
@@ -120,7 +121,6 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
         "--api-key",
         metavar="KEY",
         type=_api_key,
-        default=os.environ.get(_KEY_VARIABLE) or None,
         help=f"key that requests must send as a bearer token; default ${_KEY_VARIABLE}, or none",
     )
     sub.add_argument(
@@ -163,6 +163,12 @@ def _trace(backend: TraceBackend) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Run `kvcache serve` and return the exit code when the server is interrupted."""
+    if args.api_key is None and _KEY_VARIABLE in os.environ:
+        args.api_key = os.environ[_KEY_VARIABLE]
+        try:
+            check_key(args.api_key, f"${_KEY_VARIABLE}")
+        except ValueError as error:
+            raise UsageError(f"{error}; unset it to require no key") from None
     remedy = "pip install 'torch-kvcache[serve]'"
     for name in ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client"):
         require_module(name, "a server", remedy)
@@ -201,8 +207,10 @@ def _name(model: str) -> str:
 
 
 def _api_key(text: str) -> str:
-    if not text.isascii() or not text.isprintable() or not text.strip():
-        raise argparse.ArgumentTypeError("expected printable ASCII characters")
+    try:
+        check_key(text, "key")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from None
     return text
 
 

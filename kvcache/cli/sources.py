@@ -7,7 +7,6 @@ import argparse
 import hashlib
 import ipaddress
 import json
-import os
 import uuid
 from typing import TYPE_CHECKING
 
@@ -100,8 +99,9 @@ def check_source_options(args: argparse.Namespace) -> None:
             require_module(module, option, f"pip install 'torch-kvcache[{module}]'")
     if args.prefill_from is not None:
         _check_address(args.prefill_from, "--prefill-from")
+    secret = transfer_secret()
     has_key, is_offering = args.api_key is not None, args.prefill or args.peer is not None
-    if has_key and is_offering and not transfer_secret():
+    if has_key and is_offering and not secret:
         option = "--prefill" if args.prefill else "--peer"
         raise UsageError(
             f"--api-key is given with {option}: expected ${_secret_variable()} as well, because other "
@@ -163,7 +163,12 @@ def is_loopback(host: str) -> bool:
 
 def transfer_secret() -> bytes:
     """Return the secret that this server shares with the servers with which it exchanges KV."""
-    return os.environ.get(_secret_variable(), "").encode()
+    from kvcache.sources.disaggregation.options import secret_from_environment
+
+    try:
+        return secret_from_environment()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def make_sources(

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from kvcache import __version__
-from kvcache.checks import check_name, flag, instance
+from kvcache.checks import check_key, check_name, flag, instance
 from kvcache.server.admission import Admission
 from kvcache.server.authorization import key_check
 from kvcache.server.completions import Completions
@@ -71,9 +71,9 @@ def make_app(
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: A name or the key is empty, `peers` is given without a publisher, or `connector`
-            or `peers` is given with `api_key` and without `transfer_secret`, so that no key would
-            protect their endpoints.
+        ValueError: A name is empty, no header can carry the key, `peers` is given without a publisher,
+            or `connector` or `peers` is given with `api_key` and without `transfer_secret`, so that no
+            key would protect their endpoints.
     """
     limits = Limits() if limits is None else limits
     instance(loop, EngineLoop, "loop")
@@ -92,7 +92,7 @@ def make_app(
         if loop.publisher is None:
             raise ValueError("peers is given: expected a loop with a publisher")
     if api_key is not None:
-        check_name(api_key, "api_key")
+        check_key(api_key, "api_key")
         for name, value in (("connector", connector), ("peers", peers)):
             if value is not None and not transfer_secret:
                 raise ValueError(

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import unquote
 
+import h11
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -83,6 +84,29 @@ class Server(uvicorn.Server):
         self._state.loop.end_all(error)
 
 
+def _framing_problem(data: bytes) -> str | None:
+    """Return why the header at the beginning of `data` leaves the end of its request open to different
+    readings, or None if it does not. A proxy that reads it differently would let a client smuggle a
+    second request into the body of the first one (RFC 9112, 6 and 11.2).
+    """
+    end = re.search(rb"\n\r?\n", data)
+    if end is None:
+        return None
+    first, *lines = data[: end.start()].split(b"\n")
+    if any(line.startswith((b" ", b"\t")) for line in lines):
+        return "a header continues on a second line: expected one line per header"
+    fields = [line.partition(b":") for line in lines]
+    lengths = [value for name, _, value in fields if name.lower() == b"content-length"]
+    if len(lengths) > 1 or any(b"," in value for value in lengths):
+        return "content-length has several values: expected one"
+    if any(name.lower() == b"transfer-encoding" for name, *_ in fields):
+        if lengths:
+            return "transfer-encoding is given with content-length: expected one of the two"
+        if first.rstrip().endswith(b"HTTP/1.0"):
+            return "transfer-encoding is given with HTTP/1.0: expected HTTP/1.1"
+    return None
+
+
 def _by_path(app: FastAPI) -> Callable[[Any, Any, Any], Awaitable[None]]:
     """Wrap `app` so that a request target http://host/path is handled as /path (RFC 9112, 3.2.2)."""
 
@@ -142,6 +166,15 @@ class _Protocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._bound_receiving()
+
+    def handle_events(self) -> None:
+        if self.conn.their_state is h11.IDLE:
+            problem = _framing_problem(self.conn.trailing_data[0])
+            if problem is not None:
+                self.logger.warning(problem)
+                self.send_400_response(problem)  # also closes the connection
+                return
+        super().handle_events()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -5,6 +5,7 @@ its tokens.
 """
 
 import codecs
+import dataclasses
 import random
 import threading
 import time
@@ -103,10 +104,11 @@ class Scripted(TableModel):
 class Served:
     """A server with a scripted model, and a client. With drafts, most drafts are right."""
 
-    def __init__(self, form, with_drafts):
+    def __init__(self, form, with_drafts, **replaced):
         self.form, self.names = form, {token: name for name, token in form.ids.items()}
         layers = [LayerSpec("a", "full_attention", 16, 1, 1, dtype="float32")]
         plan = plan_cache(layers, 2**16, max_model_len=128, max_num_batched_tokens=64)
+        plan = dataclasses.replace(plan, **replaced)
         cache = build(plan, max_num_reqs=4, num_speculative_tokens=5)
         self.model = Scripted(cache, vocab_size=max(form.ids.values()) + 1)
         engine = Engine(self.model, drafter=self._draft if with_drafts else None)
@@ -343,3 +345,21 @@ def test_alternatives_of_equal_text_have_different_names(served):
         asked, _ = served.ask(is_chat, script, max_tokens=2, logprobs=TOP)
         choices, _ = all_ways(served, is_chat, asked)
         assert [len(top) for _, _, top, _ in choices[0][2]] == [TOP, TOP]
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_request_that_outgrows_the_pool_is_a_client_error(is_stream):
+    """A plan reserves blocks for the longest request, so this happens only with a smaller pool."""
+    form = FORMS["Bytes"]
+    with Served(form, with_drafts=False, num_pages=3).running() as served:
+        asked, _ = served.ask(False, [97] * 60, max_tokens=60)
+        message = (
+            "needs at least 3 blocks for 33 tokens: expected at most 2, all blocks of the pool"
+        )
+        with pytest.raises(openai.APIError, match=message) as told:
+            for _ in served.client.completions.create(stream=is_stream, **asked):
+                pass
+        if not is_stream:
+            assert told.value.status_code == 400
+        asked, _ = served.ask(False, [97] * 60, max_tokens=20)
+        assert served.client.completions.create(**asked).choices[0].text == "a" * 20

@@ -694,6 +694,12 @@ class TestTokenizers:
         ),
         ([], "the following arguments are required: MODEL"),
         (["llama", "--api-key", "é"], "--api-key: expected printable ASCII characters"),
+        (["llama", "--api-key", ""], "--api-key: expected printable ASCII characters"),
+        (
+            ["llama", "--api-key", "key "],
+            "--api-key: expected printable ASCII characters, without sp",
+        ),
+        (["llama", "--api-key", "a\nb"], "--api-key: expected printable ASCII characters"),
         (
             ["llama", "--api-key", "k", "--prefill"],
             "--api-key is given with --prefill: expected $K",
@@ -707,6 +713,39 @@ def test_invalid_usage_prints_one_line_on_stderr(options, expected, capsys):
     assert main(["serve", *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("kvcache: ") and expected in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "variable,value,expected",
+    [
+        ("KVCACHE_API_KEY", "", "$KVCACHE_API_KEY is empty: expected printable ASCII characters"),
+        (
+            "KVCACHE_API_KEY",
+            " wxyz",
+            "$KVCACHE_API_KEY is invalid: expected printable ASCII character",
+        ),
+        ("KVCACHE_TRANSFER_SECRET", "", "$KVCACHE_TRANSFER_SECRET is empty: expected a secret"),
+        ("KVCACHE_TRANSFER_SECRET", "\n", "$KVCACHE_TRANSFER_SECRET is empty: expected a secret"),
+    ],
+)
+def test_blank_secrets_in_the_environment_are_rejected(
+    variable, value, expected, monkeypatch, capsys
+):
+    """An empty variable, such as one of a missing file, must not switch protection off."""
+    monkeypatch.setenv(variable, value)
+    assert main(["serve", "llama"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvcache: " + expected) and error.count("\n") == 1
+    if value.strip():
+        assert value not in error
+
+
+@pytest.mark.parametrize("key", ["", " key", "key ", "a\tb", "é"])
+def test_key_that_no_header_can_carry_is_rejected(key):
+    engine = Engine(attach(dense("llama", 2), "1MiB", max_model_len=64))
+    with pytest.raises(ValueError, match=r"api_key is (empty|invalid): expected print"):
+        make_app(EngineLoop(engine), ByteTexts(), "llama", api_key=key)
+    engine.model.detach()
 
 
 def test_nvtx_needs_a_cuda_build_of_torch(capsys):

@@ -736,6 +736,92 @@ class TestStopTexts:
         assert seconds(many) < 5 * seconds(StopTexts(["abx"]))
 
 
+class TestFraming:
+    """A request whose end can be read in two ways is rejected, and its connection is closed."""
+
+    LATER = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+    def exchange(self, served, version, headers, body):
+        lines = [f"POST /tokenize {version}".encode(), b"Host: x", *headers]
+        data = b"\r\n".join(lines) + b"\r\n\r\n" + body + self.LATER
+        with socket.create_connection(served.listener.getsockname()) as connection:
+            connection.settimeout(30)
+            connection.sendall(data)
+            return b"".join(iter(lambda: connection.recv(65536), b""))
+
+    @pytest.mark.parametrize(
+        "version,headers,body,message",
+        [
+            (
+                "HTTP/1.1",
+                [b"Content-Length: 2", b"Content-Length: 2"],
+                b"{}",
+                b"has several values",
+            ),
+            (
+                "HTTP/1.1",
+                [b"Content-Length: 2", b"content-length: 40"],
+                b"{}",
+                b"has several values",
+            ),
+            ("HTTP/1.1", [b"Content-Length: 2, 2"], b"{}", b"has several values"),
+            (
+                *("HTTP/1.1", [b"Content-Length: 4", b"Transfer-Encoding: chunked"]),
+                *(b"0\r\n\r\n", b"transfer-encoding is given with content-length"),
+            ),
+            (
+                *("HTTP/1.1", [b"tRANSFER-eNCODING: chunked", b"content-length: 4"]),
+                *(b"0\r\n\r\n", b"transfer-encoding is given with content-length"),
+            ),
+            ("HTTP/1.0", [b"Transfer-Encoding: chunked"], b"0\r\n\r\n", b"with HTTP/1.0"),
+            (
+                "HTTP/1.1",
+                [b"X: a", b" Content-Length: 4", b"Content-Length: 2"],
+                b"{}",
+                b"second line",
+            ),
+            ("HTTP/1.1", [b"Transfer-Encoding:", b"\tchunked"], b"0\r\n\r\n", b"second line"),
+            (
+                "HTTP/1.1",
+                [b"Transfer-Encoding: identity", b"Content-Length: 2"],
+                b"{}",
+                b"is given with",
+            ),
+            ("HTTP/1.1", [b"Transfer-Encoding: identity"], b"", b"Invalid HTTP request"),
+            (
+                "HTTP/1.1",
+                [b"Transfer-Encoding: gzip, chunked"],
+                b"0\r\n\r\n",
+                b"Invalid HTTP request",
+            ),
+            ("HTTP/1.1", [b"Content-Length : 2"], b"{}", b"Invalid HTTP request"),
+            ("HTTP/1.1", [b"Content-Length: +2"], b"{}", b"Invalid HTTP request"),
+        ],
+        ids=lambda value: value.decode() if isinstance(value, bytes) else None,
+    )
+    def test_ambiguous_request_is_rejected(self, served, version, headers, body, message):
+        answer = self.exchange(served, version, headers, body)
+        assert answer.startswith(b"HTTP/1.1 400 ") and message in answer
+        assert answer.count(b"HTTP/1.1 ") == 1 and b'"version"' not in answer
+
+    def test_ambiguous_request_after_another_one_is_rejected(self, served):
+        both = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        second = b"POST /tokenize HTTP/1.1\r\nHost: x\r\n" + both
+        answer = self.exchange(served, "HTTP/1.1", [b"Content-Length: 2"], b"{}" + second)
+        assert answer.count(b"HTTP/1.1 ") == 2 and b'"version"' not in answer
+
+    @pytest.mark.parametrize(
+        "headers,body",
+        [
+            ([b"Content-Length: 2"], b"{}"),
+            ([b"Transfer-Encoding: chunked"], b"2\r\n{}\r\n0\r\n\r\n"),
+        ],
+    )
+    def test_unambiguous_requests_share_a_connection(self, served, headers, body):
+        answer = self.exchange(served, "HTTP/1.1", headers, body)
+        assert answer.count(b"HTTP/1.1 ") == 2 and b'"version"' in answer
+
+
 @pytest.mark.parametrize(
     "options,expected",
     [

@@ -29,6 +29,7 @@ from kvcache.sources.disaggregation.cache_rank import _Parts
 from kvcache.sources.disaggregation.leases import Progress
 from kvcache.sources.disaggregation.offer import RankAddress, digest_of, sealed
 from kvcache.sources.disaggregation.offer_calls import OfferCalls, OfferServer
+from kvcache.sources.disaggregation.options import secret_from_environment
 from kvcache.sources.disaggregation.steps import RankHandshake, Results, Step
 from kvcache.transfer import CacheDescription, make_transport
 from tests.machinery.disaggregation_engine import Engine, EngineProcess
@@ -760,6 +761,15 @@ def test_transport_digest_is_an_option(engines):
     sender, receiver = (engines(name, options={"digest": True}) for name in "pd")
     assert all(each.ranks[0]._reader.transport.digest for each in (sender, receiver))
     check_load(receiver, Request("r", range(51)), send(sender, "r", range(50)), 50)
+
+
+@pytest.mark.parametrize("value", ["", " \n"])
+def test_blank_secret_in_the_environment_is_rejected(value, monkeypatch):
+    monkeypatch.delenv("KVCACHE_TRANSFER_SECRET", raising=False)
+    assert secret_from_environment() == b""
+    monkeypatch.setenv("KVCACHE_TRANSFER_SECRET", value)
+    with pytest.raises(ValueError, match=r"\$KVCACHE_TRANSFER_SECRET is empty: expected a secret"):
+        secret_from_environment()
 
 
 def test_peer_without_the_secret_is_rejected(engines):

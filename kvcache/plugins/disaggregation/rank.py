@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 
 from kvcache.plugins.disaggregation.fetching import RankReader, RequestFetch
 from kvcache.sources.disaggregation.layout import GroupLayout
-from kvcache.sources.disaggregation.options import SECRET_VARIABLE, ConnectorOptions
+from kvcache.sources.disaggregation.options import ConnectorOptions, secret_from_environment
 from kvcache.sources.disaggregation.rank import RankThread
 from kvcache.transfer.transport.factory import make_transport
 from kvcache.worker.pages.pages import Pages
@@ -47,7 +46,7 @@ class TensorRank(RankThread):
             host=options.host,
             port=options.port_of(rank),
             advertise=options.advertise,
-            secret=os.environ.get(SECRET_VARIABLE, "").encode(),
+            secret=secret_from_environment(),
             digest=options.digest,
         )
         try:

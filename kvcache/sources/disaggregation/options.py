@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,6 +12,22 @@ from kvcache.checks import flag, instance, integer, number, shown
 
 # Environment variable with the secret that peers need to connect, for commands and plug-ins.
 SECRET_VARIABLE = "KVCACHE_TRANSFER_SECRET"
+
+
+def secret_from_environment() -> bytes:
+    """Return the secret in `SECRET_VARIABLE`, or b"" if the variable is not set.
+
+    Raises:
+        ValueError: The variable is set, but blank. Peers would not be authenticated.
+    """
+    secret = os.environ.get(SECRET_VARIABLE)
+    if secret is None:
+        return b""
+    if not secret.strip():
+        raise ValueError(
+            f"${SECRET_VARIABLE} is empty: expected a secret; unset it to require none"
+        )
+    return os.fsencode(secret)
 
 
 @dataclass(frozen=True)
