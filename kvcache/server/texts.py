@@ -123,7 +123,7 @@ class TokenizerTexts:
         no bytes.
         """
         (token_id,) = _checked_tokens([token_id])
-        before = [*before[-NUM_BEFORE:]]
+        before = _checked_tokens(before, "before")[-NUM_BEFORE:]
         alone = self._text([token_id], skip_special_tokens=False)
         data = self._bytes_of(token_id, alone)
         if data is not None:
