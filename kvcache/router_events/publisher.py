@@ -182,11 +182,6 @@ class EventPublisher:
         return self._topic.decode()
 
     @property
-    def next_seq(self) -> int:
-        """Sequence number of the next batch. It may be slightly out of date."""
-        return self._buffer.stop
-
-    @property
     def counts(self) -> PublisherCounts:
         """Cumulative counts. They may be slightly out of date."""
         server = self._server

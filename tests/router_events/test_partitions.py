@@ -62,5 +62,5 @@ def test_subscriber_connects_again_after_the_publishers_connection_was_lost(monk
             publish()
         seen = reader.next_seq
         network.heal()
-        publish_until(lambda: reader.next_seq == publisher.next_seq)
+        publish_until(lambda: reader.next_seq == publisher._buffer.stop)
         assert reader.is_exact and reader.next_seq > seen + 30

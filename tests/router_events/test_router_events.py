@@ -87,7 +87,7 @@ def publisher(context):
 
 def first_of(publisher):
     """Return the number of the first batch after the one that announces an empty cache."""
-    return publisher.next_seq - publisher.counts.batches
+    return publisher._buffer.stop - publisher.counts.batches
 
 
 def numbers(publisher, answers):
@@ -620,7 +620,7 @@ def test_replay_beyond_the_buffer_sends_the_whole_cache_content(context, encodin
         first = msgspec.msgpack.decode(payload)[1][0]
         assert isinstance(first, dict if encoding == "map" else list)
         events = decode_batch(payload).events
-        assert number == publisher.next_seq - 1 and isinstance(events[0], WireCleared)
+        assert number == publisher._buffer.stop - 1 and isinstance(events[0], WireCleared)
         assert sorted(h for e in events[1:] for h in e.block_hashes) == [*range(10)]
         asker.ask(b"", encode_sequence(0))
         asker.answers()
@@ -659,7 +659,7 @@ def test_late_reader_receives_the_whole_cache(context, encoding):
     ):
         publish(publisher, 20)
         assert reader.catch_up() and reader.view.hashes() == {*range(20)}
-        assert reader.next_seq == publisher.next_seq
+        assert reader.next_seq == publisher._buffer.stop
 
 
 def test_lost_messages_are_detected_and_replayed(context, publisher):
@@ -776,7 +776,7 @@ def test_only_batches_of_the_topic_are_replayed(context, topic):
             assert reader.catch_up()
             is_own = topic in ("", "kv@a@m")
             assert reader.view.hashes() == ({0, 1, 2} if is_own else set())
-            assert reader.next_seq == (publisher.next_seq if is_own else 0)
+            assert reader.next_seq == (publisher._buffer.stop if is_own else 0)
 
 
 def test_numbers_of_a_restarted_publisher_are_above_all_earlier_numbers(context):
@@ -922,7 +922,7 @@ def test_messages_of_an_earlier_publisher_are_not_attributed_to_the_next(context
             while reader.poll(0.2):
                 pass
             assert reader.view.hashes() == {*range(100, 108)}
-            assert reader.next_seq == second.next_seq
+            assert reader.next_seq == second._buffer.stop
 
 
 @pytest.mark.slow
@@ -945,7 +945,7 @@ def test_restarted_publisher_is_followed(context, num_before, num_after, polls):
             if polls:  # otherwise, only the new connection reveals the restart
                 follow(reader, lambda: reader.view.hashes() == expected)
             assert reader.catch_up() and reader.view.hashes() == expected
-            assert reader.next_seq == second.next_seq and reader.counts.restarts >= 1
+            assert reader.next_seq == second._buffer.stop and reader.counts.restarts >= 1
             publish(second, 1, first=num_after)
             assert reader.catch_up() and num_after in reader.view.hashes()
 
@@ -996,7 +996,7 @@ class RandomCourse:
     def compare(self):
         wait_for(lambda: self.publisher.counts.batches == self.num_published)
         wait_for(self.reader.catch_up)
-        assert self.reader.next_seq == self.publisher.next_seq
+        assert self.reader.next_seq == self.publisher._buffer.stop
         # Events of blocks whose parent is only on the host, for example after `cache.evict`, are held.
         groups = self.publisher._translator._groups.items()
         held = {("GPU", number, each) for number, group in groups for each in group.held}

@@ -56,12 +56,17 @@ class BlockStore(ABC):
     def get(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> list[int]:
         """Read values into `values`.
 
-        Return the size of each value in bytes, or -1 for a key without a value.
+        Return the size of each value in bytes, or -1 for a key whose value is missing or cannot be
+        read. `exists` must then return False, so that the value is stored again.
         """
 
     @abstractmethod
     def remove(self, keys: Sequence[str]) -> None:
-        """Remove keys whose values are invalid. Unknown keys are ignored."""
+        """Remove keys whose values are invalid. Unknown keys are ignored.
+
+        Raise an exception unless all values are known to be removed. The tier then repeats the call
+        before any other call.
+        """
 
     def keys(self) -> list[str]:
         """Return all keys. Required if `knows_keys` is True."""

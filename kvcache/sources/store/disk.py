@@ -185,7 +185,7 @@ class DiskStore(BlockStore):
     def _put(self, keys: Sequence[str], values: Sequence[np.ndarray]) -> None:
         last = dict(zip(keys, values))  # for a repeated key, the last value is stored
         places: dict[str, int] = {}
-        moved: list[bool] = []
+        errors: list[Exception | None] = []
         try:
             if self._doubtful:
                 self._settle()
@@ -202,17 +202,19 @@ class DiskStore(BlockStore):
                 os.ftruncate(self._fd, self._offset(end))
                 self._num_places = end
             entries = [self._entry(key) for key in places]
-            moved = self._move_each(
+            errors = self._move_each(
                 "WRITE", [last[key] for key in places], [*places.values()], entries
             )
+            if places and all(errors):
+                raise errors[0]
         except Exception:
             disk = os.statvfs(self.folder)
             if disk.f_bavail * disk.f_frsize < len(keys) * self._stride:
                 return  # the disk is full
             raise
         finally:
-            for (key, place), is_moved in zip_longest(places.items(), moved, fillvalue=False):
-                if is_moved:
+            for (key, place), error in zip_longest(places.items(), errors, fillvalue=True):
+                if error is None:
                     self._places[key] = place
                 else:
                     self._discard(place)
@@ -225,18 +227,14 @@ class DiskStore(BlockStore):
         """
         keys, values = self._checked(keys, values)
         found = [i for i, key in enumerate(keys) if key in self._places]
-        try:
-            moved = self._move_each(
-                "READ", [values[i] for i in found], [self._places[keys[i]] for i in found]
-            )
-        except TimeoutError:
-            raise
-        except Exception:
+        errors = self._move_each(
+            "READ", [values[i] for i in found], [self._places[keys[i]] for i in found]
+        )
+        if found and all(errors):
             os.stat(self.folder / _FILE)  # raises OSError if not only these values have failed
-            moved = [False] * len(found)
         sizes = [-1] * len(keys)
-        for i, is_moved in zip(found, moved):
-            if is_moved:
+        for i, error in zip(found, errors):
+            if error is None:
                 sizes[i] = self._value_bytes
                 self._places.move_to_end(keys[i])
             elif (place := self._places.pop(keys[i], None)) is not None:
@@ -413,28 +411,22 @@ class DiskStore(BlockStore):
         values: list[np.ndarray],
         places: list[int],
         entries: Sequence[bytes] = (),
-    ) -> list[bool]:
-        """Call `_move`, and return whether each value was moved. If the call fails, each value is
-        moved separately. Raises if all of them fail.
-        """
+    ) -> list[Exception | None]:
+        """Read or write values, and return for each value the error that prevented it."""
         try:
             self._move(operation, values, places, entries)
+            return [None] * len(values)
         except TimeoutError:
             raise
-        except Exception:
-            moved = [False] * len(values)
-            for i in range(len(values) if len(values) > 1 else 0):
-                try:
-                    self._move(operation, [values[i]], [places[i]], entries[i : i + 1])
-                    moved[i] = True
-                except TimeoutError:
-                    raise
-                except Exception:
-                    continue
-            if not any(moved):
-                raise
-            return moved
-        return [True] * len(values)
+        except Exception as error:
+            if len(values) == 1:
+                return [error]
+        half = len(values) // 2
+        return [
+            error
+            for part in (slice(half), slice(half, None))
+            for error in self._move_each(operation, values[part], places[part], entries[part])
+        ]
 
     def _move(
         self,

@@ -20,8 +20,7 @@ from kvcache.sources.store.removals import PendingRemovals
 
 # Maximum number of keys per call. Larger batches fail over TCP.
 _KEYS_PER_CALL = 1024
-_NOT_FOUND, _FULL = -704, -200  # Mooncake's error codes
-_TOO_LARGE = -600
+_NOT_FOUND, _TOO_LARGE = -704, -600  # Mooncake's error codes
 _UNANSWERED = (-900, -901)  # the master was not reached
 _CONNECT_S, _PROBE_S = 1.0, 30.0
 # Ends without closing the client, because that may take seconds.
@@ -141,9 +140,7 @@ class MooncakeStore(BlockStore):
         for some, of_some in zip(_batches(keys), _batches(values)):
             room = [len(value) for value in of_some]
             found = self._client.batch_get_into(some, _addresses(of_some), room)
-            sizes += found
-        if any(size in _UNANSWERED for size in sizes):
-            raise StoreError(f"batch_get_into returned {min(sizes)}: the master was not reached")
+            sizes += _answered(found, "batch_get_into")
         for key, size in zip(keys, sizes):
             if size < 0 and size not in (_NOT_FOUND, _TOO_LARGE):
                 self._unreadable.add(key)
@@ -191,13 +188,9 @@ class MooncakeStore(BlockStore):
         metadata, _, _, *others = self._setup
         arguments = json.dumps([self._host or own, metadata, 0, 1 << 20, *others])
         command = [sys.executable, "-c", _PROBE, json.dumps(sys.path), arguments]
-        environment = _LIMITS | os.environ
-        nothing = subprocess.DEVNULL
+        options = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         try:
-            done = subprocess.run(
-                command, env=environment, stdin=nothing, stdout=nothing, stderr=nothing,
-                timeout=_PROBE_S,
-            )  # fmt: skip
+            done = subprocess.run(command, env=_LIMITS | os.environ, timeout=_PROBE_S, **options)
         except subprocess.TimeoutExpired as error:
             raise StoreError(f"the master {self._setup[-1]} does not answer") from error
         if done.returncode:
@@ -229,14 +222,10 @@ def _addresses(values: Sequence[np.ndarray]) -> list[int]:
 
 
 def _answered(codes: Sequence[int], call: str) -> Sequence[int]:
-    """Return the codes of a call, one per key. Raises StoreError if the master was not reached, or
-    if the call failed for all keys, except for a full store.
-    """
+    """Return the codes of a call, one per key. Raises StoreError if the master was not reached."""
     for code in codes:
         if code in _UNANSWERED:
             raise StoreError(f"{call} returned {code}: the master was not reached")
-    if codes and all(code < 0 and code != _FULL for code in codes):
-        raise StoreError(f"{call} returned {codes[0]}")
     return codes
 
 

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from kvcache.sources.store.base import StoreError
-
 _log = logging.getLogger("kvcache")
 _KEYS: dict[str, set[str]] = {}  # the pending keys of this process, by store
 
@@ -21,19 +19,19 @@ _KEYS: dict[str, set[str]] = {}  # the pending keys of this process, by store
 class PendingRemovals:
     """The removals from a store that are not known to be complete.
 
-    Keys are recorded in a file of the user before their removal begins. Therefore, no removal is
-    forgotten if the store fails and the process ends: the next process reads the file when it opens
-    the store. The files are in `$XDG_STATE_HOME/kvcache` (`~/.local/state/kvcache`), because a store
-    that has failed cannot be written.
+    Keys are recorded in a file before their removal begins, so that none is forgotten if the store
+    fails and the process ends: the user's next process reads the file when it opens the store. The
+    file is in `$XDG_STATE_HOME/kvcache` (`~/.local/state/kvcache`), because a store that has failed
+    cannot be written.
 
     Args:
         store: Name of the store, which is equal in all processes that use the store.
     """
 
     def __init__(self, store: str) -> None:
-        state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+        state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
         digest = hashlib.sha256(store.encode()).hexdigest()
-        self._store, self._folder = store, state / "kvcache" / "removals" / digest[:32]
+        self._store, self._folder = store, Path(state, "kvcache", "removals", digest[:32])
         self._files: list[Path] = []  # files whose keys are pending in this process
         self._pending = _KEYS.setdefault(store, set())
 
@@ -48,45 +46,39 @@ class PendingRemovals:
         self._pending.update(new)
         if not new:
             return
-        file = self._folder / f"{uuid.uuid4().hex}.json"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            part = file.with_suffix(".part")
-            with open(part, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
-                json.dump(new, out)
-                out.flush()
-                os.fsync(out.fileno())
-            part.replace(file)
-            folder = os.open(self._folder, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            self._files.append(self._folder / uuid.uuid4().hex)
+            data, flags = json.dumps(new).encode(), os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            for path, how in ((self._files[-1], flags), (self._folder, os.O_RDONLY)):
+                fd = os.open(path, how, 0o600)
+                try:
+                    if how == flags and os.write(fd, data) != len(data):
+                        raise OSError("the disk is full")
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
         except OSError as error:
             _log.warning(
-                "removals from the store %s are not recorded, and are forgotten if they fail and this "
+                "removals from the store %r are not recorded, and are forgotten if they fail and this "
                 "process ends: %s", self._store, error,
             )  # fmt: skip
-            return
-        self._files.append(file)
 
     def load(self) -> None:
-        """Read the keys that earlier processes have recorded. Raises OSError or StoreError."""
-        self._files = [*self._folder.glob("*.json")]
+        """Read the keys that earlier processes have recorded. Raises OSError."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            self._files = [self._folder / name for name in os.listdir(self._folder)]
         for file in self._files:
-            try:
+            # A file that is incomplete or missing belongs to a removal that has not begun or is done.
+            with suppress(FileNotFoundError, ValueError):
                 self._pending.update(json.loads(file.read_bytes()))
-            except FileNotFoundError:  # another process has just removed the keys
-                continue
-            except ValueError as error:
-                raise StoreError(f"{file} is not a list of keys: {error}") from error
 
     def done(self, keys: Iterable[str]) -> None:
         """Forget keys that were removed. They include all keys known at the last `add` or `load`."""
         self._pending.difference_update(keys)
         for file in self._files:
             with suppress(OSError):  # removing the keys again does no harm
-                file.unlink(missing_ok=True)
+                file.unlink()
         self._files = []
         with suppress(OSError):  # the folder is missing, or has files of other processes
             self._folder.rmdir()

@@ -104,7 +104,7 @@ def test_router_with_vllms_classes_reads_live_messages_and_replays(seed):
         asker = context.socket(zmq.DEALER)
         asker.connect(publisher.replay_endpoint)
         num_published = num_missed = 0
-        first = next_seq = publisher.next_seq - 1  # the batch that announces an empty cache
+        first = next_seq = publisher._buffer.stop - 1  # the batch that announces an empty cache
 
         def work_and_publish():
             nonlocal num_published
