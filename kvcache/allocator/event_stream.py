@@ -36,30 +36,19 @@ class NativeEvents(NamedTuple):
     labels: list[RequestLabels | None]
 
 
-class RequestLabels:
+class RequestLabels(NamedTuple):
     """Request fields that appear in events about its blocks.
 
     Native code passes them through unchanged.
     """
 
-    __slots__ = ("cache_salt", "is_token_id", "key", "lora", "mm_items", "prompt_embeds", "session")
-
-    def __init__(
-        self,
-        key: HashKey,
-        lora: tuple[str, ...] | None,
-        mm_items: Sequence[tuple[str, int, int]],
-        cache_salt: str | None,
-        prompt_embeds: np.ndarray | None,
-        session: str | None,
-        is_token_id: np.ndarray | None = None,
-    ) -> None:
-        self.key = key
-        self.lora = lora
-        self.mm_items = mm_items
-        self.cache_salt = cache_salt
-        self.prompt_embeds, self.is_token_id = prompt_embeds, is_token_id
-        self.session = session
+    key: HashKey
+    lora: tuple[str, ...] | None
+    mm_items: Sequence[tuple[str, int, int]]
+    cache_salt: str | None
+    prompt_embeds: np.ndarray | None
+    session: str | None
+    is_token_id: np.ndarray | None = None
 
     def extra_keys(self, first_token: int, stop: int) -> tuple[tuple | None, ...] | None:
         """Return the extra keys (csrc/core/hashing/extra_keys.h) of each hash block, or None if no

@@ -19,7 +19,7 @@ struct Copied {
   bool is_chain;  // whether the block is found only through its parent
   ReleasedAs released_as;
   uint64_t variant;  // see variants.h
-  uint32_t adapter;
+  uint32_t adapter = 0;
 };
 
 // The content of consecutive blocks of one request: hashes and, if events are recorded, tokens. The
@@ -30,7 +30,6 @@ struct Content {
   const Hash* parent;
   int64_t stride = 1;
   const uint64_t* variants = nullptr;  // one per hash (variants.h); null: all are 0
-  uint32_t adapter = 0;                // of all blocks (variants.h)
   const Hash* root = nullptr;          // first hash of the chain; null: each block is a chain
   const int32_t* tokens = nullptr;     // tokens_per_block tokens for each block
   int64_t tokens_per_block = 0;
@@ -40,6 +39,7 @@ struct Content {
   bool is_chain = true;         // whether a block is useless without its parent
   bool begins_chain = false;    // the first block has no parent
   BlockId before = kNullBlock;  // probable parent of the first block; the null block: unknown
+  uint32_t adapter = 0;         // adapter of all blocks (variants.h)
 
   const Hash& hash(int64_t i) const { return hashes[i * stride]; }
   uint64_t variant(int64_t i) const { return variants == nullptr ? 0 : variants[i * stride]; }
