@@ -69,5 +69,5 @@ class Generation:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of prompt tokens found in the cache when the request was first admitted."""
+        """Number of prompt tokens that were not computed because other requests had computed them."""
         return self.samples[0].num_cached_tokens or 0

@@ -18,7 +18,7 @@ class Metrics:
     steps: int = 0
     failed_steps: int = 0  # steps whose model or transfer failed; their tokens were recomputed
     prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0  # prompt tokens found in the cache at first admission
+    cached_prompt_tokens: int = 0  # prompt tokens that other requests had computed
     generated_tokens: int = 0
     computed_tokens: int = 0  # tokens computed by the model, including drafts and recomputed tokens
     drafted_tokens: int = 0

@@ -481,8 +481,8 @@ class Scheduler:
                 self._wait_again(sequence)
                 continue
             sequence.state, self._has_changed = State.RUNNING, True
-            if sequence.num_cached_tokens is None:
-                sequence.num_cached_tokens = arrived.num_computed_tokens
+            loaded = arrived.num_loaded_tokens if arrived.are_cached else 0
+            self._count_cached(sequence, 0 if sequence.num_preemptions else loaded)
 
     def _cancel_loads(self, step: ScheduledStep) -> None:
         """Put sequences whose loads have not started back into the queue."""
@@ -706,7 +706,7 @@ class Scheduler:
                 self.num_swapped_out += 1
             else:
                 self._recompute(sequence)
-        for sequence, _, start, _ in entries:
+        for sequence, *_ in entries:
             if sequence.state is not State.RUNNING:
                 self._has_changed = True
             if sequence.state is State.WAITING:
@@ -715,8 +715,7 @@ class Scheduler:
                 sequence.has_begun = True
                 _stamp_admission(sequence)
                 self._explain_misses(sequence)
-                if sequence.num_cached_tokens is None:
-                    sequence.num_cached_tokens = start
+                self._count_cached(sequence)
                 self.hints.hit(sequence.request)
             sequence.state, sequence.most_new = State.RUNNING, MAX_INT32
         for sequence in loading:
@@ -738,6 +737,11 @@ class Scheduler:
         self._choose_victim(stuck, served, nothing_done=bool(stuck and not is_busy))
         step = self._in_flight = _scheduled(plan, decoding, entries, refused, loading)
         return step
+
+    def _count_cached(self, sequence: Sequence, num_loaded: int = 0) -> None:
+        sequence.num_cached_loads += num_loaded
+        found = self.manager.cache.hit_tokens(sequence.request) + sequence.num_cached_loads
+        sequence.num_cached_tokens = max(found, sequence.num_cached_tokens or 0)
 
     def _explain_misses(self, sequence: Sequence) -> None:
         """Log why prompt tokens were not found in the cache, if the manager records the reasons."""

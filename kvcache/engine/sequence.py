@@ -49,7 +49,10 @@ class Sequence:
     state: State = State.WAITING
     has_begun: bool = False  # admitted or forked earlier; has priority over new sequences
     num_preemptions: int = 0
-    num_cached_tokens: int | None = None  # length of the prefix hit at the first admission
+    # Tokens that other requests had computed: hits (`PrefixCache.hit_tokens`) and cached loads. None:
+    # not admitted yet.
+    num_cached_tokens: int | None = None
+    num_cached_loads: int = 0  # tokens loaded before the first preemption (`Arrived.are_cached`)
     num_loaded_tokens: int = 0  # tokens loaded from sources
     num_external_tokens: int = 0  # tokens that a source was expected to load at the last admission
     admitted_at: float | None = None  # `time.monotonic()` at the first admission

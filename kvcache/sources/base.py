@@ -21,12 +21,15 @@ class Arrived:
             quarantine and the request was freed, so admit it again like a new request.
         num_loaded_tokens: Number of tokens that were loaded from the source.
         error: Reason why some tokens did not arrive. None if all tokens arrived.
+        are_cached: Whether the loaded tokens were computed for other requests. False: they were
+            computed for this request, so they are not counted as cached.
     """
 
     request: Request
     num_computed_tokens: int | None
     num_loaded_tokens: int = 0
     error: str | None = None
+    are_cached: bool = True
 
 
 @dataclass

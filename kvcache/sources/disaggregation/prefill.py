@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcache.allocator.request import Request
 from kvcache.checks import MAX_INT64, instance, integer
-from kvcache.sources.base import LoadStats
+from kvcache.sources.base import Arrived, LoadStats
 from kvcache.sources.circuit import Circuit
 from kvcache.sources.disaggregation.connector import Connector
 from kvcache.sources.disaggregation.offer_calls import OfferServer, OfferSource
@@ -92,3 +92,10 @@ class RemotePrefill(OfferSource):
                 request, [self._server], lambda server: server.fetch(PREFILL_PATH, body)["offer"]
             )
         return self._calls.match(request)
+
+    def poll(self) -> list[Arrived]:
+        """Return the loads that have ended since the last call, and free the blocks of ended leases.
+
+        Their tokens do not count as cached, because the peer prefilled them for the request.
+        """
+        return [replace(arrived, are_cached=False) for arrived in super().poll()]
