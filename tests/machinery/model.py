@@ -7,6 +7,7 @@ reads. Content is identified by its tokens, without hashes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -48,6 +49,7 @@ class ModelRequest:
     reads: bool = True
     writes: bool = True
     num_encoder_tokens: int = 0
+    number: int = field(default_factory=itertools.count().__next__)
 
 
 @dataclass
@@ -308,6 +310,8 @@ class ModelManager:
         self.num_steps = self.num_completed = self.num_admissions = 0
         self.last_issued = -1
         self.query_tokens = self.hit_tokens = self.host_hit_tokens = 0
+        self.counted: dict[int, int] = {}  # counted tokens of each request
+        self.had: dict[int, int] = {}  # tokens that each request has hit, received or computed
 
     def blocks(self, row, group):
         return self.rows[row].held[group].blocks
@@ -715,7 +719,7 @@ class ModelManager:
                 self._truncate(state, limit)
             else:
                 self._let_go(state)
-                self._restart(state)
+                self._restart(state, limit)
         self._publish(state)
         return state.num_computed
 
@@ -747,6 +751,7 @@ class ModelManager:
 
     def free(self, row, after_step=None, keep_as=None):
         state = self.rows.pop(row)
+        self._note_had(state.request, state.num_hit if state.receiving else state.num_computed)
         if not state.on_host:
             self._publish(state)
             self._note_left(state)
@@ -1267,10 +1272,22 @@ class ModelManager:
             self._announce(request, announced)
         self._allocate_blocks(state, row, start, after, lookahead, needs, room)
         if request.reads:
-            self.query_tokens += len(request.tokens)
-            self.hit_tokens += num_hit
-            self.host_hit_tokens += num_hit - first_on_host
+            self._count_hit(request, num_hit, first_on_host)
         return SERVED, row
+
+    def _note_had(self, request, num_tokens):
+        self.had[request.number] = max(self.had.get(request.number, 0), num_tokens)
+
+    def _count_hit(self, request, num_hit, first_on_host):
+        """Count a request once, and of its hits, the tokens that it did not have before."""
+        if request.number not in self.counted:
+            self.counted[request.number] = len(request.tokens)
+            self.query_tokens += len(request.tokens)
+        first = self.had.get(request.number, 0)
+        stop = min(num_hit, self.counted[request.number])
+        self.hit_tokens += max(stop - first, 0)
+        self.host_hit_tokens += max(stop - max(first, first_on_host), 0)
+        self._note_had(request, num_hit)
 
     def _first_on_host(self, request, num_hit):
         """Return the first hit token that depends on host pages."""
@@ -1530,6 +1547,8 @@ class ModelManager:
         state.forked, state.stale, state.resend = True, parent.stale, parent.by_step
         state.reads = request.reads
         state.hit_end = parent.hit_end
+        self.counted[request.number] = 0
+        self._note_had(request, n)
         self.rows[other] = state
         for step in self.in_flight:
             for what in ("rows", "swapped"):
@@ -1898,7 +1917,7 @@ class ModelManager:
         if self.hit_length(state.request, reads=state.reads) > state.num_computed:
             state.resend |= state.by_step
             self._let_go(state)
-            self._restart(state)
+            self._restart(state, state.num_computed)
         return state.num_computed
 
     def _add_used(self, request, first_token, invalid, prefixes):
@@ -1965,7 +1984,7 @@ class ModelManager:
                 restart.append(row)
             affected[row] = limit
         for row in restart:
-            affected[row] = self._restart(self.rows[row])
+            affected[row] = self._restart(self.rows[row], self.rows[row].num_computed)
         return affected
 
     @staticmethod
@@ -2105,7 +2124,8 @@ class ModelManager:
         state.num_computed = state.start = num_tokens
         state.hit_end = min(state.hit_end, num_tokens)
 
-    def _restart(self, state):
+    def _restart(self, state, num_had):
+        self._note_had(state.request, num_had)
         num_hit = self.hit_length(state.request, reads=state.reads)
         held = self.hit_blocks(state.request, num_hit)
         for g, group in enumerate(self.groups):
@@ -2122,4 +2142,6 @@ class ModelManager:
         state.drafts = 0
         state.num_computed = state.start = state.hit_end = num_hit
         state.stale = False
+        if state.reads:
+            self._count_hit(state.request, num_hit, num_hit)
         return num_hit
