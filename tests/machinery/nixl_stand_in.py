@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for NIXL's Python API, for machines without NIXL and for tests with a simulated
 device, whose memory NIXL cannot access. Agents in the same process copy bytes immediately and, like
-RDMA, ignore streams.
+RDMA, ignore streams. Files are read and written by system calls.
 
     with stand_in() as moved:  # import nixl._api finds it
         ...
@@ -50,14 +50,19 @@ class nixl_agent:
         self.registered: list[tuple[int, int, int, str]] = []
         _agents[name] = self
 
-    def register_memory(self, rows: list[tuple[int, int, int, str]], kind: str) -> object:
+    def create_backend(self, name: str) -> None:
+        return
+
+    def register_memory(
+        self, rows: list[tuple[int, int, int, str]], kind: str, backends: object = None
+    ) -> object:
         if kind == self.refuses:
             raise RuntimeError("NIXL_ERR_BACKEND")
         added = [(address, size, device, kind) for address, size, device, _ in rows]
         self.registered += added
         return added
 
-    def deregister_memory(self, registered: list) -> None:
+    def deregister_memory(self, registered: list, backends: object = None) -> None:
         for each in registered:
             self.registered.remove(each)
 
@@ -87,10 +92,22 @@ class nixl_agent:
     def make_prepped_xfer(self, operation: str, local, here, remote, there) -> tuple:
         return operation, local, remote
 
+    def get_xfer_descs(self, rows: np.ndarray, kind: str) -> tuple[str, list]:
+        return kind, rows.tolist()
+
+    def initialize_xfer(self, operation: str, local, remote, name: str) -> tuple:
+        return operation, local, remote
+
     def transfer(self, handle: tuple) -> str:
         operation, (kind, local), (other_kind, remote) = handle
-        for (here, size, _), (there, other_size, _) in zip(local, remote, strict=True):
+        for (here, size, _), (there, other_size, file) in zip(local, remote, strict=True):
             assert size == other_size
+            if other_kind == "FILE":  # the address is the offset in the file
+                memory = (ctypes.c_char * size).from_address(here)
+                move = os.preadv if operation == "READ" else os.pwritev
+                if move(file, [memory], there) != size:
+                    raise RuntimeError("NIXL_ERR_BACKEND")
+                continue
             ends = (_reached(here, kind), _reached(there, other_kind))
             ctypes.memmove(*(ends if operation == "READ" else ends[::-1]), size)
             _moved.append((operation, kind, other_kind, size))
