@@ -153,13 +153,16 @@ class GroupSpec:
 
     @property
     def summary(self) -> str:
-        """The kind, its options and the block size, which must be equal on all ranks.
+        """All fields except the layers as text, which must be equal on all ranks.
 
-        >>> GroupSpec("sliding_window", 16, {"window": 48}).summary
-        'sliding_window(window=48) in blocks of 16 tokens'
+        >>> GroupSpec("sliding_window", 16, {"window": 48}, cached=False).summary
+        'sliding_window(window=48) in blocks of 16 tokens, cached=False'
         """
         options = ", ".join(f"{name}={value}" for name, value in sorted(self.options.items()))
-        return f"{self.kind}({options}) in blocks of {self.block_size} tokens"
+        text = f"{self.kind}({options}) in blocks of {self.block_size} tokens"
+        flags = {"replicated": False, "cached": True, "transferred": True, "drafts": False}
+        given = {name: getattr(self, name) for name in flags}
+        return text + "".join(f", {n}={v}" for n, v in given.items() if v != flags[n])
 
     def tokens_per_block(self, context_parallel: ContextParallel) -> int:
         """Return the number of tokens, over all context-parallel ranks, in an allocation block."""

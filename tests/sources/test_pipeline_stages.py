@@ -6,7 +6,7 @@ that group layers differently.
 import random
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import torch
 from kvcache import (
     Admit,
     External,
+    GroupSpec,
     KVCacheManager,
     KVStorage,
     LayerSpec,
@@ -308,6 +309,18 @@ def test_a_rank_without_layers_of_a_group_reads_nothing_and_serves_nothing():
 
 
 # Rejections --------------------------------------------------------------------------------------------
+
+
+def test_the_summary_of_a_group_covers_every_field_except_its_layers():
+    one = GroupSpec("sliding_window", 16, {"window": 48}, layers=("a",))
+    changes = {
+        "kind": "chunked_local", "block_size": 32, "options": {"window": 49}, "replicated": True,
+        "cached": False, "transferred": False, "drafts": True,
+    }  # fmt: skip
+    assert {*changes, "layers"} == {each.name for each in fields(GroupSpec)}
+    assert replace(one, layers=("b",)).summary == one.summary
+    found = {replace(one, **{name: value}).summary for name, value in changes.items()}
+    assert len(found | {one.summary}) == len(changes) + 1
 
 
 def separately_planned(patterns):
