@@ -53,17 +53,18 @@ def layer(number, kind, block_size=16, **options):
     return LayerSpec(name, "full_attention", block_size, **shape)
 
 
-def stages_of(patterns, block_size=16):
+def stages_of(patterns, block_size=16, **options):
     """Return the layers of each stage. `patterns` is, for example, "fww|wfw"."""
     found, number = [], 0
     for pattern in patterns.split("|"):
-        found.append([layer(number + i, kind, block_size) for i, kind in enumerate(pattern)])
+        own = enumerate(pattern, number)
+        found.append([layer(i, kind, block_size, **options) for i, kind in own])
         number += len(pattern)
     return found
 
 
-def plans_of(patterns, block_size=16, num_pages=120):
-    stages, sizes = stages_of(patterns, block_size), {"max_model_len": 256}
+def plans_of(patterns, block_size=16, num_pages=120, **options):
+    stages, sizes = stages_of(patterns, block_size, **options), {"max_model_len": 256}
     largest = max(p.page_bytes for p in plan_cache(stages=stages, budget_bytes=1 << 40, **sizes))
     return plan_cache(stages=stages, budget_bytes=largest * num_pages, **sizes)
 
@@ -192,22 +193,22 @@ def test_a_cache_can_be_built_for_a_stage_without_layers_of_a_group():
 
 
 class Engine:
-    """An engine with one rank per pipeline stage. Each KV value identifies its layer and token."""
+    """An engine with `tp` ranks per pipeline stage. Each KV value identifies its layer, token and
+    head.
+    """
 
-    def __init__(self, name, patterns, block_size=16, stack=None):
-        self.plans = plans_of(patterns, block_size)
-        self.kinds = "".join(patterns.split("|"))
-        self.storages = [KVStorage.for_plan(plan) for plan in self.plans]
+    def __init__(self, name, patterns, block_size=16, tp=1, stack=None):
+        self.plans, self.tp = plans_of(patterns, block_size, num_kv_heads=4 // tp), tp
+        self.storages = [KVStorage.for_plan(plan) for plan in self.plans for _ in range(tp)]
         for storages in self.storages:
             for number in range(storages[0].pages.num_layers):
                 storages[0].pages.layer(number).fill_(0)
         groups = self.plans[0].groups
         states = {g: STATE for g, group in enumerate(groups) if group.kind == "recurrent"}
         self.ranks = []
-        for r, (plan, storages) in enumerate(zip(self.plans, self.storages)):
-            layouts = layouts_of_plan(
-                plan, storages, engine_id=name, stages=self.plans, states=states
-            )
+        for r, storages in enumerate(self.storages):
+            given = {"engine_id": name, "stages": self.plans, "states": states, "tp_size": tp}
+            layouts = layouts_of_plan(self.plans[r // tp], storages, **given)
             self.ranks.append(CacheRank(layouts, storages, rank=r, options=OPTIONS))
             stack.callback(self.ranks[-1].close)
         self.manager = KVCacheManager.for_groups(
@@ -216,20 +217,26 @@ class Engine:
         self.connector = Connector(self.manager, self.ranks, engine_id=name, options=OPTIONS)
 
     def places(self, request, first, end):
-        """Yield (tensor, value) for each layer and token, or for each layer's last state."""
-        for plan, storages in zip(self.plans, self.storages):
-            for g, group in enumerate(plan.groups):
+        """Yield (tensor, value) for each layer, token and head, or for each layer's last state."""
+        for r, storages in enumerate(self.storages):
+            for g, group in enumerate(self.plans[r // self.tp].groups):
                 table, size = self.manager.block_ids(request, g), self.manager.block_sizes[g]
                 for at, name in enumerate(group.layers):
                     key = storages[g].key_cache(at)
                     if group.kind == "recurrent":
                         yield key[int(table[(end - 1) // size]), 0], int(name) * 1000 + end
                         continue
-                    begin = max(first, end - group.options.get("window", end) + 1)
+                    begin, heads = (
+                        max(first, end - group.options.get("window", end) + 1),
+                        4 // self.tp,
+                    )
+                    is_mla = storages[g].num_kv_heads == 1 and storages[g].v_head_size == 0
                     for token in range(begin, end):
                         block = int(table[token // size])
                         assert block > 0, (name, token)
-                        yield key[block, token % size], int(name) * 1000 + token
+                        for head, place in enumerate(key[block, token % size]):
+                            number = 0 if is_mla else r % self.tp * heads + head
+                            yield place, int(name) * 1000 + token + 100_000 * number
 
     def prefill(self, request, chunk):
         self.manager.step(new=[Admit(request, min(chunk, request.num_tokens))])
@@ -252,10 +259,10 @@ class Engine:
         return arrived[0]
 
 
-def check_transfer(patterns, sizes, num_tokens, chunk):
+def check_transfer(patterns, sizes, num_tokens, chunk, tp=(1, 1)):
     with ExitStack() as stack:
-        sender = Engine("p", patterns, sizes[0], stack)
-        receiver = Engine("d", patterns, sizes[1], stack)
+        sender = Engine("p", patterns, sizes[0], tp[0], stack)
+        receiver = Engine("d", patterns, sizes[1], tp[1], stack)
         offer = sender.prefill(Request("a", range(num_tokens)), chunk)
         again = Request("a", [*range(num_tokens), 1])
         arrived = receiver.load(again, offer)
@@ -267,6 +274,10 @@ def check_transfer(patterns, sizes, num_tokens, chunk):
 @pytest.mark.parametrize("patterns", ["fww|wfw", "ff|ww", "sf|fm|w"])
 def test_stages_that_group_layers_differently_load_every_layer(patterns):
     check_transfer(patterns, (16, 16), 160, 64)
+
+
+def test_stages_and_tensor_parallel_ranks_can_be_combined():
+    check_transfer("fw|wwf", (16, 32), 100, 64, tp=(2, 1))
 
 
 @pytest.mark.slow
@@ -284,8 +295,10 @@ def test_random_stages_load_every_layer(num_cases):
         if set(patterns) <= set("s|"):
             continue
         sizes = (16, 16) if "s" in patterns else (rng.choice([16, 32]), rng.choice([16, 32]))
-        print(patterns, sizes)
-        check_transfer(patterns, sizes, rng.randint(1, 200), rng.choice([16, 64, 256]))
+        # With MLA, whose pages do not depend on the number of ranks, other sizes mean other groups.
+        tp = (1, 1) if set(patterns) & set("sm") else (rng.choice([1, 2]), rng.choice([1, 2]))
+        print(patterns, sizes, tp)
+        check_transfer(patterns, sizes, rng.randint(1, 200), rng.choice([16, 64, 256]), tp)
 
 
 def test_a_rank_without_layers_of_a_group_reads_nothing_and_serves_nothing():
