@@ -194,6 +194,11 @@ class Request:
             return chain
         instance(key, HashKey, "key")
         own = key.of_adapter(self._lora and self._lora[0]) if key.forgotten else key
+        if self._block_hashes is not None and own.parent != key.parent:
+            raise ValueError(
+                f"block_hashes of request {self.request_id!r} are given: expected None, because adapter "
+                f"{self._lora[0]!r} was forgotten, and its hashes must be new"
+            )
         chain = self._chains.get(own)
         if chain is None:
             chain = self._chains.setdefault(own, self._make_chain(own))
@@ -205,6 +210,7 @@ class Request:
         options = {"num_encoder_tokens": self._num_encoder_tokens, "labels": self._labels(key)}
         if self._block_hashes is not None:
             given = self._given_hashes(key)
+            plain += (self._lora,)  # not hashed
             return core.TokenChain(*plain, given=given, num_lookahead=key.num_lookahead, **options)
         if key.is_given:
             raise ValueError(

@@ -262,6 +262,23 @@ def test_a_match_or_load_from_before_is_not_used():
     assert arrived.error == "its adapter was forgotten"
 
 
+def test_given_hashes_of_a_forgotten_adapter_are_rejected_because_they_do_not_change():
+    manager = manager_of()
+    given = [each.tobytes() for each in manager.cache.hashes(Request("r", TOKENS, lora=ALPHA))]
+    running, new = (Request(n, TOKENS, lora=ALPHA, block_hashes=[*given]) for n in "ab")
+    manager.step(new=[running])
+    assert hit(manager, ALPHA) == 64
+    manager.cache.forget_adapter("alpha")
+    assert hit(manager, ALPHA) == 0
+    with pytest.raises(ValueError, match="block_hashes of request 'b' are given: expected None"):
+        manager.step(new=[new])
+    running.append_tokens([1])
+    manager.step([manager.row(running)], [1])
+    assert (manager.cache.find(given).device == -1).all()
+    manager.step(new=[Request("o", TOKENS, lora=BETA, block_hashes=[*given])])
+    check_invariants(manager)
+
+
 def test_names_that_were_never_used_can_be_forgotten():
     manager = manager_of()
     manager.cache.forget_adapter("")
