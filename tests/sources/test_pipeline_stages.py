@@ -467,6 +467,6 @@ def test_a_plan_needs_the_format_of_a_group_without_layers():
     plan = plans_of("ff|ww")[0]
     with pytest.raises(ValueError, match=r"plan\.groups\[1\] has no layers: expected layers"):
         KVStorage.for_plan(replace(plan, examples=()))
-    with pytest.raises(ValueError, match=r"plan\.examples has 1 layers: expected 2"):
+    with pytest.raises(ValueError, match=r"plan\.groups\[1\] has no layers: expected layers"):
         KVStorage.for_plan(replace(plan, examples=plan.examples[:1]))
     assert isinstance(KVStorage.for_plan(plan)[1].pages, Pages)

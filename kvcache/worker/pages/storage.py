@@ -254,11 +254,6 @@ class KVStorage:
         for group in plan.groups:
             if missing := [name for name in group.layers if name not in specs]:
                 raise ValueError(f"plan.layers lacks {missing}: expected the layers of all groups")
-        if len(plan.examples) not in (0, len(plan.groups)):
-            raise ValueError(
-                f"plan.examples has {len(plan.examples)} layers: expected {len(plan.groups)}, one per "
-                "group, or none"
-            )
         groups = [[specs[name] for name in group.layers] for group in plan.groups]
         # The format of a group without layers on this stage is that of its layers on other stages.
         like = [layers or plan.examples[g : g + 1] for g, layers in enumerate(groups)]
