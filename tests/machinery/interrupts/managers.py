@@ -42,7 +42,8 @@ class Managed:
         self.requests: dict[str, Request] = {}
 
     def request(self, name: str, num_tokens: int = 11, first: int = 0) -> Request:
-        self.requests[name] = Request(name, range(first, first + num_tokens))
+        lora = ("alpha", "/alpha") if name == "b" else None
+        self.requests[name] = Request(name, range(first, first + num_tokens), lora=lora)
         return self.requests[name]
 
     def check(self) -> None:
@@ -127,6 +128,7 @@ CALLS: dict[str, Call] = {
     "drain_events": lambda s: s.manager.cache.drain_events(),
     "append_tokens": lambda s: s.requests["a"].append_tokens([1, 2, 3]),
     "start_epoch": lambda s: s.manager.cache.start_epoch(),
+    "forget_adapter": lambda s: s.manager.cache.forget_adapter("alpha"),
 }
 
 OPTIONS = {

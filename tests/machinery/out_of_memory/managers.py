@@ -43,7 +43,10 @@ class Managed:
             "h": [*range(13), *range(800, 811)],
             "f": [*range(400, 417), 3, 4, 5, 6],
         }
-        self.requests = {name: Request(name, ids) for name, ids in tokens.items()}
+        self.requests = {
+            name: Request(name, ids, lora=("alpha", "/alpha") if name in "cf" else None)
+            for name, ids in tokens.items()
+        }
         r = self.requests
         m.step(new=[r["e"], r["f"]])
         m.free(r["e"], r["f"])
@@ -166,6 +169,7 @@ def _calls(groups: list[GroupSpec], has_host: bool) -> dict[str, Callable[[Manag
         "unpin": lambda s: s.manager.cache.unpin("s"),
         "evict": lambda s: s.manager.cache.evict(s.blocks("a", 3)),
         "start_epoch": lambda s: s.manager.cache.start_epoch(),
+        "forget_adapter": lambda s: s.manager.cache.forget_adapter("alpha"),
         "reset_prefix_cache": lambda s: s.manager.cache.reset(),
         "drain_events": lambda s: s.manager.cache.drain_events(),
         "clear_stats": lambda s: s.manager.cache.clear_stats(),
