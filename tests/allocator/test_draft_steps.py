@@ -21,7 +21,7 @@ def make(*groups: GroupSpec, num_blocks: int = 40) -> KVCacheManager:
     return KVCacheManager.for_groups(groups or [FULL], num_blocks, 256, **options)
 
 
-# Only drafts can be rejected ------------------------------------------------------------------------------
+# Only drafts can be rejected ----------------------------------------------------------------------------
 
 KNOWN = "num_rejected_tokens of row 0 is 1: expected at most 0, its drafts"
 
