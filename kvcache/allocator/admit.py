@@ -35,10 +35,11 @@ class Admit(NamedTuple):
 
     Attributes:
         request: The request. It must not be admitted yet.
-        num_tokens: Maximum number of tokens to compute after the prefix hit and the external
-            tokens. None: all known tokens. With `External.delayed`, must be None or 0.
+        num_tokens: Maximum number of known tokens to compute after the prefix hit and the external
+            tokens. None: all known tokens. With `External.delayed`, must be None or 0. Slots for tokens
+            that are not known yet are lookahead slots.
         external: Tokens after the hit whose KV comes from another process or a store. None: no
-            external tokens.
+            external tokens, as required for a request that does not use cached blocks.
         num_lookahead_tokens: Additional slots for draft tokens. Draft tokens are never cached, and later
             tokens reuse their slots. Fewer slots are allocated near `max_model_len`.
         num_reserved_blocks: Number of blocks to leave free in addition to the watermark.

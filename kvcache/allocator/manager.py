@@ -369,7 +369,8 @@ class KVCacheManager:
                 row's request.
             num_token_ids: int[n]. Number of `token_ids` of each row. Default: one per row.
             num_rejected_tokens: int[n]. Number of rejected drafts at the end of each row's tokens.
-                Their slots are reused for the next tokens.
+                Their slots are reused for the next tokens. Drafts are the tokens that were not known when
+                the row was last served. See docs/order.md for two steps with drafts in flight.
             num_lookahead_tokens: Additional slots for drafts of the running rows, as one number for
                 all rows or int[n]. Drafts are never cached, and later tokens reuse their slots. No
                 slots are allocated beyond `max_model_len`.
@@ -384,8 +385,9 @@ class KVCacheManager:
         Raises:
             ValueError: A row is unknown, was admitted by `admit`, or is receiving; a row or request
                 is listed twice; a request has no tokens; tokens exceed `max_model_len` (`token_ids`
-                may contain one more token, the last sampled one); or external tokens leave no token to
-                compute. Nothing has changed.
+                may contain one more token, the last sampled one); a rejected token is not a draft; a
+                recurrent group lacks the result of the last drafts; or external tokens leave no token to
+                compute or are given with `read_cache=False`. Nothing has changed.
         """
         plan = self._native.step(
             rows,
@@ -536,7 +538,7 @@ class KVCacheManager:
         `block_ids` returns the whole table.
 
         Args:
-            request: A new request. `Admit.num_tokens` may exceed the known tokens, for drafts.
+            request: A new request. It may have no tokens yet.
             computed_blocks: The request's cached prefix from `cache.find_prefix`, or some of its
                 first whole blocks. If there are several groups, one array per group. `()`: no
                 prefix. None: the longest cached prefix. If the prefix ends inside a block, the
@@ -548,9 +550,9 @@ class KVCacheManager:
 
         Raises:
             ValueError: `computed_blocks` is given with `read_cache=False` or without caching;
-                external tokens follow a prefix that ends inside a block, or leave no token to
-                compute; `max_host_blocks` is given; or the manager has a recurrent group and
-                `engine_copies_states` is False.
+                external tokens are given with `read_cache=False`, follow a prefix that ends inside a
+                block, or leave no token to compute; `max_host_blocks` is given; or the manager has a
+                recurrent group and `engine_copies_states` is False.
 
         >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128, num_preallocate_tokens=0)
         >>> manager.admit(Admit(Request("r1", range(40)), num_lookahead_tokens=16))
@@ -633,9 +635,11 @@ class KVCacheManager:
         positions.
 
         The engine computes the tokens [`starts[i]`, `stops[i]`) of the request in `rows[i]`, which
-        must have been admitted by `admit`. Tokens before `starts[i]` are treated as computed. Tokens
-        from `starts[i]` onward that already have slots are rejected. Windows are moved forward to
-        `starts[i]`. Requests that do not fit stay unchanged, and their `token_ids` are not appended.
+        must have been admitted by `admit`. Tokens before `starts[i]` are treated as computed: pass the
+        position that is certain if a step is in flight. Tokens from `starts[i]` onward that already
+        have slots are computed again. Drafts among them are rejected, and known tokens stay known.
+        Windows are moved forward to `starts[i]`. Requests that do not fit stay unchanged, and their
+        `token_ids` are not appended.
         All other requests are served.
 
         Args:
@@ -651,8 +655,9 @@ class KVCacheManager:
             new blocks. None for a request that does not fit.
 
         Raises:
-            ValueError: A start is beyond the request's slots, a stop is not greater than its start, a
-                row is listed twice, or `reject_tokens` would raise an error. Nothing has changed.
+            ValueError: A start is beyond the request's slots, before its last call or within its cached
+                tokens, or before a known token although `token_ids` of the row are given; a stop is not
+                greater than its start; or a row is listed twice. Nothing has changed.
         """
         return self._native.advance(
             rows, starts, stops, num_lookahead_tokens, token_ids, num_token_ids
@@ -660,16 +665,15 @@ class KVCacheManager:
 
     def reject_tokens(self, request: Request, num_tokens: int) -> None:
         """Remove the last `num_tokens` tokens, which are rejected drafts. Later tokens reuse their
-        slots.
+        slots. Drafts are the tokens that were not known when the last call allocated their slots.
 
         Args:
             request: A request that `admit` admitted.
             num_tokens: Number of rejected drafts, at least 0.
 
         Raises:
-            ValueError: `num_tokens` exceeds the number of tokens for which the last call allocated slots
-                or the number of drafts for which a recurrent group keeps states, or the tokens are
-                cached.
+            ValueError: `num_tokens` exceeds the number of drafts of the last call or the number of drafts
+                for which a recurrent group keeps states, or the tokens are cached.
         """
         self._native.reject(self.row(request), num_tokens)
 

@@ -13,11 +13,16 @@ from kvcache.allocator.misses import MISS_REASONS
 
 @dataclass(frozen=True)
 class HitStats:
-    """Hit counts of requests that may read the cache. A request is counted when it is admitted."""
+    """Hit counts of requests that may read the cache. A request is counted at its first admission.
+
+    If it is preempted and admitted again, only hits on tokens that it never had are added.
+    """
 
     num_requests: int
     query_tokens: int  # known tokens of these requests
-    hit_tokens: int  # known tokens that were found in the cache
+    hit_tokens: (
+        int  # query tokens not computed by their request, because another one had computed them
+    )
     host_hit_tokens: int = 0  # hit tokens from the first block found on the host onward
 
     @property
@@ -91,8 +96,8 @@ class PrefixCacheStats(HitStats):
         host: Counts of blocks that moved between device and host. None without a host tier.
         num_pins_broken: Number of pinned blocks evicted since the manager was created.
         learned: Counts of the device's eviction policy `learned`. None for other policies.
-        missed_tokens: Query tokens that were not hits, by reason (`MISS_REASONS`). None without
-            `CacheOptions.explain_misses`.
+        missed_tokens: Query tokens that were not hits at the first admission, by reason (`MISS_REASONS`).
+            None without `CacheOptions.explain_misses`.
         falls_back: Whether the device's eviction policy `learned` currently evicts in LRU order, because
             it achieved fewer hits than LRU.
     """
