@@ -499,3 +499,27 @@ def test_invalid_arguments_of_free_are_rejected():
         ValueError, match=r"blocks of request 'a' are already kept: expected a call"
     ):
         manager.free(request, keep_blocks=True)
+
+
+def test_external_tokens_need_read_cache():
+    """A request that computes all of its tokens takes neither cached blocks nor external tokens."""
+    manager = make()
+    expected = "external.num_tokens is 8, but the request has read_cache=False: expected 0"
+    for request, reads in (
+        (Request("a", range(20)), False),
+        (Request("b", range(20), read_cache=False), None),
+        (Request("c", range(20), num_encoder_tokens=4), None),
+    ):
+        for delayed in (False, True):
+            ask = Admit(request, external=External(8, delayed), read_cache=reads)
+            for call in (
+                lambda: manager.step(new=[ask]),  # noqa: B023
+                lambda: manager.admit(ask),  # noqa: B023
+                lambda: manager.admit(ask, ()),  # noqa: B023
+                lambda: manager.would_fit(ask),  # noqa: B023
+            ):
+                with pytest.raises(ValueError, match=expected):
+                    call()
+    assert manager.pool.num_free == manager.pool.num_total
+    ask = Admit(Request("d", range(20), read_cache=False), external=External(8), read_cache=True)
+    assert manager.step(new=[ask]).num_computed_tokens.tolist() == [8]

@@ -1592,3 +1592,30 @@ def test_finalizers_do_not_run_within_a_decode_step(num_allocations):
         if ended():
             ended().is_armed = False
     manager.check_invariants()
+
+
+def test_allocated_sequences_only_grow():
+    """A replaced token in the last block with slots is rejected, so that no block is cached with the
+    KV of other tokens.
+    """
+    for replaced in (4, 5):
+        for kind in (list, tuple):
+            manager = make(enable_caching=True)
+            group = admitted(manager, 6)
+            (one,) = group.seqs
+            tokens = [*range(6), 9]
+            tokens[replaced] = 77
+            one.tokens = kind(tokens)
+            expected = (
+                rf"get_token_ids\(\)\[{replaced}\] of seq 'r0' is 77: expected {replaced}, as"
+            )
+            with pytest.raises(ValueError, match=expected):
+                manager.append_slots(one, 0)
+            with pytest.raises(ValueError, match=expected):
+                manager.append_group_slots([group], 0)
+            one.tokens = [*range(5)]
+            with pytest.raises(ValueError, match="has 5 tokens: expected 6 or more"):
+                manager.append_slots(one, 0)
+            one.tokens = [*range(6), 9]
+            assert manager.append_slots(one, 0) == []
+            manager.check_invariants()
