@@ -446,13 +446,14 @@ class KVCacheManager:
         be hit.
 
         A recurrent state can be hit only at a position where a step ended. The step should end at
-        the first of the following positions within the next `num_tokens` tokens. The manager is not
-        changed.
+        the first of the following positions within the next `num_tokens` tokens or, if there is
+        none, at the last multiple of the recurrent group's block size. The manager is not changed.
 
         - The end of the prefix that the other groups share with earlier requests.
         - The end of the longest hit that an identical prompt could use. This hit excludes the last
-          token and, with a drafting group, the last full block.
-        - The last multiple of the recurrent group's block size.
+          token, the last full block of a drafting group, and blocks whose hashes cover later tokens
+          than the prompt has (`CacheOptions.num_hash_lookahead_tokens`).
+        - For a resumed request, the end of this hit for all of its known tokens.
 
         Args:
             request: An admitted or new request. The next tokens of a new request are the tokens

@@ -10,6 +10,7 @@ from vllm.v1.request import Request
 
 from kvcache.allocator.hashing import encoded_blocks
 from kvcache.native.load import core
+from kvcache.plugins.vllm.held import HashSpan
 
 # Maps vLLM's hash function names to kvcache's algorithms that produce identical bytes.
 _ALGORITHMS = {"sha256_cbor": "sha256_cbor", "xxhash_cbor": "xxh3_128_cbor"}
@@ -80,12 +81,13 @@ def get_request_block_hasher(
 ) -> Hasher:
     """Return a hasher, as vLLM's function of this name does, with native code for CBOR hashes."""
     algorithm = _ALGORITHMS.get(caching_hash_fn.__name__)
-    num_lookahead = num_hash_lookahead_tokens
+    span = HashSpan(hash_block_size, num_hash_lookahead_tokens)
+    num_lookahead = span.num_lookahead
     if algorithm is None:
         lookahead = (num_lookahead,) if num_lookahead else ()  # vLLM 0.32 has no such parameter
         make = kv_cache_utils.get_request_block_hasher
         theirs = make(hash_block_size, caching_hash_fn, *lookahead)
-        theirs.span = hash_block_size, num_lookahead
+        theirs.span = span
         return theirs
 
     def hash_new_blocks(request: Request) -> tuple[()]:
@@ -96,7 +98,7 @@ def get_request_block_hasher(
             known = request.block_hashes = RequestHashes(
                 hash_block_size, parent, algorithm, num_lookahead
             )
-        stop = max(len(request._all_token_ids) - num_lookahead, 0) // hash_block_size
+        stop = span.num_blocks(len(request._all_token_ids))
         if known.num_hashed < stop:
             known.extend_to(
                 request._all_token_ids,
@@ -110,7 +112,7 @@ def get_request_block_hasher(
         return ()
 
     # A token can complete a block only at multiples of the block size plus the lookahead.
-    hash_new_blocks.span = hash_block_size, num_lookahead
+    hash_new_blocks.span = span
     return hash_new_blocks
 
 
