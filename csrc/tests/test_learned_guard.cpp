@@ -216,6 +216,7 @@ TEST(the_simulated_hits_by_value_are_those_of_the_policy) {
     }
   }
   setup.kinds = {full};
+  setup.retention_interval = -1;
   for (const int64_t num_host : {30, 200}) {
     setup.num_host_blocks = num_host;
     check_alike(setup, 0.04);
