@@ -227,8 +227,8 @@ class CacheOptions:
     """Options of the host's eviction policy by name. None: its defaults."""
 
     host_write: str = "back"
-    """When a cached block is written to the host. Values other than "back" require a host tier
-    (`num_host_blocks`). "back": when the device evicts the block.
+    """When a cached block is written to the host (no effect without a host tier). "back": when the
+    device evicts the block.
     "through": in the plan after the one that filled the block. "selective": after
     `num_hits_to_write` hits. "learned": when the device evicts the block, but only if enough hits
     are expected on the host (`min_gain_to_write`); requires "learned" for `eviction` and
@@ -335,11 +335,6 @@ class CacheOptions:
             make=core.Eviction.for_host,
         )
         native.host_write = _host_write(self.host_write)
-        if self.host_write != "back" and self.num_host_blocks == 0:
-            raise ValueError(
-                f"host_write is {self.host_write!r}: expected 'back' without a host tier "
-                "(num_host_blocks of 2 or more)"
-            )
         native.num_hits_to_write = self._integer("num_hits_to_write")
         native.min_gain_to_write = number(self.min_gain_to_write, "min_gain_to_write")
         return native

@@ -81,8 +81,8 @@ def test_arguments_equal_the_fields():
 
 @pytest.mark.parametrize("name", sorted(set(OTHERS) - ELSEWHERE))
 def test_each_field_reaches_the_native_options(name):
-    host, events = {"num_host_blocks": 11}, {"enable_events": True}
-    needed = {"host_eviction": host, "host_write": host, "announce_reused": events}.get(name, {})
+    needed = {"host_eviction": {"num_host_blocks": 11}, "announce_reused": {"enable_events": True}}
+    needed = needed.get(name, {})
     default, other = CacheOptions(), CacheOptions(**{name: OTHERS[name]}, **needed)
     assert getattr(default, name) != OTHERS[name] == getattr(other, name)
     name = {"watermark": "watermark_blocks"}.get(name, name)
@@ -154,7 +154,6 @@ def test_error_for_an_unknown_option_lists_the_known_options(make):
         ),
         ("max_num_reqs", 0, ValueError, "max_num_reqs is 0: expected 1 to"),
         ("hash_block_size", 0, ValueError, "hash_block_size is 0: expected 1 to"),
-        ("host_write", "through", ValueError, "host_write is 'through': expected 'back' without"),
         ("retention_interval", -1, ValueError, "retention_interval is -1: expected 0 to"),
         ("retention_interval", "x", TypeError, "retention_interval is 'x': expected an integer"),
         ("stats_window", 0, ValueError, "stats_window is 0: expected 1 to"),
