@@ -136,6 +136,8 @@ def as_array(values: object, name: str) -> np.ndarray:
         if isinstance(values, Sequence) and not isinstance(values, _NO_NESTING):
             _check_nested(values, name, depth=1)
     try:
+        if isinstance(values, range):  # NumPy would convert its entries one by one
+            return np.arange(values.start, values.stop, values.step)
         return np.asarray(values)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} is {shown(values)}: expected an array of integers") from None

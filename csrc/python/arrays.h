@@ -291,7 +291,11 @@ class Int32Input {
     }
     py::array array;
     try {
-      array = py::array(py::reinterpret_borrow<py::object>(value));
+      // numpy converts the entries of a range one by one, through 40 bytes each.
+      array = PyRange_Check(value.ptr())
+                  ? py::module_::import("numpy").attr("arange")(
+                        value.attr("start"), value.attr("stop"), value.attr("step"))
+                  : py::array(py::reinterpret_borrow<py::object>(value));
     } catch (py::error_already_set& error) {
       error.restore();
       clear_refusal();

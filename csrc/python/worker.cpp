@@ -59,6 +59,15 @@ struct GroupIds {
   Int32Input splits, ids;
 };
 
+// Checks the length of ids for a row before they are converted. A value without a length is left to
+// the conversion.
+void check_room(const HostTables& self, int64_t group, const py::object& row,
+                const py::object& block_ids, bool reset) {
+  const Py_ssize_t size = PyObject_Size(block_ids.ptr());
+  if (size < 0) return PyErr_Clear();
+  self.check_room(group, int_argument(row, "row"), size, reset);
+}
+
 // If the input's values are stored in the tables' own memory, copies them before the tables change.
 void let_go(const HostTables& tables, Int32Input* input) {
   if (tables.overlaps(input->data(), input->size())) input->copy_values();
@@ -303,10 +312,12 @@ void bind_worker(py::module_& m) {
       .def("append_row",
            [](HostTables& self, int64_t group, const py::object& row, const py::object& block_ids,
               bool reset) {
+             check_room(self, group, row, block_ids, reset);
              Int32Input ids(block_ids, "block_ids");
              let_go(self, &ids);
              self.append_row(group, int_argument(row, "row"), ids.data(), ids.size(), reset);
            })
+      .def("check_room", &check_room)
       .def("move_rows",
            [](HostTables& self, const py::object& src, const py::object& tgt, int64_t group) {
              Int32Input a(src, "src"), b(tgt, "tgt");

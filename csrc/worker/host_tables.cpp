@@ -210,13 +210,16 @@ void HostTables::apply(const int32_t* clear, int64_t num_clear, const int32_t* a
   }
 }
 
-void HostTables::append_row(int64_t g, int64_t row, const int32_t* ids, int64_t n, bool reset) {
+void HostTables::check_room(int64_t g, int64_t row, int64_t n, bool reset) const {
   check_group(g, "group");
   if (row < 0 || row >= num_rows_) {
     fail("row is " + str(row) + ": expected 0 to " + str(num_rows_ - 1));
   }
-  const int64_t held = reset ? 0 : count(g, row);
-  check_width(g, row, held, n);
+  check_width(g, row, reset ? 0 : count(g, row), n);
+}
+
+void HostTables::append_row(int64_t g, int64_t row, const int32_t* ids, int64_t n, bool reset) {
+  check_room(g, row, n, reset);
   const int64_t limit = this->limit(g, -1);
   for (int64_t i = 0; i < n; ++i) {
     if (ids[i] >= 0 && ids[i] < limit) continue;

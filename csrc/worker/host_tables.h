@@ -58,6 +58,9 @@ class HostTables {
              const std::vector<RaggedIds>& ids, const std::vector<Replacements>& replace,
              int64_t num_blocks);
 
+  // Throws std::invalid_argument if a row of one group has no room for n more ids (or, if `reset`
+  // is true, for n ids).
+  void check_room(int64_t group, int64_t row, int64_t n, bool reset) const;
   // Appends ids to a row of one group, after emptying the row if `reset` is true.
   void append_row(int64_t group, int64_t row, const int32_t* ids, int64_t n, bool reset);
 

@@ -50,6 +50,7 @@ class KVConnectorOutput:
     expected_finished_count: int = 0
 
 
+_MOST_IDS = 2**22  # ids of one report, so that a small pickled report cannot exhaust the memory
 _KNOWN = tuple(known.name for known in dataclasses.fields(KVConnectorOutput))
 
 
@@ -417,6 +418,10 @@ def _ids(report: object, name: str, worker: int) -> set:
     try:
         if isinstance(ids, str | bytes | bytearray | memoryview | Mapping):
             raise TypeError("iterable, but not a set of ids")
+        if hasattr(ids, "__len__") and len(ids) > _MOST_IDS:
+            raise ValueError(
+                f"{name} of worker {worker} has {len(ids)} ids: expected at most {_MOST_IDS}"
+            )
         return set(ids)
     except TypeError as error:
         raise ValueError(

@@ -68,7 +68,7 @@ class Hardware:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if value is None:
+            if value is None and each.default is None:
                 continue
             value = number(value, each.name)
             may_be_zero = "price" in each.name or each.name in OTHER_FIELDS

@@ -7,12 +7,11 @@ per block of the prompt. If a partial last block has no id, its tokens are treat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
 
-from kvcache.replay.traces.block_ids import MAX_BLOCK_ID, BlockIdRequest
+from kvcache.replay.traces.block_ids import MAX_BLOCK_ID, MAX_PROMPT_TOKENS, BlockIdRequest
 from kvcache.replay.traces.fields import (
     Line,
     TraceError,
@@ -43,7 +42,7 @@ def _read_ids(lines: Iterator[Line]) -> Iterator[BlockIdRequest]:
     for index, line in enumerate(lines):
         record = record_with_arrays(line, MAX_BLOCK_ID)
         arrival = seconds(record, "timestamp", line)
-        length = count(record, "input_length", 1, line, most=math.inf)  # limited by len(hash_ids)
+        length = count(record, "input_length", 1, line, most=MAX_PROMPT_TOKENS)
         output_length = count(record, "output_length", 0, line)
         ids = whole_number_array(record, "hash_ids", MAX_BLOCK_ID, line)
         num_full, has_rest = length // _NUM_TOKENS, length % _NUM_TOKENS > 0

@@ -15,6 +15,7 @@ from kvcache.replay.content import VOCABULARY, mix64
 from kvcache.replay.workload import WorkloadRequest
 
 MAX_BLOCK_ID = VOCABULARY**2 - 1  # two tokens encode an id
+MAX_PROMPT_TOKENS = 2**24  # expanding a prompt takes about 60 bytes per token
 
 
 class BlockIdRequest(NamedTuple):

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 from collections.abc import Iterator
 
-from kvcache.replay.traces.block_ids import MAX_BLOCK_ID, BlockIdRequest
+from kvcache.replay.traces.block_ids import MAX_BLOCK_ID, MAX_PROMPT_TOKENS, BlockIdRequest
 from kvcache.replay.traces.fields import (
     Line,
     TraceError,
@@ -51,7 +50,7 @@ def _read_ids(lines: Iterator[Line]) -> Iterator[BlockIdRequest]:
     for index, line in enumerate(itertools.chain(first, lines)):
         record = record_with_arrays(line, MAX_BLOCK_ID)
         arrival = milliseconds(record, "timestamp", line)
-        length = count(record, "input_length", 1, line, most=math.inf)  # limited by len(hash_ids)
+        length = count(record, "input_length", 1, line, most=MAX_PROMPT_TOKENS)
         output_length = count(record, "output_length", 0, line)
         ids = whole_number_array(record, "hash_ids", MAX_BLOCK_ID, line)
         expected = -(-length // size)

@@ -329,6 +329,8 @@ class BlockTables:
             raise ValueError(
                 f"block_ids has {len(groups)} groups: expected {len(self)}, one per table"
             )
+        for g, ids in enumerate(groups):
+            self._tables.check_room(g, row, ids, clear)
         rows = [row]
         return StepPlan(
             step_id=-1,

@@ -203,6 +203,10 @@ class TableSet:
             self.commit_updates()
         self._host_slots.begin_step()
 
+    def check_room(self, group: int, row: int, block_ids: Ids, reset: bool) -> None:
+        """Check the number of blocks for a row before they are read. Raises ValueError."""
+        self._native.check_room(group, row, block_ids, reset)
+
     def append_row(self, group: int, block_ids: Ids, row: int, reset: bool = False) -> None:
         """Append allocation blocks to a row of one group. If `reset` is True, clear the row first."""
         self._arena.before_write()
