@@ -514,12 +514,14 @@ def _by_name(
     by_name: dict[str, LayerSpec] = {}
     of_stages: list[dict[str, LayerSpec]] = []
     for what, own in given.items():
-        if not isinstance(own, Iterable):
-            raise TypeError(f"{what} is {shown(own)}: expected an iterable of LayerSpec")
+        try:
+            entries = iter(own)
+        except TypeError:  # for example, an array without dimensions
+            raise TypeError(f"{what} is {shown(own)}: expected an iterable of LayerSpec") from None
         if isinstance(own, Sized):
             num_entries(own, what)
         of_stage: dict[str, LayerSpec] = {}
-        for layer in own:
+        for layer in entries:
             if not isinstance(layer, LayerSpec):
                 raise TypeError(f"a layer is {shown(layer)}: expected a LayerSpec")
             if layer.name in by_name:

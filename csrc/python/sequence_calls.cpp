@@ -156,8 +156,7 @@ PyObject* SequenceCalls::can_allocate(py::handle group, py::handle num_lookahead
     seq = seqs.next();
     if (!seq) fail_none(group, "WAITING");
   } while (status_of(seq) != Status::kWaiting);
-  const bool has_encoder = is_true(call_method(group, Names::get().is_encoder_decoder));
-  const int64_t num_encoder_tokens = has_encoder ? encoder_length(group, max_model_len_) : 0;
+  const int64_t num_encoder_tokens = has_encoder(group) ? encoder_length(group, max_model_len_) : 0;
   const int64_t num_tokens = length_of(seq);
   const int64_t required = num_required(num_tokens + lookahead, num_encoder_tokens);
   native_->check_reader();
@@ -230,6 +229,11 @@ void SequenceCalls::read_ids(const AllocatedSequence& known, py::handle seq, int
       out->are_read = true;
       return;
     }
+  }
+  if (!PySequence_Check(ids.ptr()) || PyObject_Size(ids.ptr()) < 0) {
+    clear_refusal();
+    throw py::type_error("get_token_ids() of seq " + repr_of(seq_id_of(seq)) + " is " +
+                         short_repr(ids) + ": expected a sequence of token ids");
   }
   const py::object tail = ids[py::slice(py::int_(first), py::none(), py::none())];
   const auto num_ids = static_cast<int64_t>(py::len(tail));

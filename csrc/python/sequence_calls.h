@@ -216,12 +216,6 @@ class SequenceCalls {
   void set_row(const py::object& seq_id, const py::object& owner, int32_t row);
   void free_entry(const py::dict& entries, const py::object& name, int32_t row);
   void take_encoder_row(const py::tuple& encoder);
-  static bool is_true(const py::object& value) {
-    if (value.ptr() == Py_True || value.ptr() == Py_False) return value.ptr() == Py_True;
-    const int answer = PyObject_IsTrue(value.ptr());
-    if (answer < 0) throw py::error_already_set();
-    return answer != 0;
-  }
   int64_t num_new(py::handle seq, const AllocatedSequence& known) const {
     const int64_t num_tokens = length_of(seq);
     if (num_tokens >= known.num_tokens) return num_tokens - known.num_tokens;

@@ -126,6 +126,15 @@ inline int64_t length_of(py::handle seq) {
       length, [&] { return "get_len() of seq " + repr_of(seq_id_of(seq)); }, 1, kMaxInt32);
 }
 
+inline bool has_encoder(py::handle group) {
+  const py::object value = call_method(group, Names::get().is_encoder_decoder);
+  if (value.ptr() == Py_True || value.ptr() == Py_False) return value.ptr() == Py_True;
+  const int answer = PyObject_IsTrue(value.ptr());
+  if (answer >= 0) return answer != 0;
+  clear_refusal();
+  throw py::type_error("is_encoder_decoder() is " + short_repr(value) + ": expected True or False");
+}
+
 [[noreturn]] inline void fail_ids(py::handle seq, int64_t num_ids, int64_t num_tokens) {
   throw py::value_error("get_token_ids() of seq " + repr_of(seq_id_of(seq)) + " has " +
                         std::to_string(num_ids) + " tokens: expected " +

@@ -189,9 +189,7 @@ void bind_sequences(py::module_& m) {
       .def("_num_required", &SequenceCalls::num_required);
   m.def("seq_id_of", [](const py::object& seq) { return seq_id_of(seq); });
   m.def("request_id_of", [](const py::object& group) { return request_id_of(group); });
-  m.def("has_encoder", [](const py::object& group) {
-    return py::cast<bool>(py::bool_(call_method(group, Names::get().is_encoder_decoder)));
-  });
+  m.def("has_encoder", [](const py::object& group) { return has_encoder(group); });
   m.def("native_method", &native_method);
   m.def("length_of", [](const py::object& seq) { return length_of(seq); });
   m.def("encoder_length", [](const py::object& group, int64_t max_model_len) {

@@ -365,13 +365,16 @@ def _eviction(
 ) -> core.Eviction:
     if not isinstance(policy, str):
         raise TypeError(f"{name} is {shown(policy)}: expected the name of a policy")
+    text(policy, name)
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(f"{name}_options is {shown(options)}: expected a dict of numbers")
     numbers = {}
     for option, value in (options or {}).items():
         if not isinstance(option, str):
             raise TypeError(f"{name}_options has {option!r}: {shown(value)}: expected a number")
-        numbers[option] = number(value, f"{name}_options[{option!r}]")
+        numbers[text(option, f"a name in {name}_options")] = number(
+            value, f"{name}_options[{option!r}]"
+        )
     return make(policy, numbers)
 
 

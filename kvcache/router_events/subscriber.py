@@ -125,6 +125,7 @@ class EventSubscriber:
         Returns:
             The number of applied batches.
         """
+        self._check_open()
         before = self._num_batches
         wait_ms = int(min(seconds(timeout_s, "timeout_s"), _LONGEST_SECONDS) * 1000)
         self._note_connections()
@@ -150,6 +151,7 @@ class EventSubscriber:
             raise ValueError(
                 "replay_endpoint is None: expected an endpoint, which catch_up requires"
             )
+        self._check_open()
         self._note_connections()
         self._must_catch_up, self._retry_at = True, 0.0
         self._try_to_catch_up()
@@ -167,6 +169,10 @@ class EventSubscriber:
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._socket.close(linger=0)
+
+    def _check_open(self) -> None:
+        if self._socket.closed:
+            raise RuntimeError("the subscriber is closed: expected one that is open")
 
     def __enter__(self) -> EventSubscriber:
         return self

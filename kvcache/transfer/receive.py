@@ -139,6 +139,8 @@ def _ids(indices: Indices, group_size: int) -> torch.Tensor:
         if indices.is_floating_point():
             raise ValueError(f"indices has dtype {indices.dtype}: expected integers")
         num_entries(indices, "indices")
+        if indices.is_meta:
+            raise ValueError("indices is a meta tensor: expected one with values")
         indices = indices.cpu()
     given = as_array(indices, "indices")
     if given.size and given.dtype.kind not in "iu":

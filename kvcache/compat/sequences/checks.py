@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from kvcache.checks import integer, shown
 from kvcache.compat.sequences.protocol import SequenceGroupLike, SequenceLike, extra_hash
+from kvcache.compat.sequences.tokens import token_ids_of
 from kvcache.native.load import core
 
 
@@ -40,7 +41,7 @@ def check_one_prompt(
         same = core.length_of(seq) == core.length_of(first) and (
             not reads_ids
             or (
-                ([*seq.get_token_ids()] == [*first.get_token_ids()])
+                ([*token_ids_of(seq)] == [*token_ids_of(first)])
                 and extra_hash(seq) == extra_hash(first)
             )
         )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -68,7 +69,7 @@ class TokenSource:
             )
         if not tokens.are_read:
             return self.unread(num_tokens)
-        extra, child_ids = extra_hash(child_seq), child_seq.get_token_ids()
+        extra, child_ids = extra_hash(child_seq), token_ids_of(child_seq)
         if extra != tokens.extra:
             raise ValueError(
                 f"extra_hash() of child_seq {child_seq.seq_id!r} is {shown(extra)}: expected the "
@@ -104,6 +105,18 @@ class TokenSource:
         return Tokens(ids, are_read, extra, chain)
 
 
+def token_ids_of(seq: SequenceLike) -> Sequence[int]:
+    """Return a sequence's token ids. Raises TypeError if they are no sequence."""
+    ids = seq.get_token_ids()
+    try:
+        len(ids)
+        return ids
+    except TypeError:
+        raise TypeError(
+            f"get_token_ids() of seq {seq.seq_id!r} is {shown(ids)}: expected a sequence of token ids"
+        ) from None
+
+
 def fail_ids(seq: SequenceLike, num_ids: int) -> NoReturn:
     """Raise ValueError for a sequence whose number of token ids differs from its length."""
     raise ValueError(
@@ -113,7 +126,8 @@ def fail_ids(seq: SequenceLike, num_ids: int) -> NoReturn:
 
 
 def _tokens_from(seq: SequenceLike, first: int, num_tokens: int) -> np.ndarray | list | tuple:
-    ids = token_sequence(seq.get_token_ids()[first:] if first else seq.get_token_ids())
+    ids = token_ids_of(seq)
+    ids = token_sequence(ids[first:] if first else ids)
     if len(ids) != num_tokens - first:
         fail_ids(seq, first + len(ids))
     return ids
