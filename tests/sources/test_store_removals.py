@@ -286,6 +286,32 @@ def test_removed_values_never_return_in_random_runs(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def test_removed_value_is_overwritten_on_the_disk(tmp_path, monkeypatch, without_nixl):
+    """An interrupted put of the same key at the same position may write only the entry."""
+    tried = Tried(tmp_path, monkeypatch, None, Faults(1000, "before"))
+    tried.put(0, 1, 2)
+    tried.remove(0)
+    content = (tmp_path / "blocks.kv").read_bytes()
+    # Each position begins with an entry of 256 bytes.
+    assert [any(content[at : at + 256]) for at in (4096, 4352, 8192, 8448)] == [0, 0, 1, 1]
+    tried.store.close()
+
+
+def test_earlier_value_of_a_removed_key_does_not_return(tmp_path, monkeypatch, without_nixl):
+    """After an interrupted put, a file may have two values of a key."""
+    tried = Tried(tmp_path, monkeypatch, None, Faults(1000, "before"))
+    tried.put(0, 1)
+    tried.store.close()
+    path = tmp_path / "blocks.kv"
+    path.write_bytes((content := path.read_bytes()) + content[4096:])
+    tried.open()
+    assert sorted(tried.store.keys()) == KEYS[:2] and len(tried.store._free) == 4
+    tried.remove(0)
+    tried.restart()
+    assert tried.store.keys() == [KEYS[1]]
+    tried.store.close()
+
+
 class UnsyncedFile:
     """Records the writes to a file since the last `fdatasync`. A power loss undoes any of them.
 
@@ -316,6 +342,14 @@ class UnsyncedFile:
     def fdatasync(self, fd):
         self.synced = self.path.read_bytes()
         self.lose()
+
+    def write_back(self):
+        """Write some sectors."""
+        size = max([len(self.synced), *self.sizes])
+        content = bytearray(self.synced.ljust(size, b"\0"))
+        for at in [at for at in self.versions if self.choose.random() < 0.7]:
+            content[at : at + SECTOR] = self.versions.pop(at)[-1]
+        self.synced = bytes(content)
 
     def lose(self):
         self.versions, self.sizes = {}, []
@@ -357,6 +391,8 @@ def test_removed_values_never_return_after_a_power_loss(
                 for _ in range(choose.randrange(1, 8)):
                     numbers = choose.sample(range(len(KEYS)), choose.randrange(1, 5))
                     choose.choice([tried.put, tried.put, tried.remove])(*numbers)
+                    if choose.random() < 0.5:  # the system writes some data without being asked
+                        disk.write_back()
                 os.close(tried.store._fd)  # which releases the lock, and writes nothing
                 tried.store._fd = None
                 disk.crash()

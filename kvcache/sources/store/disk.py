@@ -187,8 +187,6 @@ class DiskStore(BlockStore):
         places: dict[str, int] = {}
         errors: list[Exception | None] = []
         try:
-            if self._doubtful:
-                self._settle()
             for key in last:
                 place = self._places.pop(key, None)
                 if place is not None:
@@ -245,8 +243,8 @@ class DiskStore(BlockStore):
     def remove(self, keys: Sequence[str]) -> None:
         """Remove values, and wait until they are gone from the disk.
 
-        If this method raises an exception, the values can no longer be read. The removal is
-        repeated by the next `put`, `remove` or `open`, which fails until the removal succeeds.
+        If this method raises an exception, the values can no longer be read, and the next `remove`
+        or `open` repeats the removal. Both fail until it succeeds.
         """
         keys = _checked_keys(keys)
         self._check_open()
