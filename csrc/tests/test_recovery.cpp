@@ -183,6 +183,35 @@ TEST(a_new_epoch_clears_the_cache_and_old_rows_publish_nothing) {
   f.recovery.clear_cache();
 }
 
+TEST(a_forgotten_adapter_loses_its_blocks_and_its_rows_neither_read_nor_write_the_cache) {
+  Fixture f;
+  const int32_t plain = f.add_hashed_row(), row = f.add_hashed_row();
+  const std::vector<std::string> alpha = {"alpha", "/alpha"};
+  auto tokens = std::make_shared<TokenIds>();
+  const std::vector<int32_t> ids(16, 7);
+  tokens->append(ids.data(), 16);
+  f.rows[row].chain =
+      std::make_shared<TokenChain>(tokens, f.rows[row].chain->block_size(), Hash{},
+                                   ExtraKeys(alpha, {}, std::nullopt, nullptr), true, true);
+  f.rows[row].chain->hashes();
+  f.step(plain, 0, 8);
+  f.step(row, 0, 8);
+  CHECK(f.found(plain, 0) != kNullBlock);
+  CHECK(f.found(row, 0) != kNullBlock);
+  f.recovery.forget_adapter(ExtraKeys::adapter_of("beta"));
+  CHECK(f.found(row, 0) != kNullBlock);
+  f.recovery.forget_adapter(ExtraKeys::adapter_of("alpha"));
+  CHECK(f.found(plain, 0) != kNullBlock);
+  CHECK_EQ(f.found(row, 0), kNullBlock);
+  const int64_t num_cached = f.pool.num_cached();
+  f.step(row, 8, 16);
+  CHECK_EQ(f.pool.num_cached(), num_cached);
+  CHECK(!f.rows[row].chain->read_cache());
+  CHECK(!f.rows[row].chain->write_cache());
+  CHECK(!f.rows[plain].is_stale);
+  CHECK(f.rows[plain].chain->write_cache());
+}
+
 }  // namespace
 
 TEST_MAIN()
