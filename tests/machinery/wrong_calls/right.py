@@ -49,6 +49,7 @@ _MULTI = "BlockTables"
 
 # Optional arguments that a valid call requires, because one of several must be given.
 WITH = {
+    "plan_cache": ("layers", "budget_bytes"),
     "EventPublisher": ("endpoint",),
     "Replayer": ("block_size",),
     "DisaggregatedReplayer": ("block_size",),
@@ -193,6 +194,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "KVCache.tables": lambda w: w.get("KVCache").tables,
     "KVCache.storages": lambda w: w.get("KVCache").storages,
     "plan_cache.layers": lambda w: [LayerSpec("l", "full_attention", **SIZES)],
+    "plan_cache.stages": lambda w: None,
     "budget_bytes": lambda w: 2**16,
     "CachePlan.layers": lambda w: w.get("CachePlan").layers,
     "CachePlan.groups": lambda w: w.get("CachePlan").groups,
