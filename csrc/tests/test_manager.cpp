@@ -158,7 +158,7 @@ TEST(a_request_that_outgrows_max_model_len_during_hashing_is_rejected) {
   manager.check_invariants();
 }
 
-// Row 0 (admitted by `step`) and row 1 (by `allocate`, with 4 slots) have 3 tokens. Then 5 known
+// Row 0 (admitted by `step`) and row 1 (by `admit`, with 4 slots) have 3 tokens. Then 5 known
 // tokens are appended to each row, so there are two blocks to hash.
 struct TwoRows {
   Manager manager{make_options(4, 40, 100)};
@@ -166,7 +166,8 @@ struct TwoRows {
 
   TwoRows() {
     step_new(&manager, {{stepped.chain, 100}});
-    manager.admit({allocated.chain, 4}, {{}});
+    manager.admit({allocated.chain, 3}, {{}});
+    manager.extend({1, 1});
     const int32_t more[5] = {2, 2, 2, 2, 2};
     for (const Request& each : {stepped, allocated}) each.tokens->append(more, 5);
   }

@@ -103,7 +103,7 @@ TEST(a_row_is_quiet_until_a_block_leaves_its_window) {
   CacheGroup window = group_of(std::make_shared<SlidingWindow>(6), 4);
   window.num_prealloc = 2;
   Fixture f({window});
-  f.admit({{hashed_chain(6), 6}});
+  f.admit({{hashed_chain(10), 6}});
   // The token at position 9 attends to positions 4 and later.
   CHECK_EQ(served_to_its_quiet_end(&f, 0), 9);
   f.end();
@@ -112,6 +112,24 @@ TEST(a_row_is_quiet_until_a_block_leaves_its_window) {
   CHECK(f.ids(0)[0] == kNullBlock && f.ids(0)[1] != kNullBlock);
   f.rows[0].take_back(3);
   CHECK_EQ(f.rows.quiet_until(0), 13);
+}
+
+TEST(a_window_is_kept_while_tokens_of_the_last_step_are_unknown) {
+  const CacheGroup window = group_of(std::make_shared<SlidingWindow>(2), 4);
+  Fixture f({window});
+  const std::shared_ptr<TokenChain> chain = hashed_chain(4);
+  f.admit({{chain, 4}});
+  f.extend(0, 5);  // one token that is not known yet, and four drafts
+  f.end();
+  f.begin();
+  f.extend(0, 1);  // any of the drafts may still be rejected, so token 5 may be next
+  CHECK_EQ(f.rows.blocks(0)[0].num_dropped, 1);
+  const int32_t known[6] = {};
+  chain->append(known, 6);
+  f.end();
+  f.begin();
+  f.extend(0, 1);
+  CHECK_EQ(f.rows.blocks(0)[0].num_dropped, 2);
 }
 
 TEST(a_row_that_shares_blocks_is_not_quiet) {
