@@ -580,7 +580,8 @@ class HintExecutor:
     def _finish_share(self, guest: Guest) -> None:
         prefix, granted = guest.prefix, self.budget.granted_s(guest.hint.ttl_s)
         if guest.source is None:  # the token after the hit was not computed
-            self._manager.invalidate(self._last_blocks(guest.request))
+            cached = next(i for i, each in enumerate(self._manager.groups) if each.cached)
+            self._manager.invalidate(self._manager.block_ids(guest.request, cached)[-1:])
         if self._synchronize is not None:
             self._synchronize()
         num_tokens = prefix.whole(self._manager.num_computed_tokens(guest.request))
@@ -595,10 +596,6 @@ class HintExecutor:
         self._receipts.carried_out(
             guest.pending, prefix, num_tokens, guest.limit, ttl_s=granted, offer=offer
         )
-
-    def _last_blocks(self, request: Request) -> list[int]:
-        groups = range(len(self._manager.groups))
-        return [int(self._manager.block_ids(request, group)[-1]) for group in groups]
 
     def _finish_demote(self, pending: PendingHint, prefix: HintedPrefix) -> None:
         first, pinned = pending.hint.first_token, self._pins.hashes
