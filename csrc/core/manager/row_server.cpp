@@ -173,7 +173,7 @@ bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) cons
     const int64_t stop = first_retained(served.row, from, unit);
     if (has_state_ && stop != from) continue;
     if (stop % unit != 0 || stop <= first || !keeps_states_at(served.row, stop)) continue;
-    if (stop + redone > r.num_computed || stop > longest) continue;
+    if (stop > longest || stop + redone > r.num_computed) continue;
     const auto last = static_cast<size_t>((stop + redone) / parts_.hash_block_size - 1);
     const HashList& others = r.chain->known_hashes();
     if (last < others.size() && hashes[last] == others[last]) return true;
