@@ -1122,3 +1122,9 @@ def test_plan_with_an_invalid_number_is_rejected_by_name(name, value, error):
     plan = plan_cache(layers, 2**23, max_model_len=256)
     with pytest.raises(error, match=f"{name} of the plan is"):
         replace(plan, **{name: value})
+
+
+def test_layers_without_entries_to_iterate_over_are_named():
+    for layers in (np.array(1), 5, None):
+        with pytest.raises(TypeError, match="layers is .*: expected an iterable of LayerSpec"):
+            plan_cache(layers, 2**30, max_model_len=64)

@@ -254,3 +254,16 @@ def resident_kib():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     (kib,) = [int(line.split()[1]) for line in lines if line.startswith("Rss:")]
     return kib
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eviction": "\ud800"},
+        {"num_host_blocks": 5, "host_eviction": "\ud800"},
+        {"eviction_options": {"\ud800": 1.0}},
+    ],
+)
+def test_names_that_utf8_cannot_hold_are_named(options):
+    with pytest.raises(ValueError, match=r"eviction.* is .*: expected text that UTF-8 can hold"):
+        KVCacheManager(4, 9, 64, **options)

@@ -114,6 +114,15 @@ def test_invalid_ids_are_reported_with_their_worker(name, ids):
     assert aggregator.remaining_sending == {}
 
 
+@pytest.mark.parametrize("name", ["finished_sending", "failed_recving", "invalid_block_ids"])
+def test_a_report_with_too_many_ids_is_refused_before_they_are_read(name):
+    aggregator = KVOutputAggregator(2)
+    message = f"{name} of worker 1 has 1000000000000 ids: expected at most 4194304"
+    with pytest.raises(ValueError, match=message):
+        aggregator.aggregate([sending("a"), output(**{name: range(10**12)})])
+    assert aggregator.remaining_sending == {}
+
+
 def test_sending_and_receiving_are_counted_separately():
     aggregator = KVOutputAggregator(2)
     report = aggregator.aggregate([sending("a"), recving("a")]).kv_connector_output

@@ -1619,3 +1619,37 @@ def test_allocated_sequences_only_grow():
             one.tokens = [*range(6), 9]
             assert manager.append_slots(one, 0) == []
             manager.check_invariants()
+
+
+@pytest.mark.parametrize("ids", [7, None, np.array(3), object()])
+@pytest.mark.parametrize("call", ["allocate", "append_slots", "fork"])
+def test_token_ids_that_are_no_sequence_are_named(call, ids):
+    class Wrong(Seq):
+        def get_token_ids(self):
+            return ids
+
+    manager = make(enable_caching=True)
+    message = r"get_token_ids\(\) of seq 'w' is .*: expected a sequence of token ids"
+    with pytest.raises(TypeError, match=message):
+        if call == "allocate":
+            manager.allocate(Group("r", [Wrong("w", [1, 2, 3, 4, 5], Status.WAITING)]))
+        elif call == "fork":
+            (parent,) = admitted(manager).get_seqs()
+            manager.fork(parent, Wrong("w", [*parent.tokens], Status.RUNNING))
+        else:
+            one = Seq("w", [1, 2, 3], Status.WAITING)
+            manager.allocate(Group("r", [one]))
+            one.status, one.tokens, one.__class__ = Status.RUNNING, [1, 2, 3, 4], Wrong
+            manager.append_slots(one, 0)
+
+
+def test_a_group_whose_kind_is_no_truth_value_is_named():
+    class Wrong(Group):
+        def is_encoder_decoder(self):
+            return np.zeros(2)
+
+    for call in ("can_allocate", "allocate"):
+        with pytest.raises(
+            TypeError, match=r"is_encoder_decoder\(\) is .*: expected True or False"
+        ):
+            getattr(make(), call)(Wrong("r", [seq("a", 5)]))

@@ -4,6 +4,7 @@ find the smallest sufficient fleet.
 """
 
 import json
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from kvcache.replay.fleet import (
     read_hardware,
     simulate_fleet,
 )
+from kvcache.replay.fleet.hardware import example_hardware
 from kvcache.replay.fleet.planning import _smallest
 from kvcache.replay.fleet.sessions import Sessions, share_of
 
@@ -413,3 +415,19 @@ def test_the_command_reports_invalid_input_in_one_line(arguments, code, message,
     assert main(["plan", *arguments]) == code
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1 and message in errors[0]
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(Hardware)])
+@pytest.mark.parametrize(
+    "value", [None, "x", [], {}, True, 10**400, float("nan"), float("inf"), -1]
+)
+def test_a_hardware_file_with_a_wrong_field_ends_in_one_line(tmp_path, capsys, name, value):
+    path = tmp_path / "hardware.json"
+    path.write_text(json.dumps({**json.loads(example_hardware()), name: value}))
+    optional = ("host_price_per_gib_hour", "store_price_per_gib_hour", "watts")
+    if value is None and name in optional:
+        assert getattr(read_hardware(path), name) is None
+        return
+    assert main(["plan", "--requests", "5", "--hardware", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and name in error

@@ -80,8 +80,7 @@ def test_trace_line_becomes_a_request(tmp_path):
         ({**GOOD, "input_length": 1024}, "hash_ids has 3 entries: expected 2"),
         (
             {**GOOD, "input_length": 10**4000},
-            "hash_ids has 3 entries: expected 1953125000000000000000000000000000000..., one per 512 "
-            "tokens of input_length 1000000000000000000000000000000000000...",
+            "input_length is 1000000000000000000000000000000000000...: expected at most 16777216",
         ),
     ],
 )
@@ -94,6 +93,13 @@ def test_malformed_line_is_reported(tmp_path, line, says):
     assert f"{path}, line 3: " in str(error.value)
     assert says in str(error.value)
     assert isinstance(error.value, ValueError)
+
+
+def test_a_prompt_beyond_the_limit_is_refused_before_it_is_expanded(tmp_path):
+    ids = list(range(2**24 // 512 + 1))
+    path = write_trace(tmp_path, {**GOOD, "input_length": 512 * len(ids), "hash_ids": ids})
+    with pytest.raises(TraceError, match="input_length is 16777728: expected at most 16777216"):
+        next(read_mooncake(path))
 
 
 def test_invalid_utf8_is_reported(tmp_path):

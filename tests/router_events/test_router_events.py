@@ -1044,3 +1044,10 @@ def test_prompt_lookup_returns_the_cached_prefix(context, publisher):
         assert view.num_leading([5, *hashes]) == 0
         assert view.num_leading(hashes, mediums=["CPU"]) == 0
         assert view.num_leading(hashes, group=1) == 0
+
+
+def test_a_closed_subscriber_says_so():
+    subscriber = EventSubscriber("inproc://nobody")
+    subscriber.close()
+    with pytest.raises(RuntimeError, match="the subscriber is closed"):
+        subscriber.poll()

@@ -420,3 +420,10 @@ def test_remote_block_larger_than_cache_is_rejected(size):
     cache = torch.zeros(6, 16, 2, 8)
     with pytest.raises(ValueError, match=rf"remote_block_size is {size}: expected at most 96"):
         permute_received_blocks(cache, [1, 2], remote_block_size=size)
+
+
+def test_indices_without_values_are_named():
+    with pytest.raises(ValueError, match="indices is a meta tensor: expected one with values"):
+        kv_postprocess_layout_on_receive(
+            torch.zeros(2, 2, 2, 1), torch.zeros(1, dtype=torch.int32, device="meta")
+        )

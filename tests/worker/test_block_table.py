@@ -336,6 +336,37 @@ def test_overflow_in_one_group_changes_no_group():
     assert content(tables[0])[0] == [1] and content(tables[1])[0] == [2, 3]
 
 
+class Unread:
+    """A sequence of block ids whose entries must not be read."""
+
+    def __len__(self):
+        return 10**8
+
+    def __getitem__(self, i):
+        raise AssertionError("an entry was read")
+
+
+@pytest.mark.parametrize("call", ["append_row", "add_row"])
+@pytest.mark.parametrize("ids", [Unread(), range(10**8), np.broadcast_to(np.int32(1), 10**8)])
+def test_too_many_blocks_are_refused_before_they_are_read(call, ids):
+    tables = multi()
+    tables.add_row(([1], [1]), 0)
+    message = "blocks and would get 100000000 more: expected at most"
+    with pytest.raises(ValueError, match=message):
+        getattr(tables, call)(([2], ids), 0)
+    with pytest.raises(ValueError, match=message):
+        getattr(tables[0], call)(ids, 0)
+    assert content(tables[0])[0] == [1]
+
+
+def test_a_range_is_accepted_as_ids():
+    tables = multi()
+    tables.add_row((range(2, 4), range(3, 0, -2)), 0)
+    assert content(tables[0])[0] == [2, 3] and content(tables[1])[0][::2] == [6, 2]
+    with pytest.raises(ValueError, match="expected a 32-bit integer"):
+        tables[0].append_row(range(2**31, 2**31 + 1), 1)
+
+
 def test_table_widths_include_context_parallelism_and_speculation():
     cp = ContextParallel(dcp_world_size=4)
     tables = MultiGroupBlockTable(
