@@ -1126,5 +1126,5 @@ def test_plan_with_an_invalid_number_is_rejected_by_name(name, value, error):
 
 def test_layers_without_entries_to_iterate_over_are_named():
     for layers in (np.array(1), 5, None):
-        with pytest.raises(TypeError, match="layers is .*: expected an iterable of LayerSpec"):
+        with pytest.raises(TypeError, match=r"layers is .*: expected an iterable of LayerSpec"):
             plan_cache(layers, 2**30, max_model_len=64)
