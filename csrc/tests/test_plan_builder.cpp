@@ -65,6 +65,22 @@ TEST(a_new_plan_contains_only_freed_rows_to_clear) {
   CHECK(!plan.end().is_empty());
 }
 
+TEST(new_pages_are_fresh_unless_another_section_fills_them) {
+  PlanBuilder plan(1, 20);
+  const std::vector<int32_t> pages{7, 3, 5, 9, 2};
+  plan.begin(0);
+  plan.give(pages.data(), 5);
+  plan.zero(3);
+  plan.copy(1, 9);
+  plan.swap_in(4, 2);
+  CHECK(plan.end().fresh == Ids({7, 5}));
+  plan.check_invariants();
+  plan.begin_direct();
+  plan.give(pages.data(), 5);  // outside of a step, the caller receives the pages
+  plan.begin(1);
+  CHECK(plan.end().fresh.empty());
+}
+
 TEST(a_resent_row_has_no_replaced_entries) {
   PlanBuilder plan(1, 20);
   plan.resend(6);
