@@ -54,7 +54,7 @@ class ObserverGuard:
             raise
         except Exception as failure:
             if rejected := _rejected_call(failure):
-                self._sanitizer.reject(rejected, str(failure))
+                self._sanitizer.reject(rejected, f"{type(failure).__name__}: {failure}")
                 return
             self.failure = f"{type(failure).__name__}: {failure}"
             if self._sanitizer.mode == "stop":
@@ -65,12 +65,12 @@ class ObserverGuard:
 
 
 def _rejected_call(failure: Exception) -> str | None:
-    """Return the name of the sanitizer's method that rejected its arguments, or None if the failure
-    is an error of the observer.
+    """Return the name of the call that rejected the engine's input: a method of the sanitizer, or a
+    lookup of a request, row or column that does not exist. None: the observer has failed.
     """
-    if not isinstance(failure, TypeError | ValueError):
-        return None
-    for frame, _ in traceback.walk_tb(failure.__traceback__):
-        if isinstance(frame.f_locals.get("self"), Sanitizer):
-            return frame.f_code.co_name
-    return None
+    frames = [frame for frame, _ in traceback.walk_tb(failure.__traceback__)]
+    if isinstance(failure, TypeError | ValueError):
+        frames = [each for each in frames if isinstance(each.f_locals.get("self"), Sanitizer)][:1]
+    elif not isinstance(failure, LookupError):
+        frames = []
+    return frames[-1].f_code.co_name if frames else None

@@ -457,6 +457,8 @@ def test_tokens_after_a_skipped_token_are_checked():
         lambda s: s.observe_slot_copy(0, [1], [999]),
         lambda s: s.observe_clear([99]),
         lambda s: s.observe_eviction([99]),
+        lambda s: np.zeros((1, 2))[0, 5],  # a column of a block table
+        lambda s: {"a": 1}["b"],  # a request that was never announced
     ],
 )
 def test_what_an_engine_does_never_switches_the_observer_off(wrong, mode):
