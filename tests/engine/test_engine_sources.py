@@ -96,6 +96,16 @@ def test_new_engine_loads_blocks_stored_by_an_earlier_engine(filled):
     settle(engine)
 
 
+def test_a_load_begins_after_the_device_has_cleared_its_pages(filled):
+    engine, order = an_engine(a_tier(filled)), []
+    source = engine.sources[0]
+    begin, engine.scheduler._synchronize = source.begin, lambda: order.append("synchronize")
+    source.begin = lambda request: (order.append("begin"), begin(request))
+    answer(engine)
+    assert order == ["synchronize", "begin"]
+    settle(engine)
+
+
 @pytest.mark.parametrize("fault", ["missing", "corrupt", "short", "raises", "slow"])
 def test_tokens_of_a_failed_load_are_computed(filled, fault):
     filled.slow_s = 60
