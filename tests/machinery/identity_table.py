@@ -442,6 +442,9 @@ TABLE: dict[str, Row] = {
         {"plan": {"context_parallel": CP}},
     ),
     "build.num_host_blocks": Row(of_build, {"num_host_blocks": 9}, same=HOW_MANY),
+    "build.clear": Row(
+        of_build, {"clear": "fresh"}, same="only bytes that no token owns are cleared"
+    ),
     "build.swap_options": Row(of_build, {"num_host_blocks": 9, "swap_options": {}}, same=WHEN),
     "build.enable_caching": Row(of_build, {"enable_caching": False}),
     "build.num_preallocate_tokens": Row(of_build, {"num_preallocate_tokens": 0}, same=HOW_MANY),
@@ -605,6 +608,7 @@ ACCEPTED: dict[str, str] = {
             *("CachePlan.max_num_batched_tokens", "AttentionBackend.name"),
             *("KVStorage.num_blocks", "GroupLayout.num_blocks", "build.max_num_reqs"),
             *("build.num_speculative_tokens", "build.num_host_blocks", "build.swap_options"),
+            "build.clear",
             *("build.num_preallocate_tokens", "build.kernel_sizes", "BlockParts.blocks_per_page"),
             *("CacheOptions.watermark", "CacheOptions.fence_frees"),
             *("CacheOptions.engine_copies_states", "CacheOptions.in_step_hits"),

@@ -137,7 +137,7 @@ def test_damaged_traces_are_read_or_reported(tmp_path):
     [
         ("mooncake", {**MOONCAKE, "timestamp": 10**400}, "timestamp is 1000"),
         ("mooncake", {**MOONCAKE, "output_length": 2**31}, "output_length is 2147483648"),
-        ("mooncake", {**MOONCAKE, "input_length": 10**30}, "tokens of input_length 1000"),
+        ("mooncake", {**MOONCAKE, "input_length": 10**30}, "input_length is 1000"),
         ("text", {"prompt": "a", "timestamp": 2**53}, "timestamp is 9007199254740992"),
         ("vllm_log", VLLM.format(s=1, ids="[1 2]"), 'has token "1 2"'),
         ("vllm_log", VLLM.format(s=1, ids=f"[{'9' * 5000}]"), "has token 9999"),
