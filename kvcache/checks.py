@@ -260,10 +260,7 @@ def check_key(value: str, name: str) -> None:
     if not isinstance(value, str):
         raise TypeError(f"{name} is a {type(value).__name__}: expected a string")
     if not value or value != value.strip() or not (value.isascii() and value.isprintable()):
-        came = "invalid" if value else "empty"
-        raise ValueError(
-            f"{name} is {came}: expected printable ASCII characters, without spaces at the ends"
-        )
+        raise ValueError(f"{name}: expected printable ASCII characters, without spaces at the ends")
 
 
 def check_range(name: str, what: str, ids: np.ndarray, least: int, size: int) -> None:

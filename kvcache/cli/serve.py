@@ -120,7 +120,6 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--api-key",
         metavar="KEY",
-        type=_api_key,
         help=f"key that requests must send as a bearer token; default ${_KEY_VARIABLE}, or none",
     )
     sub.add_argument(
@@ -163,12 +162,14 @@ def _trace(backend: TraceBackend) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Run `kvcache serve` and return the exit code when the server is interrupted."""
-    if args.api_key is None and _KEY_VARIABLE in os.environ:
-        args.api_key = os.environ[_KEY_VARIABLE]
+    source = "--api-key"
+    if args.api_key is None:
+        source, args.api_key = f"${_KEY_VARIABLE}", os.environ.get(_KEY_VARIABLE)
+    if args.api_key is not None:
         try:
-            check_key(args.api_key, f"${_KEY_VARIABLE}")
+            check_key(args.api_key, source)
         except ValueError as error:
-            raise UsageError(f"{error}; unset it to require no key") from None
+            raise UsageError(str(error)) from None
     remedy = "pip install 'torch-kvcache[serve]'"
     for name in ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client"):
         require_module(name, "a server", remedy)
@@ -204,14 +205,6 @@ def run_serve(args: argparse.Namespace) -> int:
 def _name(model: str) -> str:
     """Return the model name that clients use."""
     return os.path.basename(os.path.normpath(model))
-
-
-def _api_key(text: str) -> str:
-    try:
-        check_key(text, "key")
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from None
-    return text
 
 
 def _log_to_stderr(level: str) -> None:

@@ -105,19 +105,20 @@ class Scheduler:
     sequences may be preempted.
 
     A step computes at most `max_num_batched_tokens` tokens. Decoding sequences are scheduled first,
-    followed by chunks of prompts, swapped-out sequences and new sequences, each in order of rank and
-    then of arrival. If a running sequence does not fit, it waits, and the last running sequence in this
-    order is preempted before the next step. With `preemption="swap"`, the preempted sequence's blocks
-    are swapped out to the host. With "recompute", or if the blocks do not fit on the host, the sequence
-    is freed. It is later recomputed, except for the part that is still cached.
+    followed by chunks of prompts, swapped-out sequences and new sequences, each in order of rank and,
+    for equal ranks, of admission. If a running sequence does not fit, it waits, and the last running
+    sequence after it is preempted before the next step. With `preemption="swap"`, the preempted
+    sequence's blocks are swapped out to the host. With "recompute", or if the blocks do not fit on the
+    host, the sequence is freed. It is later recomputed, except for the part that is still cached.
 
-    Every sequence ends, because tokens are sampled after a bounded number of steps. Assume that no
-    sequence decodes. Of all sequences with a row and with tokens to compute, the first one in order is
-    served in each step unless it lacks blocks. In that case, a later sequence is preempted, or one that
-    is settled: a beam without tokens to compute, which waits for other beams. A settled sequence that
-    was freed does not return before it gets a token. So at most one step per row passes until the
-    first sequence computes its next chunk, and it is never preempted itself. A sequence that exceeds
-    the whole pool is refused. A sequence that waits for its first blocks lets no later one pass.
+    Every sequence ends, because a token is sampled after a bounded number of steps. Assume that none is
+    sampled. Each sequence that is served then computes a chunk of its known tokens. The first sequence in
+    order that lacks blocks loses none: later ones are preempted for it. If no sequence is served, others
+    are preempted, too: those that decoding sequences keep from the token budget, until one decodes, and
+    settled ones, which are beams without tokens to compute that wait for other beams. A settled
+    sequence that was freed does not return before it gets a token, so that beams which do not fit
+    together are computed one after another. A sequence that exceeds the whole pool is refused. A
+    sequence that waits for its first blocks lets no later one pass.
 
     After `schedule`, call `complete` or `fail` for the step before the next `schedule`. During the
     step, the caller applies the plan, runs the model, and reports sampled tokens (`accept`), new
@@ -183,7 +184,6 @@ class Scheduler:
         self._has_changed = False
         self._victim: Sequence | None = None
         self._first_stuck: Sequence | None = None  # waiting sequence that the last step did not fit
-        self._num_arrived = 0
         self._is_short = False  # whether the last step lacked blocks for a running sequence
         self._in_flight: ScheduledStep | None = None
 
@@ -205,11 +205,7 @@ class Scheduler:
                 f"sequence {sequence.request.request_id!r} needs {sequence.num_rows} rows: expected at "
                 f"most {self.max_num_rows}, the manager's max_num_reqs"
             )
-        self._number(sequence)
         self._insert(self.waiting, sequence)
-
-    def _number(self, sequence: Sequence) -> None:
-        sequence.arrival, self._num_arrived = self._num_arrived, self._num_arrived + 1
 
     def num_pending(self, sequence: Sequence) -> int:
         """Return the number of known tokens that are not computed."""
@@ -396,7 +392,6 @@ class Scheduler:
         has_row = is_there and self.manager.fork(parent.request, child.request) >= 0
         parent.num_rows = max(1, parent.num_rows - child.num_rows)
         child.has_begun = True
-        self._number(child)
         if has_row:
             child.state = State.RUNNING
             child.num_cached_tokens = self.manager.num_computed_tokens(child.request)
@@ -733,8 +728,7 @@ class Scheduler:
             self.hints.give_way()
         is_busy = decoding or entries or leaving or refused or self.is_waiting_for_sources
         self._first_stuck = next((each for each in stuck if each.state is State.WAITING), None)
-        served = {*decoding.sequences, *(sequence for sequence, *_ in entries)} if stuck else set()
-        self._choose_victim(stuck, served, nothing_done=bool(stuck and not is_busy))
+        self._choose_victim(stuck, nothing_done=bool(stuck and not is_busy))
         step = self._in_flight = _scheduled(plan, decoding, entries, refused, loading)
         return step
 
@@ -759,31 +753,27 @@ class Scheduler:
         sequence.most_new = count // 2
         return True
 
-    def _choose_victim(
-        self, stuck: list[Sequence], served: set[Sequence], nothing_done: bool
-    ) -> None:
+    def _choose_victim(self, stuck: list[Sequence], nothing_done: bool) -> None:
         """Choose the last running sequence as the victim, if a running sequence before it waits for
-        blocks. If there is none, choose a settled one.
+        blocks.
 
         A victim is also chosen if no sequence was served. In this case, all sequences with blocks are
-        settled, or were not asked because earlier ones took the token budget.
+        settled, wait for blocks, or were not asked because others took the token budget.
         """
         self._is_short = any(each.state is State.RUNNING for each in stuck)
         if not (self._is_short or nothing_done):
             return
-        first = min(stuck, key=lambda each: (each.state is not State.RUNNING, each.order))
         running = [each for each in self.admitted if each.state is State.RUNNING]
-        others = [each for each in running if each is not first]
-        behind = [each for each in others if each.order > first.order]
-        settled = [each for each in others if not (each in served or self._num_pending(each))]
-        victims = behind or settled or (others if nothing_done else [])
-        self._victim = victims[-1] if victims else None
+        short = {*stuck}
+        first = next((i for i, each in enumerate(running) if each in short), -1)
+        behind = running[first + 1 :] or (running[:first] if nothing_done else [])
+        self._victim = behind[-1] if behind else None
 
     @staticmethod
     def _insert(queue: list[Sequence], sequence: Sequence) -> None:
-        """Insert a sequence in order."""
+        """Insert a sequence after all sequences with an equal or smaller rank."""
         at = len(queue)
-        while at and queue[at - 1].order > sequence.order:
+        while at and queue[at - 1].rank > sequence.rank:
             at -= 1
         queue.insert(at, sequence)
 

@@ -32,8 +32,7 @@ class State(Enum):
 class Sequence:
     """A request with its scheduling state.
 
-    - `rank`: sequences with a smaller rank are served first and preempted last. Among equal ranks,
-      the scheduler orders sequences by arrival (`order`).
+    - `rank`: sequences with a smaller rank are served first and preempted last.
     - `max_tokens`: the number of known tokens at which the sequence ends. Drafts never exceed it.
     - `num_rows`: the number of rows that the sequence will need, including future forks.
     - `drafts`: unverified tokens to compute after the known tokens in the next step.
@@ -57,7 +56,6 @@ class Sequence:
     num_external_tokens: int = 0  # tokens that a source was expected to load at the last admission
     admitted_at: float | None = None  # `time.monotonic()` at the first admission
     failed_sources: list[object] = field(default_factory=list)  # sources that are not queried again
-    arrival: int = 0  # set by the scheduler
     num_settled: int = 0  # known tokens if all were computed when the sequence was preempted
     most_new: int = MAX_INT32  # largest first chunk that may fit, with the watermark, into the pool
 
@@ -80,11 +78,6 @@ class Sequence:
         integer(self.num_external_tokens, "num_external_tokens")
         listed(self.drafts, "drafts", "a list of tokens")
         listed(self.failed_sources, "failed_sources", "a list of sources")
-
-    @property
-    def order(self) -> tuple[tuple[int, int], int]:
-        """The position among all sequences of a scheduler. No two sequences share it."""
-        return self.rank, self.arrival
 
     @property
     def is_settled(self) -> bool:

@@ -251,30 +251,29 @@ class Choices:
             return  # ignore tokens that were generated before the engine processed the stop
         text, held = self.texts[choice], self._held[choice]
         shown, num_tokens = self._add(choice, delta)
-        reason = "stop" if text.is_stopped else delta.finish_reason
-        if text.is_stopped:
-            answer.stop(delta.index)
-        elif reason == "refused":  # the request is too large for this server
-            raise EngineError(str(delta.error), 400)
-        elif reason == "error":
-            raise EngineError(f"{type(delta.error).__name__}: {delta.error}")
-        elif reason == "abort":
-            raise EngineError("the request was ended: abort")
-        elif reason is not None:
+        reason = delta.finish_reason
+        if reason in ("stop", "length") and not text.is_stopped:
             shown += text.end()
             if held and not held[-1].is_hidden:  # the answer may end inside a character
                 held[-1] = held[-1]._replace(text=held[-1].text + text.piece)
-            reason = "stop" if text.is_stopped else reason
+        if text.is_stopped:
+            reason = "stop"
+            answer.stop(delta.index)
+        self._num_tokens += num_tokens
+        token_ids = delta.token_ids[:num_tokens]
+        self._source.record(number, delta._replace(token_ids=token_ids, finish_reason=reason))
+        if reason == "refused":  # the request is too large for this server
+            raise EngineError(str(delta.error), 400)
+        if reason == "error":
+            raise EngineError(f"{type(delta.error).__name__}: {delta.error}")
+        if reason == "abort":
+            raise EngineError("the request was ended: abort")
         size, tokens = len(text.text), []
         while held and (reason is not None or held[0].offset + len(held[0].text) <= size):
             each = held.popleft()
             tokens.append(each._replace(offset=min(each.offset, size)))
         self.tokens[choice] += tokens
         self.reasons[choice] = reason
-        self._num_tokens += num_tokens
-        self._source.record(
-            number, delta._replace(token_ids=delta.token_ids[:num_tokens], finish_reason=reason)
-        )
         if shown or tokens or reason is not None:
             yield Piece(choice, shown, reason, tokens)
 
@@ -349,18 +348,13 @@ async def streamed_answer(
     def event(chosen: list[dict[str, Any]], **more: Any) -> str:
         return f"data: {json.dumps(form.body(chosen, True) | more)}\n\n"
 
-    def usage() -> dict[str, Any]:
-        if options.continuous_usage_stats:
-            return {"usage": choices.usage()}
-        # As in OpenAI's streams, the usage is null in all events but the last one.
-        return {"usage": None} if options.include_usage else {}
-
     openings = form.openings(len(choices.texts))
     try:
         async with aclosing(choices.pieces()) as pieces:
             async for piece in pieces:
+                more = {"usage": choices.usage()} if options.continuous_usage_stats else {}
                 for chunk in (*openings, form.choice(piece, is_chunk=True)):
-                    yield event([chunk], **usage())
+                    yield event([chunk], **more)
                 openings = []
         if receipts := await choices.receipts():
             yield event([], **receipts)

@@ -37,8 +37,8 @@ class Texts(Protocol):
     def token(self, token_id: int, before: Sequence[int] = ()) -> tuple[str, bytes | None]:
         r"""Return a token's name, and the bytes that it adds to the text of the tokens `before` it.
 
-        The name is the text, or `bytes:\xNN` for a single byte. The bytes are None if the token is not
-        part of texts.
+        The name is the text, or `bytes:\xNN` for each byte of a token that is a byte or a part of a
+        character. The bytes are None if the token is not part of texts.
         """
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -117,11 +117,7 @@ class TokenizerTexts:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def token(self, token_id: int, before: Sequence[int] = ()) -> tuple[str, bytes | None]:
-        r"""Return the name of a token, and the bytes that it adds to the text of the tokens `before` it.
-
-        The name is the text, or `bytes:\xNN...` for a byte or a part of a character. Special tokens have
-        no bytes.
-        """
+        """Return the name and the bytes of a token. Special tokens have no bytes."""
         (token_id,) = _checked_tokens([token_id])
         before = _checked_tokens(before, "before")[-NUM_BEFORE:]
         alone = self._text([token_id], skip_special_tokens=False)

@@ -102,7 +102,7 @@ class TestNeverFits:
 
 
 class TestOrder:
-    def test_sequences_of_equal_rank_are_preempted_in_reverse_order_of_arrival(self):
+    def test_sequences_of_equal_rank_are_preempted_in_reverse_order_of_admission(self):
         """Samples and beams share the rank of their request. Without an order among them, each of two
         could preempt the other one before it has computed its tokens again.
         """

@@ -718,11 +718,11 @@ def test_invalid_usage_prints_one_line_on_stderr(options, expected, capsys):
 @pytest.mark.parametrize(
     "variable,value,expected",
     [
-        ("KVCACHE_API_KEY", "", "$KVCACHE_API_KEY is empty: expected printable ASCII characters"),
+        ("KVCACHE_API_KEY", "", "$KVCACHE_API_KEY: expected printable ASCII characters"),
         (
             "KVCACHE_API_KEY",
             " wxyz",
-            "$KVCACHE_API_KEY is invalid: expected printable ASCII character",
+            "$KVCACHE_API_KEY: expected printable ASCII character",
         ),
         ("KVCACHE_TRANSFER_SECRET", "", "$KVCACHE_TRANSFER_SECRET is empty: expected a secret"),
         ("KVCACHE_TRANSFER_SECRET", "\n", "$KVCACHE_TRANSFER_SECRET is empty: expected a secret"),
@@ -743,7 +743,7 @@ def test_blank_secrets_in_the_environment_are_rejected(
 @pytest.mark.parametrize("key", ["", " key", "key ", "a\tb", "é"])
 def test_key_that_no_header_can_carry_is_rejected(key):
     engine = Engine(attach(dense("llama", 2), "1MiB", max_model_len=64))
-    with pytest.raises(ValueError, match=r"api_key is (empty|invalid): expected print"):
+    with pytest.raises(ValueError, match="api_key: expected printable ASCII"):
         make_app(EngineLoop(engine), ByteTexts(), "llama", api_key=key)
     engine.model.detach()
 
