@@ -11,15 +11,19 @@ import json
 import os
 import random
 import shutil
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from kvcache import GroupSpec, Request
 from kvcache.sources.store import DiskStore, MooncakeStore, StoreError, removals
 from kvcache.sources.store.removals import PendingRemovals
 from tests.machinery import mooncake_master
 from tests.machinery.nixl_stand_in import stand_in
+from tests.machinery.stores import StoreUser, patient
+from tests.replay.test_replay import as_workload
 
 VALUE_BYTES, NUM_VALUES = 3000, 16
 SECTOR = 512
@@ -284,6 +288,37 @@ def test_removed_values_never_return_in_random_runs(
             faults.is_active = False
             tried.store.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_invalid_block_is_not_loaded_by_the_next_engine_although_the_disk_has_failed(
+    tmp_path, monkeypatch, without_nixl
+):
+    def engine():
+        store = DiskStore(tmp_path, "256KiB")
+        return StoreUser(store, [GroupSpec("full_attention", 4)], circuit=patient())
+
+    prompt, user = as_workload([[*range(30)]]), engine()
+    user.run(*prompt)
+    user.settle()
+    assert user.tier.stats.stored_blocks == 7
+    blocks = user.manager.cache.find_prefix(Request("probe", range(30))).block_ids
+    with monkeypatch.context() as patches:
+        for each in OF_DISK:
+            patches.setattr(os, each, lambda *_: broken_disk())
+        user.tier.invalidate(blocks[3:4])
+        deadline = time.monotonic() + 60
+        while user.tier.stats.errors < 3:
+            assert user.tier.is_busy and time.monotonic() < deadline
+            user.tier.poll()
+            time.sleep(0.001)
+        assert user.tier.close(60)
+    removals._KEYS.clear()  # the next engine is another process
+    user = engine()
+    user.run(*prompt)
+    assert user.num_loaded == 12  # the blocks before the invalid one
+    user.settle()
+    assert user.tier.stats.stored_blocks > 0
+    user.end()
 
 
 def test_removed_value_is_overwritten_on_the_disk(tmp_path, monkeypatch, without_nixl):
