@@ -20,7 +20,7 @@ from kvcache import KVCacheManager, Request, StepReport
 from kvcache.router_events import EventPublisher
 from tests.machinery.cache_user import cached
 from tests.machinery.dynamo_indexer import BLOCK, Indexer, needs_dynamo, wait_for
-from tests.machinery.ports import free_port
+from tests.router_events.test_router_events import OWN, restarted
 
 LOCAL = "tcp://127.0.0.1:0"
 
@@ -140,16 +140,17 @@ def test_dynamos_index_equals_the_caches_after_loss_replay_and_restart(
 @needs_dynamo
 def test_dynamos_index_follows_a_worker_that_restarts_on_its_ports(tmp_path):
     """The restarted worker has an empty cache."""
-    places = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
-    indexer = Indexer(tmp_path)
-    indexer.register(1, *places)
+    publisher, indexer = EventPublisher(OWN, OWN), Indexer(tmp_path)
+    indexer.register(1, publisher.endpoint, publisher.replay_endpoint)
     try:
         for life in range(3):
+            if life > 0:
+                publisher = restarted(publisher, None)
             manager = KVCacheManager(
                 BLOCK, num_gpu_blocks=60, max_model_len=2048, enable_events=True
             )
 
-            def is_followed(life=life, manager=manager):
+            def is_followed(life=life, manager=manager, publisher=publisher):
                 """Serve another prompt, because only a live batch reveals that others were lost."""
                 tokens = [10_000 * life + random.randrange(10_000) for _ in range(40)]
                 manager.step(new=[request := Request("r", tokens)])
@@ -160,10 +161,10 @@ def test_dynamos_index_follows_a_worker_that_restarts_on_its_ports(tmp_path):
                     wait_for(lambda: indexer.blocks(1) == expected, 1)
                 return indexer.blocks(1) == expected
 
-            with EventPublisher(*places) as publisher:
-                wait_for(is_followed)
+            wait_for(is_followed)
     finally:
         indexer.close()
+        publisher.close()
 
 
 def expect_equal(indexer, worker):
