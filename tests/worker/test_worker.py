@@ -759,15 +759,15 @@ def test_row_with_zero_tokens_gets_no_blocks():
     manager, w = planes(max_num_reqs=4)
     a, b = Request("a", range(16)), Request("b", range(100, 110))
     w.apply(manager.step(new=[a, b]))
-    given = manager.step([0, 1], [0, 1], token_ids=[7, 8], num_lookahead_tokens=40)
-    assert given.status.tolist() == [0, 0] and given.num_tokens.tolist() == [0, 1]
+    given = manager.step([0, 1], [0, 2], token_ids=[7, 8], num_lookahead_tokens=40)
+    assert given.status.tolist() == [0, 0] and given.num_tokens.tolist() == [0, 2]
     assert given.num_computed_tokens.tolist() == [16, 10]
     # Lookahead blocks are only allocated for the other row.
     assert given.append_rows.tolist() == [1]
     assert (a.num_tokens, b.num_tokens) == (17, 11)
     w.apply(given)
     w.apply(nothing := manager.step([0, 1], [0, 0], num_rejected_tokens=[0, 1]))
-    assert nothing.is_empty and manager.num_computed_tokens(b) == 10
+    assert nothing.is_empty and manager.num_computed_tokens(b) == 11
     assert manager.abort(nothing.step_id) == {}
     check_invariants(manager)
     for rows, tokens, message in (

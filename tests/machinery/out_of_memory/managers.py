@@ -189,9 +189,9 @@ def _calls(groups: list[GroupSpec], has_host: bool) -> dict[str, Callable[[Manag
                 new=[Request("j", range(1200, 1230)), Request("k", range(1200, 1240))]
             ),
             "step, rejected": lambda s: s.manager.step(
-                s.rows("ab"), [3, 3], num_rejected_tokens=[1, 0], token_ids=[4, 5]
+                s.rows("ab"), [3, 3], num_rejected_tokens=[0, 1], token_ids=[4, 5]
             ),
-            "reject_tokens": lambda s: s.manager.reject_tokens(s.requests["a"], 1),
+            "reject_tokens": lambda s: s.manager.reject_tokens(s.requests["b"], 1),
             "fork": lambda s: s.manager.fork(s.requests["a"], _child(s)),
             "admit": lambda s: s.manager.admit(
                 Admit(s.requests["h"], num_tokens=9),
