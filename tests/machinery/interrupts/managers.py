@@ -121,7 +121,7 @@ CALLS: dict[str, Call] = {
     "abort": lambda s: s.manager.abort(0),
     "invalidate": lambda s: s.manager.invalidate([1]),
     "take_cached": lambda s: s.manager.take_cached(s.requests["a"]),
-    "reject_tokens": lambda s: s.manager.reject_tokens(s.requests["c"], 1),
+    "reject_tokens": lambda s: s.manager.reject_tokens(s.requests["c"], 0),
     "pin": lambda s: s.manager.cache.pin("session", s.requests["a"]),
     "would_fit": lambda s: s.manager.would_fit(s.request("e", 30, 600)),
     "cached_tokens": lambda s: s.manager.cache.cached_tokens(s.requests["a"]),

@@ -54,7 +54,8 @@ class Managed:
         m.cache.pin("s", r["b"])
         m.report(StepReport(1, True))
         m.cache.set_now(2)
-        m.step(self.rows("abcd"), [1] * 4, token_ids=[5, 6, 7, 8])
+        num_drafts = int(STATE not in groups)
+        m.step(self.rows("abcd"), [1, 1 + num_drafts, 1, 1], token_ids=[5, 6, 7, 8])
         m.cache.drain_events()
         if m.host_pool is not None:
             m.step(swap_out=self.rows("d"))
