@@ -10,7 +10,6 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from kvcache.checks import check_key
 from kvcache.cli.errors import MissingError, UsageError
 from kvcache.cli.events import add_events_options, open_publisher
 from kvcache.cli.models import end_token_ids, load_model, load_tokenizer
@@ -166,6 +165,8 @@ def run_serve(args: argparse.Namespace) -> int:
     if args.api_key is None:
         source, args.api_key = f"${_KEY_VARIABLE}", os.environ.get(_KEY_VARIABLE)
     if args.api_key is not None:
+        from kvcache.checks import check_key
+
         try:
             check_key(args.api_key, source)
         except ValueError as error:
