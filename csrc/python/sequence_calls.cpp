@@ -210,6 +210,11 @@ void SequenceCalls::read_ids(const AllocatedSequence& known, py::handle seq, int
   out->size = num_new;
   if (!known.reads_ids || num_new == 0) return;
   const py::object ids = call_method(seq, Names::get().get_token_ids);
+  if (!PySequence_Check(ids.ptr()) || PyObject_Size(ids.ptr()) < 0) {
+    clear_refusal();
+    throw py::type_error("get_token_ids() of seq " + repr_of(seq_id_of(seq)) + " is " +
+                         short_repr(ids) + ": expected a sequence of token ids");
+  }
   const int64_t first = known.num_tokens, stop = first + num_new;
   const int64_t begin = (first - 1) / block_size_ * block_size_;
   if (PyList_Check(ids.ptr()) && PyList_GET_SIZE(ids.ptr()) >= first) {
@@ -229,11 +234,6 @@ void SequenceCalls::read_ids(const AllocatedSequence& known, py::handle seq, int
       out->are_read = true;
       return;
     }
-  }
-  if (!PySequence_Check(ids.ptr()) || PyObject_Size(ids.ptr()) < 0) {
-    clear_refusal();
-    throw py::type_error("get_token_ids() of seq " + repr_of(seq_id_of(seq)) + " is " +
-                         short_repr(ids) + ": expected a sequence of token ids");
   }
   const py::object tail = ids[py::slice(py::int_(first), py::none(), py::none())];
   const auto num_ids = static_cast<int64_t>(py::len(tail));

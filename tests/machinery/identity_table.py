@@ -316,6 +316,7 @@ WINDOW = {"kind": "sliding_window", "options": {"window": 32}}
 STATE = {
     "kind": "recurrent", "num_kv_heads": 0, "head_size": 0, "dtype": "float32", "state_bytes": 4096,
 }  # fmt: skip
+OF_GROUPS = "checked against the manager's groups, whose fields are rows of their own"
 HOW_MANY = "affects the engine's memory or time, not the content of a block"
 WHEN = "affects when blocks are kept, moved or reported, not their content"
 STEPS = "distributes tokens over steps; the content of blocks is the same"
@@ -499,6 +500,7 @@ TABLE: dict[str, Row] = {
     "PageContents.cp_interleave": Row(
         of_layer, {"made": {"cp_kv_cache_interleave_size": 4}}, {"plan": {"context_parallel": CP}}
     ),
+    "PageContents.groups": Row(of_storage, same=OF_GROUPS),
     "start_epoch.model_version": Row(of_version, {"model_version": "step 1"}),
     "Share.layers": Row(of_share, {"layers": (1, 2)}),
     "Share.num_layers": Row(of_share, {"num_layers": 3}),
@@ -571,6 +573,7 @@ TABLE: dict[str, Row] = {
     "GroupLayout.pages_per_block": Row(of_layout, {"pages_per_block": 2}),
     "GroupLayout.num_blocks": Row(of_layout, {"num_blocks": 120}),
     "GroupLayout.interior": Row(of_layout, {"interior": "vec"}),
+    "GroupLayout.spec": Row(of_layout, same=OF_GROUPS),
 }  # fmt: skip
 
 CONVERTED = "a transfer plan converts between the two"

@@ -436,7 +436,7 @@ def test_a_store_holds_the_blocks_of_stages_that_were_planned_together():
     )
     ranks = []
     for i, plan in enumerate(plans):
-        share = Share((2 * i, 2 * i + 2), 4, (0, 2), 2)
+        share = Share.of_rank(num_layers=4, num_heads=2, layers=(2 * i, 2 * i + 2))
         pages = KVStorage.for_plan(plan)[0].pages
         ranks.append(StoreRank(manager, pages, MemoryStore(), model="m", rank=share))
     assert StoreTier.over(manager, ranks).close()
