@@ -19,7 +19,7 @@ import numpy as np
 from kvcache.checks import instances, shown
 from kvcache.native.load import core
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 
 
 class Status(IntEnum):
@@ -127,11 +127,6 @@ class StepPlan(_HeldArrays):
     - `is_empty`: True if the manager left all of these sections empty, so that a worker can skip them.
       False in a plan that was not created by a manager.
 
-    `depends_on`: int32[n, 2], pairs of rows. With `in_step_hits="share"`, the first row attends to
-    blocks that are computed for the second row in this step. The worker must either compute both rows
-    in one forward pass that writes each layer's K and V before attention, or compute the second row
-    first.
-
     `page_bytes`: bytes per page, or 0 if unknown.
     """
 
@@ -152,7 +147,6 @@ class StepPlan(_HeldArrays):
     zero: np.ndarray = field(default_factory=lambda: NO_IDS)
     fresh: np.ndarray = field(default_factory=lambda: NO_IDS)
     swap_in: np.ndarray = field(default_factory=lambda: NO_PAIRS)
-    depends_on: np.ndarray = field(default_factory=lambda: NO_PAIRS)
     is_empty: bool = field(default=False, init=False)  # `dataclasses.replace` resets it to False
     previous_step_id: int = -1
     version: int = PLAN_VERSION

@@ -33,7 +33,6 @@ class HeldPlan {
     kZero,
     kFresh,
     kSwapIn,
-    kDependsOn,
     kFirstOfGroup,
   };
   enum GroupSection { kAppendSplits, kAppendIds, kReplace, kNumOfGroup };
@@ -97,9 +96,9 @@ class HeldPlan {
 
   template <class Visit>
   static void for_each(const StepPlan& plan, const Visit& visit) {
-    for (const auto* values : {&plan.rows, &plan.num_computed_tokens, &plan.num_tokens,
-                               &plan.clear_rows, &plan.append_rows, &plan.swap_out, &plan.copy,
-                               &plan.zero, &plan.fresh, &plan.swap_in, &plan.depends_on}) {
+    for (const auto* values :
+         {&plan.rows, &plan.num_computed_tokens, &plan.num_tokens, &plan.clear_rows,
+          &plan.append_rows, &plan.swap_out, &plan.copy, &plan.zero, &plan.fresh, &plan.swap_in}) {
       visit(*values);
     }
     for (const StepPlan::Group& group : plan.groups) {

@@ -134,8 +134,7 @@ class OptionalInput {
 py::object step(Manager& self, const py::object& rows, const py::object& num_tokens,
                 RequestRows& requests, const py::object& new_requests, const py::object& token_ids,
                 const py::object& num_token_ids, const py::object& num_rejected_tokens,
-                const py::object& num_lookahead_tokens, const py::object& swap_out,
-                int in_step_hits) {
+                const py::object& num_lookahead_tokens, const py::object& swap_out) {
   Int32Input r(rows, "rows"), n(num_tokens, "num_tokens");
   OptionalInput out(swap_out, "swap_out");
   OptionalInput ids(token_ids, "token_ids"), num_ids(num_token_ids, "num_token_ids");
@@ -170,7 +169,6 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   request.lookahead = lookahead.data();
   request.swap_out_rows = out.data();
   request.num_swap_out_rows = out.size();
-  request.in_step_hits = static_cast<InStepHits>(in_step_hits);
   requests.check_new(asking);
   const StepPlan& plan = self.step(request);
   const Soundness::Change change = self.change("step");

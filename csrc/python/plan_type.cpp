@@ -52,7 +52,6 @@ class PlanType {
     kZero,
     kFresh,
     kSwapIn,
-    kDependsOn,
     kNumFields,
   };
 
@@ -72,7 +71,7 @@ class PlanType {
                                                        "append_ids",  "replace",
                                                        "swap_out",    "copy",
                                                        "zero",        "fresh",
-                                                       "swap_in",     "depends_on"};
+                                                       "swap_in"};
     const py::module_ dataclasses = py::module_::import("dataclasses");
     std::vector<std::pair<Slot, py::object>> defaults;
     std::array<Slot, kNumFields> slots;
@@ -233,7 +232,6 @@ void set_changes(const PlanType& type, const py::object& out, const py::object& 
   type.set_missing(out, PlanType::kZero, ids(HeldPlan::kZero));
   type.set_missing(out, PlanType::kFresh, ids(HeldPlan::kFresh));
   type.set_missing(out, PlanType::kSwapIn, pairs(HeldPlan::kSwapIn));
-  type.set_missing(out, PlanType::kDependsOn, pairs(HeldPlan::kDependsOn));
 }
 
 py::object interned(PyObject* name) {

@@ -61,7 +61,7 @@ TEST(without_a_host_tier_there_is_one_pool) {
   CHECK(f.tiers.host() == nullptr && f.tiers.host_pages() == nullptr);
   f.cache(5);
   f.steps.begin();
-  f.tiers.offload_queued(f.tiers.num_queued(), {});
+  f.tiers.offload_queued(f.tiers.num_queued());
   const Ids taken = take(&f.tiers.pool(), 5);
   CHECK(f.steps.end(f.rows).swap_out.empty());
   CHECK_EQ(f.tiers.counts().written_blocks, 0);
@@ -77,7 +77,7 @@ TEST(queued_blocks_are_offloaded_by_the_next_step) {
     const Ids ids = f.cache(1);
     f.tiers.host()->on_published(ids.data(), 1);
     f.steps.begin();
-    f.tiers.offload_queued(f.tiers.num_queued(), {});
+    f.tiers.offload_queued(f.tiers.num_queued());
     // Without fences, the block is released immediately, because the stream order protects it.
     CHECK_EQ(f.tiers.pool().ref_count(ids[0]), fences ? 1 : 0);
     f.tiers.host()->publish_offloaded();

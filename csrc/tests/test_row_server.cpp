@@ -187,31 +187,6 @@ TEST(external_tokens_have_slots_after_the_hit) {
   CHECK_EQ(f.journal.last().rows[1].start, 17);  // arrives even if the step is aborted
 }
 
-TEST(later_rows_wait_for_or_share_blocks_that_earlier_rows_fill) {
-  for (InStepHits mode : {InStepHits::kWait, InStepHits::kShare}) {
-    Fixture f;
-    StepRequest request;
-    request.in_step_hits = mode;
-    request.new_rows = {{hashed_chain(14), 14}, {hashed_chain(14), 14}, {hashed_chain(3), 3}};
-    f.server.serve_rows(request);
-    f.server.serve_new(request);
-    f.server.publish_served();
-    const StepPlan& plan = f.end();
-    if (mode == InStepHits::kWait) {
-      CHECK(plan.status == Statuses({kServed, kWait, kServed}));
-      CHECK(plan.depends_on.empty());
-      continue;
-    }
-    CHECK(plan.num_computed_tokens == Ids({0, 12, 0}));
-    CHECK(plan.depends_on == Ids({1, 0}));
-    CHECK_EQ(f.ids(1)[2], f.ids(0)[2]);
-    CHECK_EQ(f.server.fills().row_of(f.ids(0)[2]), 0);
-    CHECK_EQ(f.server.fills().row_of(f.ids(0)[3]), -1);
-    // All tokens that the second row reads are computed in this step.
-    CHECK_EQ(f.journal.last().rows[1].start, 0);
-  }
-}
-
 TEST(a_request_does_not_hit_blocks_of_its_own_step) {
   Fixture f;
   f.admit({{hashed_chain(9), 9}, {hashed_chain(9), 9}});

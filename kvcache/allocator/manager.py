@@ -13,7 +13,6 @@ import numpy as np
 from kvcache.allocator.admit import Admit
 from kvcache.allocator.hashing import hash_key
 from kvcache.allocator.options import (
-    IN_STEP_HITS,
     CacheArguments,
     CacheOptions,
     checked_retention,
@@ -235,14 +234,6 @@ class KVCacheManager:
             self._page_bytes,
             (options.eviction, options.host_eviction),
         )
-        self._in_step_hits = IN_STEP_HITS.index(options.in_step_hits)
-        if options.in_step_hits == "share" and any(
-            not kind.pages.has_slots for kind in self._kinds
-        ):
-            raise ValueError(
-                "in_step_hits is 'share' with a recurrent group, whose states are copied before the step "
-                "computes: expected 'wait' or 'none'"
-            )
 
     def __reduce__(self) -> NoReturn:
         refuse_pickle(self, "its plans and reports, which pass between processes")
@@ -399,7 +390,6 @@ class KVCacheManager:
             num_rejected_tokens,
             num_lookahead_tokens,
             swap_out,
-            self._in_step_hits,
         )
         plan.page_bytes = self._page_bytes
         return plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_bytes_of
 from kvcache.allocator.hashing import hash_seed as first_parent
@@ -13,7 +13,6 @@ from kvcache.checks import MAX_INT64, flag, integer, num_entries, number, shown,
 from kvcache.native.load import core
 
 _MOST_BYTES = 2**62
-IN_STEP_HITS = ("none", "wait", "share")
 HOST_WRITES = {
     "back": core.HostWrite.BACK,
     "through": core.HostWrite.THROUGH,
@@ -33,7 +32,6 @@ class PolicyArguments(TypedDict, total=False):
     watermark: float
     fence_frees: bool
     engine_copies_states: bool
-    in_step_hits: Literal["none", "wait", "share"]
     enable_events: bool
     announce_reused: bool
     track_residency: bool
@@ -135,15 +133,6 @@ class CacheOptions:
     the last planned step. In each engine step, the engine must therefore call `step()` before these
     methods, and call `report` for the previous step. If all requests are served by `step`, this option
     is not needed, because plans contain the copies.
-    """
-
-    in_step_hits: Literal["none", "wait", "share"] = "none"
-    """How `step` handles a new request if an earlier row of the same step computes blocks of the
-    request's prefix. "none": the request computes these tokens as well. "wait": the request's status is
-    `WAIT`, and it can hit the blocks in the next step. "share": the request uses the blocks in the same
-    step. The plan's `depends_on` lists the two rows, and the worker must compute the blocks before the
-    request attends to them. Only whole blocks are shared. "share" is rejected with recurrent groups,
-    because their states are copied before the step computes.
     """
 
     enable_events: bool = False
@@ -255,10 +244,6 @@ class CacheOptions:
         checked_watermark(self.watermark)
         integer(self.page_bytes, "page_bytes", most=_MOST_BYTES)
         first_parent(self.hash_seed, "hash_seed")
-        if not isinstance(self.in_step_hits, str) or self.in_step_hits not in IN_STEP_HITS:
-            raise ValueError(
-                f"in_step_hits is {shown(self.in_step_hits)}: expected one of {', '.join(IN_STEP_HITS)}"
-            )
         self._native().check_optional()
 
     @classmethod

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Admission of prompts in chunks or as a whole, and of requests that share a prefix within one step."""
 
-import numpy as np
 import pytest
 
 from kvcache import Admit, External, GroupSpec, KVCacheManager, Request, Status, StepReport
@@ -190,118 +189,6 @@ def test_by_default_equal_prompts_of_one_step_are_all_computed():
     manager = make(500, 16)
     plan = manager.step(new=prompts(4))
     assert plan.num_computed_tokens.tolist() == [0, 0, 0, 0]
-    assert len(plan.depends_on) == 0
-
-
-def test_equal_prompts_of_one_step_share_blocks_that_the_first_one_fills():
-    manager = make(500, 16, in_step_hits="share")
-    plan = manager.step(new=prompts(4))
-    assert plan.num_computed_tokens.tolist() == [0, 1600, 1600, 1600]
-    assert plan.num_tokens.tolist() == [1610, 10, 10, 10]
-    assert plan.depends_on.tolist() == [[1, 0], [2, 0], [3, 0]]
-    first = plan.append_ids[0][:100]
-    assert (plan.append_ids[0][101:201] == first).all()
-    assert manager.pool.num_free == 499 - 101 - 3
-
-
-def test_equal_prompts_of_one_step_wait_for_the_first_one():
-    manager = make(500, 16, in_step_hits="wait")
-    asked = prompts(4)
-    plan = manager.step(new=asked)
-    assert plan.status.tolist() == [Status.SERVED, *[Status.WAIT] * 3]
-    plan = manager.step([0], [1], new=asked[1:])
-    assert plan.answers.new.num_computed_tokens.tolist() == [1600, 1600, 1600]
-
-
-def test_requests_wait_for_states_of_steps_that_end_at_a_block_boundary():
-    groups = [FULL, GroupSpec("recurrent", 16)]
-    manager = KVCacheManager.for_groups(
-        groups, 500, 2048, num_preallocate_tokens=0, in_step_hits="wait"
-    )
-    asked = prompts(2)
-    plan = manager.step(new=[Admit(asked[0], 1600), Admit(asked[1], 1610)])
-    assert plan.status.tolist() == [Status.SERVED, Status.WAIT]
-    plan = manager.step(new=asked[1:])
-    assert plan.num_computed_tokens.tolist() == [1600]
-    with pytest.raises(ValueError, match=r"in_step_hits is 'share' with a recurrent group"):
-        KVCacheManager.for_groups(groups, 500, 2048, in_step_hits="share")
-
-
-def test_rows_share_blocks_with_running_rows_and_with_each_other():
-    manager = make(500, 16, in_step_hits="share")
-    manager.step(new=[Admit(Request("a", range(100)), num_tokens=20)])
-    longer = Request("c", range(120))
-    plan = manager.step([0], [60], new=[Request("b", range(110)), longer])
-    assert plan.num_computed_tokens.tolist() == [20, 80, 96]
-    assert sorted(plan.depends_on.tolist()) == [[1, 0], [2, 0], [2, 1]]
-
-
-def test_abort_rolls_back_all_rows_that_depend_on_the_step():
-    manager = make(500, 16, in_step_hits="share")
-    plan = manager.step(new=prompts(3))
-    assert manager.abort(plan.step_id) == {"r0": 0, "r1": 0, "r2": 0}
-    assert manager.pool.num_cached == 0
-    check_invariants(manager)
-
-
-def test_failed_page_rolls_back_all_rows_that_share_it():
-    manager = make(500, 16, in_step_hits="share")
-    plan = manager.step(new=prompts(2))
-    page = int(plan.append_ids[0][50])
-    found = manager.report(StepReport(plan.step_id, completed=True, failed_pages=[page]))
-    assert found == {"r0": 800, "r1": 800}
-
-
-def test_requests_neither_wait_for_nor_share_uncacheable_blocks():
-    for mode in ("wait", "share"):
-        manager = make(500, 16, in_step_hits=mode)
-        secret = Request("s", range(1610), write_cache=False)
-        own = Request("o", range(1610), read_cache=False)
-        plan = manager.step(new=[secret, *prompts(1), own])
-        assert plan.num_computed_tokens.tolist() == [0, 0, 0]
-        assert plan.status.tolist() == [Status.SERVED] * 3
-
-
-def test_filled_blocks_are_offloaded_by_the_next_step():
-    """With write-through, a block queued for offloading is reallocated and immediately shared."""
-    manager = make(10, 4, num_host_blocks=40, host_write="through", in_step_hits="share")
-    manager.step(new=[Request("a", range(32))])
-    manager.free(Request("a", [0]))
-    asked = [Request(name, range(50, 84)) for name in "bc"]
-    plan = manager.step(new=asked[:1])
-    assert len(plan.swap_out) == 8
-    written = {host for _, host in plan.swap_out.tolist()}
-    assert manager.host_pool.num_cached == len(written) == 8
-    plan = manager.step()
-    assert len(plan.swap_out) == 8
-
-
-@pytest.mark.parametrize("value", ["later", 1, None])
-def test_unknown_in_step_hits_modes_are_rejected(value):
-    with pytest.raises(ValueError, match=r"in_step_hits is .*: expected one of none, wait, share"):
-        make(in_step_hits=value)
-
-
-def test_the_plan_pickles_with_its_dependencies():
-    import pickle
-
-    plan = make(500, 16, in_step_hits="share").step(new=prompts(2))
-    again = pickle.loads(pickle.dumps(plan))
-    assert np.array_equal(again.depends_on, [[1, 0]])
-
-
-def test_requests_do_not_wait_for_a_state_that_is_not_kept():
-    """Regression: found by allocator_driver.drive(1029, 500)."""
-    groups = [GroupSpec("recurrent", 8), GroupSpec("recurrent", 6)]
-    manager = KVCacheManager.for_groups(
-        groups, 30, 64, hash_block_size=2, num_preallocate_tokens=0, in_step_hits="wait"
-    )
-    manager.step(new=[Request("a", range(19))])
-    new = Request("b", range(28))
-    # The state after 20 tokens lies past the end of the 19-token prompt and at no group's block
-    # boundary.
-    plan = manager.step([0], [1], token_ids=[19], new=[new])
-    assert plan.status.tolist() == [Status.SERVED, Status.SERVED]
 
 
 # Whole prompts in chunks -------------------------------------------------------------------------------

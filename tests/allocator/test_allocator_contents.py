@@ -146,7 +146,6 @@ class Simulation:
             num_preallocate_tokens=choose.pick([0, 5]),
             hash_block_size=hash_block_size,
             fence_frees=self.fences,
-            in_step_hits=choose.pick(["none", "wait", "none" if self.has_state else "share"]),
             **tiers,
         )
         self.pages: Pages = {}
@@ -166,7 +165,6 @@ class Simulation:
         self.lose_pages = lose_pages
         self.written_by: dict[int, int] = {}  # this step: page -> row
         self.writing_row = -1
-        self.depends_on: set[tuple[int, int]] = set()  # row dependencies of this step
         self.kept: list[Kept] = []
         self.num_aborts = 0
         self.is_over = False
@@ -616,7 +614,6 @@ class Simulation:
         self.update_tables(plan)
         self.notice_reuse_of_lost_page(plan, held_before)
         self.written_by = {}
-        self.depends_on = set(map(tuple, plan.depends_on.tolist()))
         served = self.take_answers(plan, asked, leaving)
         self.fail_page([row for row, _ in served])
         for row, start in served:
@@ -757,9 +754,7 @@ class Simulation:
             cells = self.cells_read(table, position, sure, conversation.begins)
             reads.update(page for page, _, _ in cells)
             others = {self.written_by.get(page, row) for page, _, _ in cells} - {row}
-            assert {(row, other) for other in others} <= self.depends_on, (
-                "the plan does not list a dependency"
-            )
+            assert not others, "a row reads blocks that another row fills in the same step"
             assert all(page for page, _, _ in cells), f"row {row} reads the null page"
             accepted = [cell for cell in cells if cell[2] < num_accepted]
             wrong = self.wrong_cells(conversation, accepted)
@@ -1016,19 +1011,6 @@ def test_missing_fences_are_detected(monkeypatch):
         lambda *args, **options: for_groups(*args, **{**options, "fence_frees": False}),
     )
     expect_error("a step in flight reads", lose_pages=False)
-
-
-@pytest.mark.slow
-def test_missing_row_dependency_is_detected(monkeypatch):
-    step = KVCacheManager.step
-
-    def without_dependencies(self, *args, **options):
-        plan = step(self, *args, **options)
-        plan.depends_on = plan.depends_on[:0]
-        return plan
-
-    monkeypatch.setattr(KVCacheManager, "step", without_dependencies)
-    expect_error("the plan does not list a dependency", lose_pages=False)
 
 
 def test_missing_external_kv_is_detected(monkeypatch):

@@ -317,19 +317,6 @@ def test_admit_retains_the_given_lengths_of_prompt_and_shared_prefix():
     assert cached_columns(manager, request, 1) == [1, 2, 5, 6]  # hits of 12 and 28 tokens
 
 
-def test_request_waits_only_for_retained_blocks():
-    manager = make(FULL, WINDOW, num_blocks=81, in_step_hits="wait", retention_interval=0)
-    first, second = (Request(name, range(43)) for name in "ab")
-    plan = manager.step(new=[Admit(first, 20), second])
-    # The step fills no block that will be retained.
-    assert plan.status.tolist() == [Status.SERVED] * 2
-    manager.free(second)
-    manager.free(first)
-    assert manager.cache.reset()
-    plan = manager.step(new=[first, second])
-    assert plan.status.tolist() == [Status.SERVED, Status.WAIT]
-
-
 def test_blocks_that_leave_a_window_in_one_step_are_evicted_tail_first():
     manager = make(WINDOW, num_blocks=9)
     request = Request("a", range(40))

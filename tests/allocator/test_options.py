@@ -30,7 +30,6 @@ OTHERS = {
     "watermark": 0.25,
     "fence_frees": True,
     "engine_copies_states": True,
-    "in_step_hits": "wait",
     "enable_events": True,
     "announce_reused": True,
     "track_residency": True,
@@ -57,7 +56,6 @@ ELSEWHERE = {
     "hash_bytes",
     "num_hash_lookahead_tokens",
     "page_bytes",
-    "in_step_hits",
     "eviction_options",
     "host_eviction_options",
 }

@@ -84,19 +84,6 @@ def test_another_salt_loads_nothing_from_the_host(host_write):
     assert plan.num_computed_tokens.tolist() == [0] and len(plan.swap_in) == 0
 
 
-@pytest.mark.parametrize("in_step_hits", ["wait", "share"])
-def test_rows_of_one_step_share_only_within_a_salt(in_step_hits):
-    manager = make(GROUPS["full"], in_step_hits=in_step_hits)
-    asked = [Request(name, TOKENS, cache_salt=name[0]) for name in ("a1", "b1", "a2")]
-    plan = manager.step(new=asked)
-    mine, theirs, again = (
-        {*manager.block_ids(each).tolist()} if row >= 0 else {*()}
-        for each, row in zip(asked, plan.rows.tolist())
-    )
-    assert len(mine) == len(theirs) == 6 and not mine & theirs
-    assert again == set() if in_step_hits == "wait" else len(again & mine) == 5
-
-
 def test_session_pins_only_blocks_of_its_own_salt():
     manager = make(GROUPS["full"])
     run(manager, "mine", "a")

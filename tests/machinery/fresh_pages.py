@@ -50,7 +50,6 @@ class FreshPages:
             num_preallocate_tokens=int(random.choice([0, 0, 6])),
             hash_block_size=int(random.choice([2, 4])),
             max_encoder_tokens=6,
-            in_step_hits="none" if self.states else str(random.choice(["none", "wait", "share"])),
         )
         self.pages = np.full((num_blocks, NUM_SLOTS), STALE)
         self.host = np.full((max(num_host, 1), NUM_SLOTS), STALE)

@@ -124,7 +124,6 @@ class Answer:
     copy: list[tuple[int, int]] = field(default_factory=list)
     zero: list[int] = field(default_factory=list)
     given: list[int] = field(default_factory=list)  # new blocks, including those that a copy fills
-    depends_on: set[tuple[int, int]] = field(default_factory=set)
 
 
 def ceil_div(a, b):
@@ -299,7 +298,6 @@ class ModelManager:
         self.loads: list[dict] = []  # loads in flight
         self.pending_writes: list[int] = []
         self.writing: list[int] = []  # blocks to write to the host in this step
-        self.fills: dict[int, int] = {}  # this step: block -> row that fills it
         self.writes: list[tuple[int, int, tuple, str]] = []  # writes to the host in this step
         # States whose pages the rows release: (row, group, tokens, page, first token).
         self.moves: list[tuple[int, int, int, int, int]] = []
@@ -332,15 +330,13 @@ class ModelManager:
         most=None,
         external=None,
         delays=None,
-        in_step="none",
     ):
         """Run a step. `ids`: newly known tokens per row. `lookahead`: number of lookahead slots for
         each row, then for each request.
 
         `leaving`: rows to swap out. `most`: maximum host blocks per request. `external`: number of
         external tokens after each request's hit. `delays`: whether the external tokens arrive after
-        the step. `in_step`: policy for requests whose prefix this step fills: "none", "wait" or
-        "share".
+        the step.
         """
         most = most or [FOREVER] * len(requests)
         external = external or [0] * len(requests)
@@ -355,7 +351,6 @@ class ModelManager:
         swapped = [self._move_out(row) for row in leaving]
         self.moved = {}
         self.writing, self.pending_writes = self.pending_writes, []
-        self.fills = {}
         served = []
         for row, count, new_ids, back, ahead in zip(rows, counts, ids, rejected, lookahead):
             state = self.rows[row]
@@ -376,8 +371,6 @@ class ModelManager:
                 state.request.tokens.extend(new_ids)
                 served.append(row)
                 self._note_row(row)
-                if in_step == "share":
-                    self._publish_within(row)
         for row, is_out in zip(leaving, swapped):
             answer.rows.append(row)
             answer.status.append(SERVED if is_out else WAIT)
@@ -391,8 +384,7 @@ class ModelManager:
                 after = start if delay else min(start + limit, len(request.tokens))
                 status, row = WAIT, -1
                 # The hit changed, so the load would cover other tokens.
-                is_other = num_external and num_hit != hit
-                if is_other or (in_step == "wait" and self._is_about_to_hit(request, num_hit)):
+                if num_external and num_hit != hit:
                     statuses.append(WAIT)
                     break
                 status, row = self._admit(
@@ -420,10 +412,7 @@ class ModelManager:
             if status == SERVED:
                 answer.clear.add(row)
                 served.append(row)
-                self._note_shared(row, num_hit)
                 self._note_row(row)
-                if in_step == "share":
-                    self._publish_within(row)
         if self.host:
             self._write_pending()
         for row, g, num_tokens, page, _ in self.moves:
@@ -472,60 +461,6 @@ class ModelManager:
         held = self.hit_blocks(request, num_hit)
         states = (each for group, each in zip(self.groups, held) if group.pages == STATE)
         return self._copies(request, num_hit) or any(any(each.blocks) for each in states)
-
-    def _is_about_to_hit(self, request, num_hit):
-        """Whether an earlier row of this step fills blocks that the request would hit in the next
-        step.
-        """
-        if not request.reads or not self.caching or not self.any_cached:
-            return False
-        for row, _, start in self.in_flight[-1]["rows"]:
-            other = self.rows[row]
-            if not other.request.writes or other.stale or other.receiving:
-                continue
-            decided = other.num_computed - other.drafts
-            has_state = any(group.pages == STATE for group in self.groups)
-            redone = self.redone(has_state)
-            stop = min(other.num_computed, len(other.request.tokens), len(request.tokens)) - redone
-            stop = min(stop, len(request.tokens) - 1)
-            unit = self.unit if has_state else self.whole_unit
-            ends = [n for n in range(0, stop + 1, unit) if n > max(start, num_hit)]
-            cached = [g for g, group in enumerate(self.groups) if group.cached]
-            ends = [n for n in ends if all(self.is_retained(other, g, n) for g in cached)]
-            if has_state:  # states inside blocks are kept only for prompts
-                ends = [n for n in ends if n == decided]
-                states = [group.block_size for group in self.groups if group.pages == STATE]
-                if any(decided % size for size in states):
-                    ends = [n for n in ends if n <= other.num_prompt]
-            end = ends[0] + redone if ends else 0
-            if ends and request.tokens[:end] == other.request.tokens[:end]:
-                return True
-        return False
-
-    def _publish_within(self, row):
-        """Publish the whole blocks that the row fills in this step, for later rows of the step."""
-        state = self.rows[row]
-        if not state.request.writes or state.stale or state.receiving or not self.caching:
-            return
-        known = min(state.num_computed, len(state.request.tokens))
-        for g, (group, each) in enumerate(zip(self.groups, state.held)):
-            if group.pages != TOKENS or not group.cached:
-                continue
-            for column in range(each.num_published, known // group.block_size):
-                if self.may_be_hit(state, g, column):
-                    self._publish_block(state, g, column)
-                if each.blocks[column]:
-                    self.fills[each.blocks[column]] = row
-            each.num_published = max(each.num_published, known // group.block_size)
-
-    def _note_shared(self, row, num_hit):
-        for group, each in zip(self.groups, self.rows[row].held):
-            if group.pages == ENCODER:
-                continue
-            for column, block in enumerate(each.blocks[: num_hit // group.block_size]):
-                if block in self.fills:
-                    self.step_answer.depends_on.add((row, self.fills[block]))
-                    self.safe_start = min(self.safe_start, column * group.block_size)
 
     def _note_row(self, row):
         entry = (row, self.rows[row].admission, self.safe_start)
@@ -1657,9 +1592,6 @@ class ModelManager:
     def _write_pending(self):
         writing, self.writing = self.writing, []
         for block in reversed(writing):
-            if block in self.fills:  # the block's new content is computed by this step
-                self.pending_writes.append(block)
-                continue
             if self.pool.content.get(block, (0, None))[1] is None or not self._write(block):
                 continue
             if self._is_fenced(self.num_steps):

@@ -811,9 +811,7 @@ def test_tokens_outside_window_are_dropped_and_read_as_zeros():
     assert not any(found.any() for found in storage.gather(0, slots))
 
 
-CHANGES = (
-    "clear_rows append_rows append_splits append_ids replace swap_out copy zero swap_in depends_on"
-)
+CHANGES = "clear_rows append_rows append_splits append_ids replace swap_out copy zero swap_in"
 
 
 @pytest.mark.parametrize("name", CHANGES.split())

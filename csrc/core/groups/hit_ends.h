@@ -47,7 +47,7 @@ class HitEnds {
   // Hits end at multiples of this number of tokens.
   int64_t unit(bool with_partial) const { return kind(with_partial).unit; }
   // The number of tokens after a hit that must also be cached, because a drafter recomputes them.
-  int64_t num_redone(bool with_partial) const { return kind(with_partial).num_redone; }
+
   // Whether the group limits the shared prefix (`PrefixHit::num_shared_tokens`).
   bool limits_shared(const CacheGroup& group) const {
     return keeps_any_ ? group.keeps_all : !group.rules->traits.updates_in_place;

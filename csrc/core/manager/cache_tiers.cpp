@@ -95,9 +95,9 @@ void CacheTiers::clear_counts() {
   if (pool_.residency() != nullptr) pool_.residency()->clear();
 }
 
-void CacheTiers::offload_queued(size_t n, const StepFills& fills) {
+void CacheTiers::offload_queued(size_t n) {
   if (n == 0) return;
-  host_->offload_queued(n, /*holds_blocks=*/frees_.defers(steps_->numbers().num_steps), fills);
+  host_->offload_queued(n, /*holds_blocks=*/frees_.defers(steps_->numbers().num_steps));
 }
 
 void CacheTiers::release_read() {

@@ -68,7 +68,7 @@ class CacheTiers {
   // Number of cached blocks that wait to be written to the host.
   size_t num_queued() const { return host_ == nullptr ? 0 : host_->num_queued(); }
   // Adds writes of the first n queued blocks to the plan of the current step.
-  void offload_queued(size_t n, const StepFills& fills);
+  void offload_queued(size_t n);
   // Called at the end of a step. The blocks that its plan reads are released after the plan has
   // run.
   void release_read();

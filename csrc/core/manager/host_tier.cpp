@@ -84,16 +84,12 @@ void HostTier::queue(BlockId id) {
   queue_.push_back(id);
 }
 
-void HostTier::offload_queued(size_t n, bool holds_blocks, const StepFills& fills) {
+void HostTier::offload_queued(size_t n, bool holds_blocks) {
   const auto end = queue_.begin() + static_cast<std::ptrdiff_t>(n);
   const std::vector<BlockId> first(queue_.begin(), end);
   queue_.erase(queue_.begin(), end);
   for (auto next = first.rbegin(); next != first.rend(); ++next) {
     const BlockId id = *next;  // tails first, so that the host evicts them first
-    if (fills.fills(id)) {     // the block was reallocated, and its new content is not complete
-      queue_.push_back(id);
-      continue;
-    }
     is_queued_[id] = 0;
     if (device_->hash_of(id) == nullptr || !offload(id) || !holds_blocks) continue;
     device_->retain(&id, 1);

@@ -19,7 +19,6 @@
 #include "core/manager/cache_stats.h"
 #include "core/manager/options.h"
 #include "core/manager/plan_builder.h"
-#include "core/manager/step_fills.h"
 #include "core/pool/block_pool.h"
 #include "core/pool/eviction_listener.h"
 #include "core/pool/per_block.h"
@@ -71,7 +70,7 @@ class HostTier : public EvictionListener {
   // Offloads the first n queued blocks. Blocks without a hash are skipped. Blocks that this step
   // fills stay queued. With `holds_blocks`, the plan holds the offloaded blocks, because nothing
   // else prevents their reuse while they are read.
-  void offload_queued(size_t n, bool holds_blocks, const StepFills& fills = {});
+  void offload_queued(size_t n, bool holds_blocks);
   // Removes the hashes of all pages, and all queued blocks.
   void clear();
 

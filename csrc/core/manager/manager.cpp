@@ -277,7 +277,7 @@ const StepPlan& Manager::step(const StepRequest& request) {
   swap_.answer(request, have_left);
   server_.serve_new(request, hits);
   // Blocks are offloaded after rows have been served, because rows have priority.
-  tiers_.offload_queued(num_queued, server_.fills());
+  tiers_.offload_queued(num_queued);
   server_.publish_served();
   publisher_.publish_offloaded();
   tiers_.release_read();

@@ -10,9 +10,8 @@
 namespace kvcache {
 
 void StepPlan::clear() {
-  for (std::vector<int32_t>* each :
-       {&rows, &num_computed_tokens, &num_tokens, &clear_rows, &append_rows, &swap_out, &copy,
-        &zero, &fresh, &swap_in, &depends_on}) {
+  for (std::vector<int32_t>* each : {&rows, &num_computed_tokens, &num_tokens, &clear_rows,
+                                     &append_rows, &swap_out, &copy, &zero, &fresh, &swap_in}) {
     each->clear();
   }
   status.clear();

@@ -52,14 +52,6 @@ class PlanBuilder {
     std::vector<int32_t>& replace = plan_.groups[group].replace;
     replace.insert(replace.end(), {row, static_cast<int32_t>(block), id});
   }
-  // Records that the row reads blocks that the row `on` fills in this step.
-  void depend(int32_t row, int32_t on) {
-    const std::vector<int32_t>& pairs = plan_.depends_on;
-    for (size_t i = pairs.size(); i > 0 && pairs[i - 2] == row; i -= 2) {
-      if (pairs[i - 1] == on) return;
-    }
-    add(&plan_.depends_on, row, on);
-  }
   void copy(BlockId source, BlockId target) { add(&plan_.copy, source, target); }
   void zero(BlockId page) { plan_.zero.push_back(page); }
   // Records pages that a row was just given. `end` keeps those that the plan does not fill.

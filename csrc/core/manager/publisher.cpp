@@ -60,14 +60,6 @@ void Publisher::publish_filled(int32_t row) {
   r.next_publish = next_publish(row);
 }
 
-void Publisher::publish_blocks(int32_t row) {
-  if (!may_publish(row)) return;
-  const int64_t num_hashed = this->num_hashed(row);
-  for (const CacheGroup& group : *c_.groups) {
-    if (group.is_cached) group.rules->publish_whole(this, row, group, num_hashed);
-  }
-}
-
 void Publisher::publish_part(int32_t row, const CacheGroup& group, int64_t block, int64_t hash) {
   const TokenChain& chain = *(*c_.rows)[row].chain;
   const HashList& hashes = chain.known_hashes();

@@ -44,8 +44,6 @@ class Publisher {
   void publish(int32_t row) {
     if (may_publish(row)) publish_filled(row);  // true for few rows in a step
   }
-  // Publishes only whole blocks of tokens, for later rows of the step that fills them.
-  void publish_blocks(int32_t row);
   // Publishes the host pages that the current plan writes.
   void publish_offloaded();
   // Publishes the device blocks of host hits whose steps are done, unless the content of their

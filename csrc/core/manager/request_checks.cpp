@@ -342,11 +342,6 @@ void RequestChecks::check_step(const StepRequest& request) const {
       checked_size("num_lookahead_tokens", request.lookahead[i], 0);
     }
   }
-  if (request.in_step_hits == InStepHits::kShare && has_state_) {
-    throw std::invalid_argument(
-        "in_step_hits is 'share' with a recurrent group, whose states are copied before the step "
-        "computes: expected 'wait' or 'none'");
-  }
   check_step_rows(request);
   check_token_ids(request);
   for (size_t i = 0; i < request.new_rows.size(); ++i) {

@@ -62,7 +62,6 @@ inline void RowServer::note_slots(int32_t row, const Span& span) {
 }
 
 void RowServer::serve_rows(const StepRequest& request) {
-  fills_.begin();
   if (parts_.misses != nullptr) parts_.misses->set_taker(Taker::kRunning);
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const int32_t row = request.rows[i];
@@ -86,7 +85,6 @@ void RowServer::serve_rows(const StepRequest& request) {
       if (status != Status::kServed) parts_.intake->take_back_ids_of(request, i);
       answer(served, status);
     }
-    if (request.in_step_hits == InStepHits::kShare && status == Status::kServed) share_filled(row);
   }
 }
 
@@ -97,9 +95,6 @@ void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>
     const Status status = admit_new(&served, request, i, external_hit);
     if (status == Status::kServed) c_.plan->clear(served.row);
     answer(served, status);
-    if (request.in_step_hits == InStepHits::kShare && status == Status::kServed) {
-      share_filled(served.row);
-    }
   }
 }
 
@@ -115,12 +110,7 @@ Status RowServer::admit_new(ServedRow* served, const StepRequest& request, size_
     // Earlier rows of this step have changed the cache, so the external load would be for different
     // tokens.
     if (asked.num_external > 0 && hit.num_tokens != external_hit) return Status::kWait;
-    if (request.in_step_hits == InStepHits::kWait && asked.reads() &&
-        waits_for_earlier(*asked.chain, hit.num_tokens)) {
-      return Status::kWait;
-    }
     const Status status = admit(served, asked, hit, /*by_step=*/true);
-    if (status == Status::kServed) note_shared(served, hit);
     answer = std::min(answer, status);
     if (!tries_less(asked, hit, status)) break;
   }
@@ -155,81 +145,6 @@ Span RowServer::span_of(const NewRow& asked, const PrefixHit& hit) {
   const int64_t start = hit.num_tokens + asked.num_external;
   const int64_t stop = asked.receives ? start : std::min(start + asked.num_tokens, num_known);
   return {start, stop, asked.num_lookahead};
-}
-
-// Whether an earlier row of the step fills blocks that this request could hit in the next step.
-bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) const {
-  const int64_t unit = parts_.ends->unit(has_state_), redone = parts_.ends->num_redone(has_state_);
-  const HashList& hashes = chain.known_hashes();
-  const auto num_hashed = static_cast<int64_t>(hashes.size()) * parts_.hash_block_size;
-  const int64_t longest = parts_.ends->longest(chain.num_tokens(), num_hashed, has_state_);
-  for (const StepJournal::Served& served : c_.journal->last().rows) {
-    const Row& r = (*c_.rows)[served.row];
-    if (r.next_publish == kUnbounded) continue;
-    const int64_t first = std::max(served.start, num_hit);
-    // The first retained boundary that the row passes and that lies after the end of the hit. For
-    // states, this can only be the end of the step.
-    const int64_t from = has_state_ ? r.num_computed - r.num_drafts : (first / unit + 1) * unit;
-    const int64_t stop = first_retained(served.row, from, unit);
-    if (has_state_ && stop != from) continue;
-    if (stop % unit != 0 || stop <= first || !keeps_states_at(served.row, stop)) continue;
-    if (stop > longest || stop + redone > r.num_computed) continue;
-    const auto last = static_cast<size_t>((stop + redone) / parts_.hash_block_size - 1);
-    const HashList& others = r.chain->known_hashes();
-    if (last < others.size() && hashes[last] == others[last]) return true;
-  }
-  return false;
-}
-
-// Returns the first multiple of `unit`, at least num_tokens, at which a retained hit of all groups
-// ends. Returns num_tokens itself if it is not a multiple of `unit`.
-int64_t RowServer::first_retained(int32_t row, int64_t num_tokens, int64_t unit) const {
-  const RetainedEnds& ends = c_.rows->info(row).retained;
-  for (int64_t before = -1; num_tokens % unit == 0 && num_tokens != before;) {
-    before = num_tokens;
-    for (const CacheGroup& group : *c_.groups) {
-      if (group.is_cached) num_tokens = group.first_retained(num_tokens, ends);
-      if (num_tokens == kUnbounded) return kUnbounded;
-    }
-    num_tokens = ceil_div(num_tokens, unit) * unit;
-  }
-  return num_tokens;
-}
-
-// Whether states of the row after num_tokens tokens can be kept. Inside a block, only states of the
-// prompt can be kept.
-bool RowServer::keeps_states_at(int32_t row, int64_t num_tokens) const {
-  if (num_tokens <= c_.rows->info(row).num_prompt) return true;
-  return std::all_of(c_.groups->begin(), c_.groups->end(), [&](const CacheGroup& group) {
-    return group.rules->may_end_at(group, num_tokens);
-  });
-}
-
-// Publishes the whole blocks that this row fills, for later rows of the step.
-void RowServer::share_filled(int32_t row) {
-  const RowBlocks* held = c_.rows->blocks(row);
-  std::array<int64_t, kMaxGroups> before;
-  for (const CacheGroup& group : *c_.groups) before[group.id] = held[group.id].num_published;
-  parts_.publisher->publish_blocks(row);
-  for (const CacheGroup& group : *c_.groups) {
-    const RowBlocks& each = held[group.id];
-    for (int64_t b = before[group.id]; b < each.num_published; ++b) {
-      if (each[b] != kNullBlock) fills_.add(each[b], row);
-    }
-  }
-}
-
-void RowServer::note_shared(ServedRow* served, const PrefixHit& hit) {
-  for (const CacheGroup& group : *c_.groups) {
-    const RowBlocks& each = c_.rows->blocks(served->row)[group.id];
-    const auto num_hits = static_cast<int64_t>(hit.blocks[group.id].size());
-    for (int64_t b = each.num_dropped; b < num_hits; ++b) {
-      const int32_t other = fills_.row_of(each[b]);
-      if (other < 0) continue;
-      c_.plan->depend(served->row, other);
-      served->depends_from(b * group.block_size);
-    }
-  }
 }
 
 Status RowServer::would_fit(const NewRow& asked, bool whole) {

@@ -23,7 +23,6 @@
 #include "core/manager/row_context.h"
 #include "core/manager/row_growth.h"
 #include "core/manager/row_swap.h"
-#include "core/manager/step_fills.h"
 #include "core/manager/step_plan.h"
 #include "core/manager/step_request.h"
 #include "core/manager/token_intake.h"
@@ -53,9 +52,6 @@ class RowServer {
   // Called when all rows of the step are served, so that later plans, but not this plan, can hit
   // the blocks that the step computes.
   void publish_served();
-
-  // Blocks that rows of the current step fill and that later rows may share.
-  const StepFills& fills() const { return fills_; }
 
   // Returns the status that a step with only this new request would return. With `whole`, returns
   // the status for all known tokens, computed in chunks. The hashes of the request must be known.
@@ -113,21 +109,15 @@ class RowServer {
   void count_hit(int32_t row, const PrefixHit& hit);
   Status admit(ServedRow* served, const NewRow& asked, const PrefixHit& hit, bool by_step);
   void answer(const ServedRow& served, Status status);
-  bool waits_for_earlier(const TokenChain& chain, int64_t num_hit) const;
-  int64_t first_retained(int32_t row, int64_t num_tokens, int64_t unit) const;
-  bool keeps_states_at(int32_t row, int64_t num_tokens) const;
-  void share_filled(int32_t row);
   void publish_left_states();
   void await_copies();               // used by calls outside of steps
   void publish_direct(int32_t row);  // called after a call outside of steps
-  void note_shared(ServedRow* served, const PrefixHit& hit);
   void add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const;
 
   RowContext c_;
   Parts parts_;
   DemandRules rules_;
   RowGrowth growth_;
-  StepFills fills_;
   bool has_state_;                    // whether a group updates pages in place
   bool has_bound_;                    // whether a group has a limited number of token slots per row
   int64_t max_drafts_;                // maximum per step and row

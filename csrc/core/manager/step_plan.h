@@ -32,9 +32,8 @@ struct StepPlan {
   std::vector<int32_t> swap_out;  // (device page, host page) pairs
   std::vector<int32_t> copy;      // (source, destination) pairs
   std::vector<int32_t> zero;
-  std::vector<int32_t> fresh;       // new pages that no other section fills
-  std::vector<int32_t> swap_in;     // (host page, device page) pairs
-  std::vector<int32_t> depends_on;  // (reading row, filling row) pairs
+  std::vector<int32_t> fresh;    // new pages that no other section fills
+  std::vector<int32_t> swap_in;  // (host page, device page) pairs
 
   void clear();
   // Whether the worker has nothing to do, because no page moves and no table changes.

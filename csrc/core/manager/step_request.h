@@ -42,13 +42,6 @@ struct NewRow {
   bool reads() const { return chain->reads(read_cache); }
 };
 
-// Specifies how a new row uses blocks that earlier rows of the same step fill.
-enum class InStepHits : uint8_t {
-  kNone = 0,   // does not use them, and computes their tokens itself
-  kWait = 1,   // waits for the next step and hits these blocks
-  kShare = 2,  // reads these blocks; the worker must run the rows that fill them first
-};
-
 // The input of a step. Arrays for running rows have num_rows entries.
 struct StepRequest {
   const int32_t* rows = nullptr;
@@ -65,7 +58,6 @@ struct StepRequest {
   const int32_t* swap_out_rows = nullptr;  // rows to move to the host before rows are served
   int64_t num_swap_out_rows = 0;
   std::vector<NewRow> new_rows;
-  InStepHits in_step_hits = InStepHits::kNone;
 
   int64_t num_ids_of(int64_t i) const {  // number of new ids of a running row
     return num_token_ids != nullptr ? num_token_ids[i] : num_ids > 0;

@@ -195,16 +195,11 @@ class PageRules {
   // last call. Called for cached groups only.
   virtual void publish(Publisher*, int32_t /*row*/, const CacheGroup&,
                        int64_t /*num_hashed*/) const {}
-  // Publishes only whole blocks, so that later rows of the same step can share them.
-  virtual void publish_whole(Publisher*, int32_t /*row*/, const CacheGroup&,
-                             int64_t /*num_hashed*/) const {}
   // Publishes a page that the row leaves. The page contains the state after num_tokens tokens.
   virtual void publish_left(Publisher*, int32_t /*row*/, const CacheGroup&, int64_t /*num_tokens*/,
                             BlockId) const {}
   // Whether a partly filled block that ends at a hash boundary may be published.
   virtual bool publishes_part(const AdmissionInfo&, int64_t /*num_tokens*/) const { return true; }
-  // Whether the result of a step that ends after num_tokens tokens can be published.
-  virtual bool may_end_at(const CacheGroup&, int64_t /*num_tokens*/) const { return true; }
 
   // Releases the blocks that do not move to the host. Called before the row's other blocks move.
   virtual void leave_device(const RowContext&, int32_t /*row*/, const CacheGroup&) const {}

@@ -61,9 +61,6 @@ class StateRules final : public PageRules {
   void publish_left(Publisher* publisher, int32_t row, const CacheGroup& group, int64_t num_tokens,
                     BlockId page) const override;
   bool publishes_part(const AdmissionInfo& info, int64_t num_tokens) const override;
-  bool may_end_at(const CacheGroup& group, int64_t num_tokens) const override {
-    return num_tokens % group.block_size == 0;
-  }
   void leave_device(const RowContext& context, int32_t row, const CacheGroup& group) const override;
   // A state that continues in a new page is loaded into that page.
   Returning returning(const CacheGroup& group, const RowBlocks& held,

@@ -114,13 +114,8 @@ void TokenRules::publish(Publisher* publisher, int32_t row, const CacheGroup& gr
     if (!group.may_hit_part(end, publisher->rows().info(row).retained)) continue;
     publisher->publish_part(row, group, block, each.num_partial);
   }
-  publish_whole(publisher, row, group, num_hashed);
-}
-
-// Blocks that no retained hit can read are not published, and are reused before all cached blocks.
-void TokenRules::publish_whole(Publisher* publisher, int32_t row, const CacheGroup& group,
-                               int64_t num_hashed) const {
-  RowBlocks& each = publisher->rows().blocks(row)[group.id];
+  // Blocks that no retained hit can read are not published, and are reused before all cached
+  // blocks.
   const int64_t num_full = num_hashed / group.num_hashes;
   const int64_t first = std::max(each.num_published, each.num_dropped);
   const RetainedEnds& retained = publisher->rows().info(row).retained;

@@ -79,8 +79,6 @@ class TokenRules final : public PageRules {
   }
   void publish(Publisher* publisher, int32_t row, const CacheGroup& group,
                int64_t num_hashed) const override;
-  void publish_whole(Publisher* publisher, int32_t row, const CacheGroup& group,
-                     int64_t num_hashed) const override;
   bool shares_from(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
                    int64_t start) const override;
 
