@@ -15,7 +15,6 @@ try:
     from prometheus_client.core import (
         CounterMetricFamily,
         GaugeMetricFamily,
-        HistogramMetricFamily,
         Metric,
     )
     from prometheus_client.registry import Collector
@@ -28,7 +27,6 @@ except ModuleNotFoundError as error:
     ) from None
 
 from kvcache.allocator import KVCacheManager
-from kvcache.allocator.stats import DurationStats
 from kvcache.checks import check_name, instance, num_entries, shown
 from kvcache.checks import text as checked_text
 
@@ -91,10 +89,6 @@ _STORE = {
     "errors": ("store_errors", "failed calls to the store"),
     "timeouts": ("store_timeouts", "timeouts while waiting for the store"),
     "unasked": ("store_unasked_lookups", "lookups skipped because the store was considered down"),
-}
-_DURATIONS = {
-    "lifetime": ("evicted_block_lifetime", "from caching to eviction"),
-    "idle": ("evicted_block_idle", "from the last release to eviction"),
 }
 _POOLS = {
     "num_total": ("blocks", "blocks of the tier, excluding the null block"),
@@ -195,10 +189,6 @@ class CacheMetrics(Collector):
         families += self._gauges(_LOADS, [], {(): manager.pool})
         if stats.learned is not None:
             families += self._gauges(_LEARNED, [], {(): stats})
-        for field, (name, text) in _DURATIONS.items():
-            durations = getattr(stats, field)
-            if durations is not None:
-                families.append(self._histogram(name, text, durations))
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
@@ -227,17 +217,6 @@ class CacheMetrics(Collector):
                 family.add_metric([*self._label_values, *of_labels], getattr(counts, field))
             families.append(family)
         return families
-
-    def _histogram(self, name: str, text: str, durations: DurationStats) -> Metric:
-        family = HistogramMetricFamily(f"{_PREFIX}{name}_seconds", text, labels=self._label_names)
-        buckets, cumulative = [], 0.0
-        for i, count in enumerate(durations.buckets):
-            cumulative += self._risen((name, str(i)), count)
-            buckets.append((str(2**i / 1000), cumulative))
-        buckets.append(("+Inf", self._risen((name, "count"), durations.count)))
-        total = self._risen((name, "total"), durations.total_s)
-        family.add_metric(self._label_values, buckets, total)
-        return family
 
     def _risen(self, key: tuple[str, ...], count: float) -> float:
         """Return the count plus the total of all counts before resets."""

@@ -139,28 +139,6 @@ def test_counters_never_decrease_during_random_calls():
     assert before["kvcache_query_tokens_total",] > 1000
 
 
-def test_residency_is_reported_as_two_histograms():
-    manager = KVCacheManager(4, 6, 64, num_preallocate_tokens=0, track_residency=True)
-    metrics = CacheMetrics()
-    for seconds, first in ((1, 0), (3, 100), (9, 200)):
-        manager.cache.set_now(seconds)
-        request = Request(str(first), range(first, first + 17))
-        manager.step(new=[request])
-        manager.free(request)
-    metrics.observe(manager)
-    found, lifetime = scrape(metrics), manager.cache.stats.lifetime
-    name = "kvcache_evicted_block_lifetime_seconds"
-    assert found[f"{name}_count",] == lifetime.count == 8
-    assert found[f"{name}_sum",] == lifetime.total_s == 4 * 2 + 4 * 6
-    bounds = {float(key[1]): value for key, value in found.items() if key[0] == f"{name}_bucket"}
-    assert (bounds[1.024], bounds[2.048], bounds[4.096], bounds[8.192]) == (0, 4, 4, 8)
-    assert [*bounds.values()] == sorted(bounds.values()) and bounds[float("inf")] == 8
-    assert found["kvcache_evicted_block_idle_seconds_count",] == 8
-    manager.cache.clear_stats()
-    metrics.observe(manager)
-    assert scrape(metrics)[f"{name}_count",] == 8
-
-
 def test_metrics_are_observed_in_the_managers_thread_and_read_in_any():
     manager, metrics, told = served(), CacheMetrics(), []
     metrics.observe(manager)

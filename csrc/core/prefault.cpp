@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <fstream>
 #include <limits>
 #include <sstream>
@@ -132,7 +131,6 @@ void Prefault::forget(const void* data) {
 void Prefault::commit() {
   if (!is_noting_) return;
   stop();
-  const auto start = std::chrono::steady_clock::now();
   size_t num_bytes = 0;
   for (size_t i = 0; i < num_ranges_; ++i) num_bytes += ranges_[i].num_bytes;
   if (num_bytes > kSmall && static_cast<int64_t>(num_bytes) > available_memory() / 2) return;
@@ -141,7 +139,6 @@ void Prefault::commit() {
     if (!commit_pages(static_cast<char*>(range.data), range.num_bytes)) break;
     num_committed_ += static_cast<int64_t>(range.num_bytes);
   }
-  seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 }  // namespace kvcache

@@ -23,7 +23,6 @@ class Prefault {
   // the system kills processes that exceed the available memory.
   void commit();
   int64_t num_bytes() const { return num_committed_; }  // committed bytes
-  double seconds() const { return seconds_; }           // time that `commit` took
 
   // Called by arrays: `note` when an array is constructed, `remove` when it is destroyed.
   static void note(void* data, size_t num_bytes) {
@@ -50,7 +49,6 @@ class Prefault {
   std::array<Range, 64> ranges_;
   size_t num_ranges_ = 0;
   int64_t num_committed_ = 0;
-  double seconds_ = 0;
 };
 
 // Returns the bytes that this process can commit without exceeding the memory of the machine or of

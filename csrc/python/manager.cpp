@@ -206,11 +206,6 @@ py::dict answer(Manager& self, const RequestRows& requests, const char* call,
   return requests.by_id(recompute.rows, recompute.num_computed_tokens);
 }
 
-py::object as_tuple(const DurationStats& stats) {
-  return py::make_tuple(stats.count, stats.sum, stats.max,
-                        std::vector<int64_t>(stats.buckets.begin(), stats.buckets.end()));
-}
-
 py::tuple as_tuple(const HitCount& count) {
   return py::make_tuple(count.num_requests, count.query_tokens, count.hit_tokens,
                         count.host_hit_tokens);
@@ -243,7 +238,7 @@ py::tuple explain(Manager& self, const RequestRows& requests, const py::object& 
                         report.num_alike, report.alike, report.differs_in);
 }
 
-// Returns a tuple: total, window, groups, lifetime or None, idle or None, host or None, the numbers
+// Returns a tuple: total, window, groups, host or None, the numbers
 // of missed tokens by reason or None, and whether the eviction policy falls back to LRU.
 py::tuple stats_of(Manager& self) {
   const CacheStats& stats = self.stats();
@@ -255,10 +250,7 @@ py::tuple stats_of(Manager& self) {
                                  recent[g].hit_blocks, group.stored_blocks,
                                  self.pool().num_evicted_of(static_cast<uint8_t>(g))));
   }
-  const Residency* residency = self.pool().residency();
   return py::make_tuple(as_tuple(stats.total()), as_tuple(stats.window()), groups,
-                        residency ? as_tuple(residency->lifetime()) : py::object(py::none()),
-                        residency ? as_tuple(residency->idle()) : py::object(py::none()),
                         as_tuple(self.tiers(), self.host()),
                         self.misses() ? py::cast(as_list(self.misses()->total())) : py::none(),
                         self.pool().has_policy() && self.pool().policy()->falls_back());
@@ -631,11 +623,6 @@ void bind_manager(py::module_& m) {
       .def("check_invariants", &Manager::check_invariants)
       .def("clear_stats", &Manager::clear_stats)
       .def("stats", &stats_of)
-      .def_property_readonly("prefaulted",
-                             [](const Manager& self) {
-                               return py::make_tuple(self.prefault().num_bytes(),
-                                                     self.prefault().seconds());
-                             })
       .def("learned", [](const Manager& self) { return copy_array(self.learned()); })
       .def("learn", &Manager::learn)
       .def("waiting_events", &waiting_events)

@@ -106,7 +106,6 @@ void bind_options(py::module_& m) {
                 : checked_size("retention_interval", int_argument(value, "retention_interval"), 0);
       });
   bind_size(options, "watermark_blocks", &ManagerOptions::watermark_blocks);
-  bind_size(options, "stats_window", &ManagerOptions::stats_window);
   bind_optional_size(options, "explain_misses", &ManagerOptions::explain_misses);
   bind_size(options, "num_host_blocks", &ManagerOptions::num_host_blocks);
   bind_size(options, "num_hits_to_write", &ManagerOptions::num_hits_to_write);
@@ -114,7 +113,6 @@ void bind_options(py::module_& m) {
       .def_readwrite("fence_frees", &ManagerOptions::fence_frees)
       .def_readwrite("enable_events", &ManagerOptions::record_events)
       .def_readwrite("announce_reused", &ManagerOptions::announce_reused)
-      .def_readwrite("track_residency", &ManagerOptions::track_residency)
       .def_readwrite("prefault", &ManagerOptions::prefault)
       .def_readwrite("eviction", &ManagerOptions::eviction)
       .def_readwrite("host_eviction", &ManagerOptions::host_eviction)

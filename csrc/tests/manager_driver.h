@@ -131,8 +131,6 @@ class ManagerDriver {
     last.is_cached = last.kind->rules().traits.updates_in_place || below(5) != 0;
     options.fence_frees = below(4) == 0;
     options.record_events = below(2) == 0;
-    options.track_residency = below(2) == 0;
-    options.stats_window = 7;
     const std::vector<std::string> policies = eviction_names();
     options.eviction.policy = policies[below(policies.size())];
     if (below(2) == 0) {

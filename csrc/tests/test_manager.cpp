@@ -87,7 +87,6 @@ TEST(sizes_beyond_32_bits_are_rejected_and_the_largest_do_not_overflow) {
     refused(&ManagerOptions::max_num_reqs, "max_num_reqs is ");
     refused(&ManagerOptions::watermark_blocks, "watermark_blocks is ");
     refused(&ManagerOptions::hash_block_size, "hash_block_size is ");
-    refused(&ManagerOptions::stats_window, "stats_window is ");
     refused(&ManagerOptions::explain_misses, "explain_misses is ");
   }
   ManagerOptions largest = make_options(4, 9, kLargest);

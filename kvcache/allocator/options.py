@@ -34,9 +34,7 @@ class PolicyArguments(TypedDict, total=False):
     engine_copies_states: bool
     enable_events: bool
     announce_reused: bool
-    track_residency: bool
     prefault: bool
-    stats_window: int
     explain_misses: int | None
     hash_seed: str
     hash_algorithm: str
@@ -143,20 +141,13 @@ class CacheOptions:
     start late or track only recently used blocks. Requires `enable_events`.
     """
 
-    track_residency: bool = False
-    """Whether `stats` reports how long blocks stayed in the cache."""
-
     prefault: bool = True
     """Whether the manager commits the memory of its block pools at construction.
 
     If False, the first calls that use a block wait until the operating system has committed and cleared
     the block's memory. Nothing is committed if the pools need more than 64 MiB and more than half of
     the memory available to the process (`MemAvailable` and the limits of its control groups).
-    `PrefixCache.prefaulted` reports the cost.
     """
-
-    stats_window: int = 1000
-    """Number of requests that `stats.recent` covers, at least 1."""
 
     explain_misses: int | None = None
     """Whether to record why tokens of a request are not found in the cache
@@ -306,9 +297,7 @@ class CacheOptions:
         native.announce_reused = flag(self.announce_reused, "announce_reused")
         if self.announce_reused and not self.enable_events:
             raise ValueError("announce_reused is True: expected False without enable_events")
-        native.track_residency = flag(self.track_residency, "track_residency")
         native.prefault = flag(self.prefault, "prefault")
-        native.stats_window = self._integer("stats_window")
         if self.explain_misses is not None:
             native.explain_misses = self._integer("explain_misses")
         native.eviction = _eviction(self.eviction, self.eviction_options, "eviction")

@@ -97,14 +97,6 @@ class PrefixCache:
         return self._context_parallel
 
     @property
-    def prefaulted(self) -> tuple[int, float]:
-        """Bytes that `CacheOptions.prefault` committed at construction, and the seconds it took.
-
-        (0, 0.0) if the option is off or the pools need too large a share of the available memory.
-        """
-        return self._native.prefaulted
-
-    @property
     def hash_block_size(self) -> int:
         """Tokens per hash."""
         return self._native.hash_block_size
@@ -301,7 +293,7 @@ class PrefixCache:
         return self._native.unpin(checked_session(session))
 
     def set_now(self, seconds: float) -> None:
-        """Set the clock for residency times and expiring priorities. Used by replays.
+        """Set the clock for expiring priorities and eviction policies. Used by replays.
 
         By default, the system clock is used, starting at 0 when the manager is created.
 
@@ -467,7 +459,7 @@ class PrefixCache:
 
     @property
     def stats(self) -> PrefixCacheStats:
-        """Hit rates, stored and evicted blocks, residency times, and learned reuse."""
+        """Hit rates, stored and evicted blocks, and learned reuse."""
         self._native.check_reader()
         native = self._native
         return stats_of(native.stats(), native.pool.num_pins_broken, native.learned())

@@ -52,24 +52,6 @@ class GroupStats:
 
 
 @dataclass(frozen=True)
-class DurationStats:
-    """Statistics of durations.
-
-    `buckets[i]` is the number of durations below `2**i` ms that are not in an earlier bucket.
-    """
-
-    count: int
-    total_s: float
-    max_s: float
-    buckets: tuple[int, ...]
-
-    @property
-    def mean_s(self) -> float:
-        """Mean duration in seconds, or 0.0 if nothing was counted."""
-        return self.total_s / self.count if self.count else 0.0
-
-
-@dataclass(frozen=True)
 class HostStats:
     """Counts of blocks that moved between device and host."""
 
@@ -87,12 +69,8 @@ class PrefixCacheStats(HitStats):
     """Statistics since the manager was created, or since the last `clear_stats()`.
 
     Attributes:
-        recent: Hit counts of the most recent requests (`stats_window`).
+        recent: Hit counts of the last 1,000 requests.
         groups: Block counts of each cache group.
-        lifetime: For evicted blocks, the time from caching to eviction. None unless residency is
-            tracked.
-        idle: For evicted blocks, the time from the last release to eviction. None unless residency is
-            tracked.
         host: Counts of blocks that moved between device and host. None without a host tier.
         num_pins_broken: Number of pinned blocks evicted since the manager was created.
         learned: Counts of the device's eviction policy `learned`. None for other policies.
@@ -104,8 +82,6 @@ class PrefixCacheStats(HitStats):
 
     recent: HitStats = HitStats(0, 0, 0)
     groups: tuple[GroupStats, ...] = ()
-    lifetime: DurationStats | None = None
-    idle: DurationStats | None = None
     host: HostStats | None = None
     num_pins_broken: int = 0
     learned: LearnedReuse | None = None
@@ -115,23 +91,14 @@ class PrefixCacheStats(HitStats):
 
 def stats_of(native: tuple, num_pins_broken: int, learned: np.ndarray) -> PrefixCacheStats:
     """Convert the native manager's counts."""
-    total, recent, groups, lifetime, idle, host, missed, falls_back = native
+    total, recent, groups, host, missed, falls_back = native
     return PrefixCacheStats(
         *total,
         HitStats(*recent),
         tuple(GroupStats(*each) for each in groups),
-        _durations(lifetime),
-        _durations(idle),
         None if host is None else HostStats(*host),
         num_pins_broken,
         reuse_of(learned),
         None if missed is None else dict(zip(MISS_REASONS, missed, strict=True)),
         learned.size > 0 and falls_back,
     )
-
-
-def _durations(native: tuple | None) -> DurationStats | None:
-    if native is None:
-        return None
-    count, total_ms, max_ms, buckets = native
-    return DurationStats(count, total_ms / 1000, max_ms / 1000, tuple(buckets))

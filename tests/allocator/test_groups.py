@@ -1111,7 +1111,6 @@ def test_kind_that_calls_back_is_rejected_and_an_inconsistent_one_is_called_once
         ([FULL], {"watermark": 1.5}, ValueError, "watermark is 1.5: expected a fraction"),
         ([FULL], {"watermark": "x"}, TypeError, "watermark is 'x'"),
         ([FULL], {"watermark": math.nan}, ValueError, "watermark is nan"),
-        ([FULL], {"stats_window": 0}, ValueError, "stats_window is 0"),
         ([FULL], {"no_such": 1}, TypeError, "no_such"),
         (
             [GroupSpec("full_attention", 2**31 - 1), GroupSpec("full_attention", 2**31 - 3)],

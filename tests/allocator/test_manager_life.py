@@ -656,46 +656,20 @@ def test_blocks_that_all_running_requests_share_are_counted():
 
 
 def test_statistics_count_in_total_recently_and_by_group():
-    manager = make(num_blocks=30, stats_window=2)
+    manager = make(num_blocks=30)
     for name in "abc":
         request = Request(name, range(9))
         manager.step(new=[request])
         manager.free(request)
     stats = manager.cache.stats
     assert (stats.num_requests, stats.query_tokens, stats.hit_tokens) == (3, 27, 16)
-    assert (stats.recent.num_requests, stats.recent.hit_rate) == (2, 16 / 18)
+    assert (stats.recent.num_requests, stats.recent.hit_rate) == (3, 16 / 27)
     group = stats.groups[0]
     assert (group.query_blocks, group.hit_blocks, group.stored_blocks) == (6, 4, 2)
     assert group.hit_rate == 4 / 6
-    assert (group.recent_hit_blocks, group.recent_query_blocks) == (4, 4)
-    assert stats.lifetime is None
+    assert (group.recent_hit_blocks, group.recent_query_blocks) == (4, 6)
     manager.cache.clear_stats()
     assert manager.cache.stats.num_requests == manager.cache.stats.recent.num_requests == 0
-
-
-def test_residency_is_timed_by_the_given_clock():
-    manager = make(num_blocks=4, track_residency=True)
-    a = Request("a", range(8))
-    manager.cache.set_now(100.0)
-    manager.step(new=[a])
-    manager.cache.set_now(101.5)
-    manager.free(a)
-    manager.cache.set_now(104.0)
-    manager.step(new=[Request("b", range(50, 62))])
-    stats = manager.cache.stats
-    assert (stats.lifetime.count, stats.lifetime.mean_s, stats.lifetime.max_s) == (2, 4.0, 4.0)
-    assert (stats.idle.count, stats.idle.mean_s) == (2, 2.5)
-    assert stats.lifetime.buckets[12] == 2  # 2048 to 4095 ms
-    assert stats.groups[0].evicted_blocks == 2
-
-
-def test_residency_is_timed_by_the_system_clock_by_default():
-    manager = make(num_blocks=3, track_residency=True)
-    a = Request("a", range(8))
-    manager.step(new=[a])
-    manager.free(a)
-    manager.step(new=[Request("b", range(50, 58))])
-    assert manager.cache.stats.idle.count == 2 and 0 <= manager.cache.stats.idle.max_s < 60
 
 
 def test_events_report_cached_blocks_in_order():

@@ -243,7 +243,6 @@ class Driver:
                 LONGEST,
                 watermark=watermark,
                 enable_events=True,
-                track_residency=True,
                 prefault=prefault,
                 hash_algorithm=self.algorithm,
                 hash_bytes=self.hash_bytes,

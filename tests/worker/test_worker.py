@@ -104,7 +104,7 @@ def append(rows, splits, ids):
         ({"replace": [[(2, 0, 1)]]}, "names column 0, but row 2 has 0 blocks"),
         ({"replace": [[(9, 1, 1)]]}, "names row 9: expected 0 to 3"),
         ({"append_ids": [[], []]}, "append_splits has 1 entries, but append_ids has 2"),
-        ({"version": 99}, "plan has version 99: expected 4"),
+        ({"version": 99}, "plan has version 99: expected 5"),
     ],
 )
 def test_plan_that_does_not_fit_changes_nothing(sections, message):

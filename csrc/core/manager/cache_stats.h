@@ -44,7 +44,7 @@ struct GroupCount {
 class CacheStats {
  public:
   // `block_sizes`: tokens per block, by group; 0 for a group that is not cached.
-  CacheStats(std::vector<int64_t> block_sizes, int64_t window)
+  explicit CacheStats(std::vector<int64_t> block_sizes, int64_t window = 1000)
       : block_sizes_(std::move(block_sizes)),
         groups_(block_sizes_.size()),
         recent_(static_cast<size_t>(window)) {}

@@ -29,7 +29,7 @@ std::unique_ptr<HostTier> host_of(const ManagerOptions& options, const HostTier:
 }
 
 bool asks_for_time(const ManagerOptions& options, const BlockPool& pool, const BlockPool* pages) {
-  return options.track_residency || options.explain_misses > 0 || pool.has_policy() ||
+  return options.explain_misses > 0 || pool.has_policy() ||
          (pages != nullptr && pages->has_policy());
 }
 
@@ -62,7 +62,6 @@ CacheTiers::CacheTiers(const ManagerSetup* setup, Steps* steps)
     pool_.emit_to(&events_, Tier::kDevice);
     if (host_ != nullptr) host_->pages().emit_to(&events_, Tier::kHost);
   }
-  if (setup->options.track_residency) pool_.track_residency();
   // With other write modes, the policy is compared on the device alone.
   const int64_t num_host_blocks =
       setup->options.host_write == HostWrite::kBack ? setup->options.num_host_blocks : 0;
@@ -80,7 +79,6 @@ void CacheTiers::record_lost(LostBlocks* lost) {
 void CacheTiers::notify_clock() {
   const int64_t ms = clock_.now_ms();
   if (lost_ != nullptr) lost_->set_now(ms);
-  if (pool_.residency() != nullptr) pool_.residency()->set_now(ms);
   pool_.set_now(ms);
   if (host_ != nullptr) host_->pages().set_now(ms);
 }
@@ -92,7 +90,6 @@ const TierCount& CacheTiers::counts() const {
 
 void CacheTiers::clear_counts() {
   if (host_ != nullptr) *host_->mutable_counts() = {};
-  if (pool_.residency() != nullptr) pool_.residency()->clear();
 }
 
 void CacheTiers::offload_queued(size_t n) {

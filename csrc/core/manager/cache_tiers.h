@@ -63,7 +63,7 @@ class CacheTiers {
   const EventLog::Drained& events() const { return events_.waiting(); }
   EventLog::Drained drain_events() { return events_.drain(); }
   const TierCount& counts() const;
-  void clear_counts();  // also clears residency times
+  void clear_counts();
 
   // Number of cached blocks that wait to be written to the host.
   size_t num_queued() const { return host_ == nullptr ? 0 : host_->num_queued(); }

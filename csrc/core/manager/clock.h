@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The clock for residency times and eviction policies. The caller may set the time. Otherwise, the
+// The clock for eviction policies. The caller may set the time. Otherwise, the
 // system's steady clock is used, with a resolution of a few milliseconds. Every call reads the
 // clock, so reads must be fast.
 //

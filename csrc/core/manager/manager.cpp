@@ -43,7 +43,7 @@ Manager::Manager(const ManagerOptions& options)
       rows_(&setup_.groups, setup_.options.max_num_reqs),
       steps_(setup_.groups.size(), setup_.options.num_blocks),
       tiers_(&setup_, &steps_),
-      stats_(cached_block_sizes(setup_.groups), setup_.options.stats_window),
+      stats_(cached_block_sizes(setup_.groups)),
       finder_({&tiers_.pool(), tiers_.host_pages(), &setup_.groups, &setup_.ends,
                setup_.hash_block_size},
               setup_.options),

@@ -66,7 +66,6 @@ class Manager {
   int64_t num_counted_hits(TokenChain* chain) const { return stats_.num_hits(chain); }
   const TierCount& tiers() const { return tiers_.counts(); }
   void clear_stats();
-  const Prefault& prefault() const { return prefault_; }
   // The learned statistics of the device's eviction policy, empty if it does not learn. `learn`
   // replaces them with the same number of values.
   std::vector<double> learned() const;
@@ -84,7 +83,7 @@ class Manager {
   Soundness::Change change(const char* call) { return {soundness(), call}; }
   Soundness* soundness() { return &guard_.soundness(); }
 
-  // Sets the clock for residency times and eviction policies, in milliseconds relative to any fixed
+  // Sets the clock for eviction policies, in milliseconds relative to any fixed
   // moment, for all later calls. Throws if time would decrease. If it is never set, each call that
   // may publish, release or evict reads the steady clock of the system, relative to the manager's
   // creation.

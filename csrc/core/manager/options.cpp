@@ -24,7 +24,6 @@ void check_optional(const ManagerOptions& options) {
   checked_size("num_preallocate_tokens", options.num_preallocate_tokens, 0);
   checked_size("max_num_reqs", options.max_num_reqs, 0);
   checked_size("watermark_blocks", options.watermark_blocks, 0);
-  checked_size("stats_window", options.stats_window, 1);
   checked_size("explain_misses", options.explain_misses, 0);
   if (options.num_host_blocks != 0) {
     checked_size("num_host_blocks", options.num_host_blocks, 2, " (the null block is counted)");

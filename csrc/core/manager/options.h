@@ -60,10 +60,8 @@ struct ManagerOptions {  // all sizes are at most 2**31 - 1
   bool fence_frees = false;
   bool record_events = false;
   bool announce_reused = false;  // whether to record events also for blocks that a request hits
-  bool track_residency = false;
-  bool prefault = true;         // commit the memory of the pools at construction (prefault.h)
-  int64_t stats_window = 1000;  // requests
-  int64_t explain_misses = 0;   // records one of this many blocks that leave the cache; 0: none
+  bool prefault = true;          // commit the memory of the pools at construction (prefault.h)
+  int64_t explain_misses = 0;    // records one of this many blocks that leave the cache; 0: none
   Eviction eviction, host_eviction;
   int64_t num_host_blocks = 0;  // including the null block; 0: no host tier
   HostWrite host_write = HostWrite::kBack;

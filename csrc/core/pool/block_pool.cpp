@@ -40,8 +40,8 @@ BlockPool::BlockPool(int64_t num_blocks, std::unique_ptr<EvictionPolicy> policy)
 
 size_t BlockPool::num_bytes() const {
   return sizeof(*this) + blocks_.num_bytes() + links_.num_bytes() + lineage_.num_bytes() +
-         index_.num_bytes() + (residency_ ? residency_->num_bytes() : 0) +
-         (candidates_ ? candidates_->num_bytes() : 0) + (pins_ ? pins_->num_bytes() : 0);
+         index_.num_bytes() + (candidates_ ? candidates_->num_bytes() : 0) +
+         (pins_ ? pins_->num_bytes() : 0);
 }
 
 const Block& BlockPool::at(BlockId id, const char* what) const {
@@ -61,7 +61,6 @@ void BlockPool::set_cached(BlockId id, uint8_t group, uint64_t parent, uint32_t 
   lineage_[id].root = root;
   ++num_cached_;
   if (group >= evicted_by_group_.size()) evicted_by_group_.resize(size_t{group} + 1);
-  if (residency_) residency_->published(id);
 }
 
 void BlockPool::forget(BlockId id, bool evicted) {
@@ -102,7 +101,6 @@ void BlockPool::take_evicted(int64_t n, BlockId* out) {
     if (lost_ != nullptr && i + kPrefetchBlocks < n) {
       lost_->prefetch(blocks_[out[i + kPrefetchBlocks]].hash);
     }
-    if (residency_) residency_->evicted(out[i]);
     notify_eviction(out[i]);
     note_lost(blocks_[out[i]], /*is_evicted=*/true);
     ++evicted_by_group_[blocks_[out[i]].group];
@@ -173,7 +171,6 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
       if (--blocks_[id].ref_count == 0) {
         list_of(blocks_[id]).push(links_.data(), id);
         ++num_free_;
-        if (residency_) residency_->released(id);
       }
       continue;
     }
@@ -367,10 +364,6 @@ void BlockPool::clear() {
     epoch_ = 1;
   }
   if (events_ != nullptr) events_->cleared(tier_);
-}
-
-void BlockPool::track_residency() {
-  if (!residency_) residency_ = std::make_unique<Residency>(num_blocks_);
 }
 
 void BlockPool::check_invariants() const {

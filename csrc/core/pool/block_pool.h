@@ -29,7 +29,6 @@
 #include "core/pool/hash_index.h"
 #include "core/pool/lost_blocks.h"
 #include "core/pool/partial_index.h"
-#include "core/pool/residency.h"
 #include "core/pool/variants.h"
 #include "core/secret_key.h"
 #include "core/soundness.h"
@@ -255,10 +254,6 @@ class BlockPool {
   void share(Soundness* soundness) { soundness_ = soundness; }
   void check_sound() const { soundness_->check(); }
 
-  // Lifetimes of cached blocks are recorded while tracking is enabled.
-  void track_residency();
-  Residency* residency() { return residency_.get(); }
-
   // Traverses the pool and throws std::logic_error if an invariant is violated. O(num_blocks).
   void check_invariants() const;
 
@@ -353,7 +348,6 @@ class BlockPool {
   Tier tier_ = Tier::kDevice;
   EvictionListener* eviction_listener_ = nullptr;
   LostBlocks* lost_ = nullptr;
-  std::unique_ptr<Residency> residency_;
   bool is_plain_;  // whether there is no policy and no block was ever pinned
   std::unique_ptr<Candidates> candidates_;
   std::vector<BlockId> changed_;  // scratch

@@ -42,7 +42,6 @@ void BlockPool::take_chosen(int64_t n, BlockId* out) {
     if (id == kNullBlock) id = least_recently_released();
     notify_eviction(id);
     unlist(id);
-    if (residency_) residency_->evicted(id);
     ++evicted_by_group_[blocks_[id].group];
     forget(id, /*evicted=*/true);
     out[i] = id;

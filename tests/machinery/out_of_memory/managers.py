@@ -34,7 +34,6 @@ class Managed:
             num_preallocate_tokens=0,
             enable_events=True,
             announce_reused=True,
-            track_residency=True,
             fence_frees=True,
             **options,
         )

@@ -91,7 +91,7 @@ _MADE: dict[str, Callable[[], object]] = {
         )
         for name, options in {
             "a host": {"num_host_blocks": 20, "host_eviction": "s3_fifo"},
-            "events": {"enable_events": True, "track_residency": True, "fence_frees": True},
+            "events": {"enable_events": True, "fence_frees": True},
             "hashes inside blocks": {"hash_block_size": 2},
             "xxh3": {"hash_algorithm": "xxh3_128_cbor"},
             **{policy: {"eviction": policy} for policy in eviction_names()},
