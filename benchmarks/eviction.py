@@ -26,23 +26,14 @@ POLICIES = (
     "last_access",
     "learned",
     "priority",
-    "s3_fifo",
-    "s3_fifo:small_share=0.9",
-    "segmented_lru",
-    "segmented_lru:protected_share=0.5",
-    "segmented_lru:protected_share=0.2",
 )
 AGENT_CAPACITIES = (500, 1_000, 2_000, 3_000, 6_000, 10_000)
-AGENT_POLICIES = ("lru", "learned", "s3_fifo", "segmented_lru")
+AGENT_POLICIES = ("lru", "learned")
 DEVICE_CAPACITIES, HOST_CAPACITIES = (1_000, 10_000), (10_000, 30_000, 100_000)
 PAIRS = (  # policies of the device and of the host
     ("lru", "lru"),
     ("learned", "learned"),
     ("learned", "lru"),
-    ("s3_fifo", "lru"),
-    ("segmented_lru:protected_share=0.2", "lru"),
-    ("lru", "s3_fifo"),
-    ("lru", "segmented_lru:protected_share=0.2"),
 )
 WRITES = ("back", "through", "selective:1", "selective:2")
 GAINS = ("back", "learned:0", "learned:0.02", "learned:0.05", "learned:0.1", "learned:0.2")

@@ -2,7 +2,7 @@
 """Evaluates eviction policies on perturbed traces, for which the policies have not been tuned.
 
     python -m benchmarks.trace_forms TRACE.jsonl                    # learned and lru, on each variant
-    python -m benchmarks.trace_forms TRACE.jsonl --policy s3_fifo --forms scans loop
+    python -m benchmarks.trace_forms TRACE.jsonl --policy priority --forms scans loop
     python -m benchmarks.trace_forms AGENTS.jsonl.gz --sizes 500 1000 2000 3000 6000 10000
     python -m benchmarks.trace_forms TRACE.jsonl --write DIR        # writes DIR/NAME.jsonl for each
     python -m benchmarks.trace_forms TRACE.jsonl --halves           # learned on half of the conversations

@@ -626,8 +626,7 @@ The constructor takes:
 
 - `num_blocks`: Number of blocks, including the null block.
 - `eviction`: The policy that chooses among free cached blocks, one of `eviction_names()`.
-- `eviction_options`: Options for the policy: protected_share for segmented_lru, small_share for
-  s3_fifo, default_priority for priority.
+- `eviction_options`: Options for the policy, such as default_priority for priority.
 - `copies_of`: The pool of another tier, whose blocks are copied to this pool (`publish_copy`). In
   this case, `eviction` must be one of `host_eviction_names()`.
 

@@ -242,7 +242,7 @@ struct Listener : kvcache::EvictionListener {
 };
 
 TEST(a_listener_is_notified_before_content_is_evicted) {
-  for (const char* policy : {"lru", "segmented_lru"}) {
+  for (const char* policy : {"lru", "learned"}) {
     BlockPool pool(5, kvcache::make_eviction_policy(policy, {}, 5));
     Listener listener;
     listener.pool = &pool;
@@ -613,7 +613,7 @@ TEST(policies_are_created_by_name) {
     CHECK_EQ(policy == nullptr, name == "lru");
     CHECK(policy == nullptr || policy->num_bytes() > 0);
   }
-  const std::vector<std::string> for_host{"learned", "lru", "s3_fifo", "segmented_lru"};
+  const std::vector<std::string> for_host{"learned", "lru"};
   CHECK(kvcache::host_eviction_names() == for_host);
   const auto learned = kvcache::make_eviction_policy("learned", {}, 8);
   for (const std::string& name : for_host) {
@@ -623,12 +623,11 @@ TEST(policies_are_created_by_name) {
       kvcache::make_host_eviction_policy("learned", {}, 8, nullptr),
       "host_eviction is 'learned', and eviction is 'another': expected 'learned' for both");
   CHECK_THROWS(kvcache::make_host_eviction_policy("priority", {}, 8, nullptr),
-               "host_eviction is 'priority': expected one of learned, lru, s3_fifo, segmented_lru");
-  CHECK_THROWS(
-      kvcache::make_host_eviction_policy("s3_fifo", {{"x", 1}}, 8, nullptr),
-      "host_eviction 's3_fifo': option 'x' is 1: expected one of the options 'small_share'");
+               "host_eviction is 'priority': expected one of learned, lru ");
+  CHECK_THROWS(kvcache::make_host_eviction_policy("lru", {{"x", 1}}, 8, nullptr),
+               "host_eviction 'lru': option 'x' is 1: expected no options");
   CHECK_THROWS(kvcache::make_eviction_policy("mru", {}, 8), "eviction is 'mru'");
-  CHECK_THROWS(kvcache::make_eviction_policy("s3_fifo", {}, 1), "num_blocks is 1");
+  CHECK_THROWS(kvcache::make_eviction_policy("learned", {}, 1), "num_blocks is 1");
 }
 
 TEST(invalid_pool_sizes_are_rejected) {

@@ -18,7 +18,7 @@ from kvcache.replay.workload import WorkloadRequest, checked_requests
 if TYPE_CHECKING:
     from rich.table import Table
 
-COMPARED = ("lru", "learned", "s3_fifo", "segmented_lru")
+COMPARED = ("lru", "learned")
 """Default policies of `kvcache replay --compare`. They use neither access times nor priorities, which
 traces do not contain.
 """

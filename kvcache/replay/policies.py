@@ -22,8 +22,8 @@ def parse_eviction(text: str) -> tuple[str, dict[str, float]]:
         ValueError: The text is invalid. The message names the policy, the value and the expected value.
 
     Example:
-        >>> parse_eviction("s3_fifo:small_share=0.2")
-        ('s3_fifo', {'small_share': 0.2})
+        >>> parse_eviction("learned:tenant_share=0.2")
+        ('learned', {'tenant_share': 0.2})
     """
     return _parse_policy(text, eviction_names(), core.Eviction)
 
@@ -34,7 +34,7 @@ def parse_host_eviction(text: str) -> tuple[str, dict[str, float]]:
     Example:
         >>> parse_host_eviction("priority")
         Traceback (most recent call last):
-        ValueError: 'priority': expected one of learned, lru, s3_fifo, segmented_lru
+        ValueError: 'priority': expected one of learned, lru
     """
     return _parse_policy(text, host_eviction_names(), core.Eviction.for_host)
 

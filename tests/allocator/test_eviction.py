@@ -17,8 +17,6 @@ NUM_NODES = 20  # number of prefixes in a tree; the parent of node k is node (k 
 OPTIONS = {
     "learned": [{}, {"double_cost_tokens": 100_000}, {"tenant_share": 0.3}],
     "priority": [{}, {"default_priority": 0}, {"default_priority": 60}],
-    "s3_fifo": [{}, {"small_share": 0.5}, {"small_share": 1}, {"small_share": 0}],
-    "segmented_lru": [{}, {"protected_share": 0.3}, {"protected_share": 0}],
 }
 CASES = [
     (name, options, seed)
@@ -568,20 +566,10 @@ def test_priority_expires_exactly_at_its_ttl():
         assert pool.allocate(2).tolist() == expected
 
 
-def test_ghost_returns_to_the_main_queue():
-    pool = BlockPool(5, "s3_fifo", {"small_share": 0.25})
-    pool.release(chain(pool, [0]))
-    pool.release(pool.allocate(4))  # this evicts node 0 from the small queue
-    for node in (0, 1, 2, 3):
-        pool.release(chain(pool, [node]))
-    order = pool.lookup(hashes([1, 2, 3, 0]), prefix=False).tolist()
-    assert pool.allocate(4).tolist() == order
-
-
 def test_default_policy_is_lru_and_gets_no_notifications():
     assert core.eviction_names() == sorted(MODELS)
     pool = BlockPool(5)
-    assert not pool.has_policy and BlockPool(5, "s3_fifo").has_policy
+    assert not pool.has_policy and BlockPool(5, "priority").has_policy
     ids = chain(pool, [0, 1])
     pool.hit(ids)
     pool.access(ids, 3.5)
@@ -598,32 +586,31 @@ def test_default_policy_is_lru_and_gets_no_notifications():
             "fifo",
             {},
             ValueError,
-            "eviction is 'fifo': expected one of "
-            "last_access, learned, lru, priority, s3_fifo, segmented_lru",
+            "eviction is 'fifo': expected one of last_access, learned, lru, priority",
         ),
         (
             "lru",
-            {"small_share": 1},
+            {"share": 1},
             ValueError,
-            "eviction 'lru': option 'small_share' is 1: expected no options",
+            "eviction 'lru': option 'share' is 1: expected no options",
         ),
         (
-            "s3_fifo",
+            "priority",
             {"share": 0.5},
             ValueError,
-            "eviction 's3_fifo': option 'share' is 0.5: expected one of the options 'small_share'",
+            "eviction 'priority': option 'share' is 0.5: expected one of the options 'default_priority'",
         ),
         (
-            "s3_fifo",
-            {"small_share": 1.5},
+            "learned",
+            {"tenant_share": 1.5},
             ValueError,
-            "eviction 's3_fifo': option 'small_share' is 1.5: expected 0 to 1",
+            "eviction 'learned': option 'tenant_share' is 1.5: expected 0 to 1",
         ),
         (
-            "segmented_lru",
-            {"protected_share": float("nan")},
+            "learned",
+            {"state_share": float("nan")},
             ValueError,
-            "eviction 'segmented_lru': option 'protected_share' is nan: expected 0 to 1",
+            "eviction 'learned': option 'state_share' is nan: expected 0 to 1",
         ),
         (
             "priority",

@@ -91,7 +91,7 @@ def _manager(**options) -> KVCacheManager:
 @pytest.mark.parametrize("seed", range(12))
 def test_miss_reasons_match_an_oracle_that_records_every_event(seed: int) -> None:
     draw = random.Random(seed)
-    eviction = draw.choice(["lru", "learned", "s3_fifo"])
+    eviction = draw.choice(["lru", "learned", "last_access"])
     options = {"num_host_blocks": 31} if seed % 3 == 1 else {}
     manager = _manager(eviction=eviction, **options)
     manager.cache.set_now(0)
@@ -300,7 +300,7 @@ def test_drafting_group_has_a_longer_uncacheable_tail() -> None:
 def test_report_contains_the_policy_the_time_and_the_cause_of_an_eviction(
     start: int, tokens: range, taker: str
 ) -> None:
-    manager = _manager(eviction="s3_fifo" if start == 0 else "lru")
+    manager = _manager(eviction="last_access" if start == 0 else "lru")
     manager.cache.set_now(10)
     for name, first in (("a", 0), ("other", 100)):
         request = Request(name, range(first, first + 20))
@@ -314,7 +314,10 @@ def test_report_contains_the_policy_the_time_and_the_cause_of_an_eviction(
     report = manager.cache.explain(Request("b", range(20)))
     assert report.missed_tokens["evicted"] == 16
     assert report.lost_seconds_ago == 3.5
-    assert (report.evicted_by, report.evicted_for) == ("s3_fifo" if start == 0 else "lru", taker)
+    assert (report.evicted_by, report.evicted_for) == (
+        "last_access" if start == 0 else "lru",
+        taker,
+    )
     assert f"16 evicted (3.5 s earlier, by {report.evicted_by}, for {taker})" in str(report)
 
 
@@ -399,7 +402,7 @@ def test_other_prompt_embeddings_are_other_keys(first_row: int) -> None:
 
 def test_report_names_the_policy_of_the_tier_that_evicted_last() -> None:
     """Regression: an eviction from the host was attributed to the policy of the device."""
-    options = {"eviction": "s3_fifo", "host_eviction": "lru", "num_host_blocks": 5}
+    options = {"eviction": "last_access", "host_eviction": "lru", "num_host_blocks": 5}
     manager = _manager(num_gpu_blocks=13, **options)
 
     def serve(request: Request, *args: list[int]) -> None:

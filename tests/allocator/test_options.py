@@ -38,11 +38,11 @@ OTHERS = {
     "hash_algorithm": "engine:x",
     "hash_bytes": 16,
     "num_hash_lookahead_tokens": 2,
-    "eviction": "segmented_lru",
-    "eviction_options": {"protected_share": 0.5},
+    "eviction": "learned",
+    "eviction_options": {"tenant_share": 0.5},
     "num_host_blocks": 11,
-    "host_eviction": "s3_fifo",
-    "host_eviction_options": {"small_share": 0.2},
+    "host_eviction": "learned",
+    "host_eviction_options": {},
     "host_write": "selective",
     "num_hits_to_write": 3,
     "min_gain_to_write": 0.25,
@@ -77,7 +77,10 @@ def test_arguments_equal_the_fields():
 
 @pytest.mark.parametrize("name", sorted(set(OTHERS) - ELSEWHERE))
 def test_each_field_reaches_the_native_options(name):
-    needed = {"host_eviction": {"num_host_blocks": 11}, "announce_reused": {"enable_events": True}}
+    needed = {
+        "host_eviction": {"num_host_blocks": 11, "eviction": "learned"},
+        "announce_reused": {"enable_events": True},
+    }
     needed = needed.get(name, {})
     default, other = CacheOptions(), CacheOptions(**{name: OTHERS[name]}, **needed)
     assert getattr(default, name) != OTHERS[name] == getattr(other, name)
@@ -90,8 +93,8 @@ def test_each_field_reaches_the_native_options(name):
 
 def test_eviction_options_reach_the_policy():
     native = native_of(CacheOptions(**OTHERS))
-    assert native.eviction.options == {"protected_share": 0.5}
-    assert native.host_eviction.options == {"small_share": 0.2}
+    assert native.eviction.options == {"tenant_share": 0.5}
+    assert native.host_eviction.policy == "learned" and native.host_eviction.options == {}
 
 
 def test_defaults_equal_the_native_defaults():
@@ -113,9 +116,9 @@ def test_all_managers_accept_the_options():
     )
     several = KVCacheManager.for_groups([FULL, WINDOW], 40, 64, **OTHERS)
     assert several.options == CacheOptions(**OTHERS)
-    replayer = Replayer(num_blocks=40, block_size=4, eviction="segmented_lru", hash_block_size=2)
+    replayer = Replayer(num_blocks=40, block_size=4, eviction="learned", hash_block_size=2)
     assert replayer.manager.options == CacheOptions(
-        num_preallocate_tokens=0, eviction="segmented_lru", hash_block_size=2
+        num_preallocate_tokens=0, eviction="learned", hash_block_size=2
     )
 
 
@@ -173,9 +176,9 @@ def test_error_for_an_unknown_option_lists_the_known_options(make):
         ("max_num_reqs", True, TypeError, "max_num_reqs is True: expected an integer"),
         (
             "eviction_options",
-            {"small_share": "x"},
+            {"tenant_share": "x"},
             TypeError,
-            r"eviction_options\['small_share'\] is 'x': expected a number",
+            r"eviction_options\['tenant_share'\] is 'x': expected a number",
         ),
         ("hash_seed", 3, TypeError, "hash_seed is 3: expected a string"),
         ("page_bytes", 2**63, ValueError, "page_bytes is 9223372036854775808: expected 0 to"),
@@ -191,12 +194,12 @@ def test_numpy_numbers_are_accepted():
     options = CacheOptions(
         watermark=np.float32(0.5),
         num_preallocate_tokens=np.int16(8),
-        eviction="s3_fifo",
-        eviction_options={"small_share": np.float32(0.25)},
+        eviction="learned",
+        eviction_options={"tenant_share": np.float32(0.25)},
     )
     native = native_of(options)
     assert native.watermark_blocks == 20 and native.num_preallocate_tokens == 8
-    assert native.eviction.options == {"small_share": 0.25}
+    assert native.eviction.options == {"tenant_share": 0.25}
     KVCacheManager(16, 9, 64).cache.set_now(np.float32(3))
 
 

@@ -160,7 +160,7 @@ def state_after(manager: KVCacheManager) -> list:
     return [*answers, values_of(plan), manager.pool.num_evicted]
 
 
-@pytest.mark.parametrize("options", [{}, {"fence_frees": True}, {"eviction": "s3_fifo"}])
+@pytest.mark.parametrize("options", [{}, {"fence_frees": True}, {"eviction": "learned"}])
 @pytest.mark.parametrize("host", [0, 16])
 def test_requests_freed_in_one_call_are_freed_one_after_the_other(options, host):
     managers = [

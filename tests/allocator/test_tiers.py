@@ -557,22 +557,22 @@ def test_swaps_are_rejected_without_a_host_tier():
         (
             {"host_eviction": "priority", "num_host_blocks": 9},
             ValueError,
-            "host_eviction is 'priority': expected one of learned, lru, s3_fifo, segmented_lru .th",
+            "host_eviction is 'priority': expected one of learned, lru .th",
         ),
         (
             {"host_eviction": "s3", "num_host_blocks": 9},
             ValueError,
-            "host_eviction is 's3': expected one of learned, lru, s3_fifo, segmented_lru$",
+            "host_eviction is 's3': expected one of learned, lru$",
         ),
         (
-            {"host_eviction": "s3_fifo", "host_eviction_options": {"x": 1}, "num_host_blocks": 9},
+            {"host_eviction": "lru", "host_eviction_options": {"x": 1}, "num_host_blocks": 9},
             ValueError,
-            "host_eviction 's3_fifo': option 'x' is 1: expected one of the options 'small_share'",
+            "host_eviction 'lru': option 'x' is 1: expected no options",
         ),
         (  # no host tier
-            {"host_eviction": "s3_fifo"},
+            {"host_eviction": "learned"},
             ValueError,
-            "host_eviction is 's3_fifo': expected only with a host tier .num_host_blocks of 2",
+            "host_eviction is 'learned': expected only with a host tier .num_host_blocks of 2",
         ),
         ({"num_host_blocks": 1}, ValueError, "num_host_blocks is 1: expected 2 to"),
         ({"num_host_blocks": -1}, ValueError, "num_host_blocks is -1: expected 2 to"),
@@ -585,9 +585,9 @@ def test_swaps_are_rejected_without_a_host_tier():
             "host_eviction is 's3': expected one of learned, lru",
         ),
         (
-            {"host_eviction_options": {"small_share": 0.2}},
+            {"host_eviction_options": {"share": 0.2}},
             ValueError,
-            "host_eviction 'lru': option 'small_share' is 0.2: expected no options",
+            "host_eviction 'lru': option 'share' is 0.2: expected no options",
         ),
         (
             {"host_eviction": "learned", "num_host_blocks": 9},

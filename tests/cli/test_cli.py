@@ -406,12 +406,12 @@ def test_replay_with_a_host_tier_is_verified_and_reported(capsys):
         capsys, *TIERED, "--requests", "60", "--num-blocks", "200", "--verify",
         "--concurrency", "3", "--chunk-tokens", "64",
         "--groups", "full_attention,sliding_window:window=64,recurrent",
-        "--eviction", "s3_fifo:small_share=0.2", "--host-eviction", "segmented_lru",
+        "--eviction", "learned:tenant_share=0.2", "--host-eviction", "learned",
         "--host-write", "selective:1",
     )  # fmt: skip
     assert (found["mismatches"], found["verified_tokens"]) == (0, found["prompt_tokens"])
     assert (found["eviction"], found["host_eviction"]) == (
-        "s3_fifo:small_share=0.2", "segmented_lru",
+        "learned:tenant_share=0.2", "learned",
     )  # fmt: skip
     assert (found["host_blocks"], found["host_write"]) == (2000, "selective:1")
     assert found["hit_tokens"] > found["host_hit_tokens"] > 0
@@ -428,10 +428,10 @@ def test_report_without_host_tier_has_no_host_section(capsys):
 
 
 def test_table_has_a_host_section(capsys):
-    assert main(["replay", *TIERED, "--eviction", "s3_fifo", "--host-write", "through"]) == 0
+    assert main(["replay", *TIERED, "--eviction", "learned", "--host-write", "through"]) == 0
     out = capsys.readouterr().out
     for text in (
-        "s3_fifo",
+        "learned",
         "host capacity",
         "1,999",
         "write through, lru",
@@ -447,13 +447,13 @@ def test_table_has_a_host_section(capsys):
         (["--eviction", "x"], "--eviction is 'x': expected one of last_access, learned, lru, prior"),
         (["--eviction", ""], "--eviction is '': expected one of last_access"),
         (
-            ["--eviction", "s3_fifo:share=1"],
-            "--eviction is 's3_fifo:share=1': option 'share' is 1: expected one of the options 'small_sh",
+            ["--eviction", "priority:share=1"],
+            "--eviction is 'priority:share=1': option 'share' is 1: expected one of the options 'default",
         ),
-        (["--eviction", "s3_fifo:small_share=2"], "option 'small_share' is 2: expected 0 to 1"),
-        (["--eviction", "s3_fifo:small_share=nan"], "option 'small_share' is nan: expected 0 to 1"),
-        (["--eviction", "s3_fifo:small_share=x"], "'small_share' is 'x': expected a number"),
-        (["--eviction", "s3_fifo:small_share"], "'small_share' is not an option: expected option=value"),
+        (["--eviction", "learned:tenant_share=2"], "option 'tenant_share' is 2: expected 0 to 1"),
+        (["--eviction", "learned:tenant_share=nan"], "option 'tenant_share' is nan: expected 0 to 1"),
+        (["--eviction", "learned:tenant_share=x"], "'tenant_share' is 'x': expected a number"),
+        (["--eviction", "learned:share"], "'share' is not an option: expected option=value"),
         (["--eviction", "lru:a=1:a=2"], "'a' is given twice: expected it once"),
         (["--eviction", "priority:default_priority=1.5"], "expected an integer from 0 to 100"),
         (["--eviction", "x" * 999], "...': expected one of"),
@@ -475,7 +475,7 @@ def test_table_has_a_host_section(capsys):
         (["--host-eviction", "lru"], "--host-eviction is 'lru': expected only with --host-blocks"),
         (
             ["--host-blocks", "9", "--host-eviction", "priority"],
-            "--host-eviction is 'priority': expected one of learned, lru, s3_fifo, segmented_lru",
+            "--host-eviction is 'priority': expected one of learned, lru",
         ),
         (
             ["--host-blocks", "9", "--host-eviction", "lru:x=1"],

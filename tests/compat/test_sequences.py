@@ -1353,8 +1353,8 @@ def test_eviction_policy_can_be_selected():
     # Only the blocks of the most recently released prompt are still cached.
     assert manager.get_num_cached_tokens(seq("d", 5, first=20)) == 4
     assert manager.get_num_cached_tokens(seq("d", 5, first=10)) == 0
-    options = {"protected_share": 0.5}
-    make(enable_caching=True, eviction="segmented_lru", eviction_options=options)
+    options = {"tenant_share": 0.5}
+    make(enable_caching=True, eviction="learned", eviction_options=options)
 
 
 def test_stats_report_blocks_and_tokens():

@@ -64,7 +64,7 @@ class EngineRun:
         pages = int(plan.pages_per_request(max_model_len) * rng.choice([1.0, 1.3, 2.0, 6.0])) + 1
         host_pages = int(rng.choice([0, 0.3, 3.0]) * pages)
         options: dict[str, object] = {
-            "eviction": str(rng.choice(["lru", "learned", "s3_fifo"])),
+            "eviction": str(rng.choice(["lru", "learned"])),
             "num_preallocate_tokens": int(rng.choice([0, 64])),
             "enable_caching": bool(rng.random() < 0.9),
         }

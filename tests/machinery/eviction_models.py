@@ -274,95 +274,6 @@ class LastAccess(Policy):
         return min(ids, key=rank)
 
 
-class SegmentedLru(Policy):
-    """Protects blocks that were hit, up to a share of the pool, and evicts other blocks first."""
-
-    def __init__(self, num_blocks, protected_share=0.8):
-        self.most_protected = int(protected_share * (num_blocks - 1))
-        self.order = []  # all blocks, ordered by last hit, release or demotion, oldest first
-        self.clear()
-
-    def clear(self):
-        self.protected = set()
-
-    def on_forget(self, i, key, evicted):
-        self.protected.discard(i)
-
-    def touch(self, i):
-        if i in self.order:
-            self.order.remove(i)
-        self.order.append(i)
-
-    def on_idle(self, i):
-        self.touch(i)
-
-    def on_hit(self, i):
-        self.touch(i)
-        self.protected.add(i)
-
-    def after_hits(self):
-        while len(self.protected) > self.most_protected:
-            least = min(self.protected, key=self.order.index)
-            self.protected.remove(least)
-            self.touch(least)
-
-    def choose(self, ids):
-        probation = [i for i in ids if i not in self.protected]
-        return min(probation or ids, key=self.order.index)
-
-
-class S3Fifo(Policy):
-    """Keeps new blocks in a small queue, and hit or recently evicted blocks in a main queue."""
-
-    def __init__(self, num_blocks, small_share=0.1):
-        self.small_size = int(small_share * (num_blocks - 1))
-        self.most_ghosts = num_blocks
-        self.clear()
-
-    def clear(self):
-        self.small, self.main, self.ghosts = [], [], []
-        self.hits = {}
-
-    def on_publish(self, i, key, is_first):
-        self.hits[i] = 0
-        if key in self.ghosts:
-            self.ghosts.remove(key)
-            self.main.append(i)
-        else:
-            self.small.append(i)
-
-    def on_hit(self, i):
-        self.hits[i] = min(3, self.hits[i] + 1)
-
-    def on_forget(self, i, key, evicted):
-        if i in self.main:
-            self.main.remove(i)
-            return
-        self.small.remove(i)
-        if evicted:
-            if key in self.ghosts:
-                self.ghosts.remove(key)
-            self.ghosts.append(key)
-            del self.ghosts[: -self.most_ghosts]
-
-    def choose(self, ids):
-        while True:
-            small = [i for i in self.small if i in ids]
-            main = [i for i in self.main if i in ids]
-            if small and (len(self.small) >= self.small_size or not main):
-                if self.hits[small[0]] < 2:
-                    return small[0]
-                self.small.remove(small[0])
-                self.main.append(small[0])
-                self.hits[small[0]] = 0
-            else:
-                if self.hits[main[0]] == 0:
-                    return main[0]
-                self.main.remove(main[0])
-                self.main.append(main[0])
-                self.hits[main[0]] -= 1
-
-
 class Priority(Policy):
     """Evicts blocks by ascending priority, then by release order. Expired priorities are
     ignored.
@@ -1088,6 +999,4 @@ MODELS = {
     "learned": Learned,
     "lru": Lru,
     "priority": Priority,
-    "s3_fifo": S3Fifo,
-    "segmented_lru": SegmentedLru,
 }

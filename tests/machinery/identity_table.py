@@ -466,15 +466,16 @@ TABLE: dict[str, Row] = {
         of_build, {"num_hash_lookahead_tokens": 1}, {"hash_algorithm": "engine:x"}
     ),
     "CacheOptions.retention_interval": Row(of_windows, {"retention_interval": 0}, same=WHEN),
-    "CacheOptions.eviction": Row(of_build, {"eviction": "s3_fifo"}, same=WHEN),
+    "CacheOptions.eviction": Row(of_build, {"eviction": "learned"}, same=WHEN),
     "CacheOptions.eviction_options": Row(
-        of_build, {"eviction_options": {}}, {"eviction": "s3_fifo"}, same=WHEN
+        of_build, {"eviction_options": {}}, {"eviction": "learned"}, same=WHEN
     ),
     "CacheOptions.host_eviction": Row(
-        of_build, {"host_eviction": "s3_fifo"}, {"num_host_blocks": 9}, same=WHEN
+        of_build, {"host_eviction": "learned"}, {"num_host_blocks": 9, "eviction": "learned"},
+        same=WHEN
     ),
     "CacheOptions.host_eviction_options": Row(
-        of_build, {"host_eviction_options": {}}, {"num_host_blocks": 9, "host_eviction": "s3_fifo"},
+        of_build, {"host_eviction_options": {}}, {"num_host_blocks": 9, "host_eviction": "lru"},
         same=WHEN,
     ),
     "CacheOptions.host_write": Row(

@@ -63,7 +63,7 @@ def test_hit_rates_equal_single_replays():
     seen = []
     found = compare(
         requests,
-        ["lru", "segmented_lru:protected_share=0.5"],
+        ["lru", "learned:tenant_share=0.5"],
         [100, 400],
         trace="chats",
         block_size=16,
@@ -107,13 +107,13 @@ def test_command_compares_policies(capsys, tmp_path):
     argv = ["replay", "--requests", "100", "--compare", "--sizes", "101,33"]
     assert main([*argv, "--plot", plot]) == 0
     out = capsys.readouterr().out
-    for text in ("chat (seed 0)", "32", "100", "lru", "learned", "s3_fifo", "optimum", "Choose "):
+    for text in ("chat (seed 0)", "32", "100", "lru", "learned", "optimum", "Choose "):
         assert text in out
     assert (tmp_path / "policies.png").read_bytes().startswith(b"\x89PNG")
     assert main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["sizes"] == [32, 100] and len(found["optimum"]) == 2
-    assert list(found["token_hit_rates"]) == ["lru", "learned", "s3_fifo", "segmented_lru"]
+    assert list(found["token_hit_rates"]) == ["lru", "learned"]
     hybrid = ["--groups", "full_attention,sliding_window:window=64", "--host-blocks", "50"]
     assert main([*argv, "--json", *hybrid]) == 0
     assert json.loads(capsys.readouterr().out)["optimum"] is None

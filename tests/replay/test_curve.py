@@ -69,7 +69,7 @@ def test_lru_curve_of_all_blocks_equals_replays_at_every_size(seed):
     assert len({*curve.token_hit_rates["lru"]}) > 10
 
 
-@pytest.mark.parametrize("policy", ["segmented_lru", "s3_fifo", "last_access"])
+@pytest.mark.parametrize("policy", ["last_access", "priority"])
 def test_curve_of_all_blocks_equals_replays_for_policies_without_hashes(policy):
     requests = random_workload(9)
     sizes = [5, 9, 20, 40, 70, 150]
@@ -326,8 +326,8 @@ def test_only_comparisons_of_the_same_replays_are_combined():
     ):
         with pytest.raises(ValueError, match=says):
             curve.with_exact(compare(of, ["lru"], sizes, block_size=size, with_optimum=False))
-    other = compare(requests, ["s3_fifo"], [10, 20], block_size=BLOCK, with_optimum=False)
-    with pytest.raises(ValueError, match="exact has the policies s3_fifo: expected the policies"):
+    other = compare(requests, ["learned"], [10, 20], block_size=BLOCK, with_optimum=False)
+    with pytest.raises(ValueError, match="exact has the policies learned: expected the policies"):
         curve.with_exact(other)
 
 
@@ -388,9 +388,9 @@ def test_command_reads_compressed_traces_and_chats(capsys, trace, tmp_path):
     path.write_bytes(gzip.compress(trace.read_bytes()))
     assert main(["replay", str(path), "--curve", "lru", "--limit", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["requests"] == 3
-    assert main(["replay", "--curve", "s3_fifo:small_share=0.2", "--rate", "0.5", "--json"]) == 0
+    assert main(["replay", "--curve", "learned:tenant_share=0.2", "--rate", "0.5", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["rate"] == 0.5 and [*record["token_hit_rates"]] == ["s3_fifo:small_share=0.2"]
+    assert record["rate"] == 0.5 and [*record["token_hit_rates"]] == ["learned:tenant_share=0.2"]
     path.write_bytes(path.read_bytes()[:-9])
     assert main(["replay", str(path), "--curve"]) == 2
     error = capsys.readouterr().err

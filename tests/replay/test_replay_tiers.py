@@ -26,7 +26,7 @@ from tests.machinery.shared import sampled, shared_file, spread
 from tests.replay.test_hybrid_replay import group_lists
 from tests.replay.test_replay import TRACE, as_workload, plant_in_step, workloads
 
-POLICIES = [*eviction_names(), "s3_fifo:small_share=0.5", "segmented_lru:protected_share=0.3"]
+POLICIES = [*eviction_names(), "learned:tenant_share=0.3", "priority:default_priority=0"]
 WRITES = ["back", "through", "selective:1", "selective:3", "learned", "learned:0.3"]
 
 
@@ -127,10 +127,10 @@ def test_report_without_host_has_no_host_section():
 
 def test_report_contains_the_options():
     replayer = tiered(
-        16, 150, 200, eviction="s3_fifo:small_share=0.25", host_write="selective", verify=False
+        16, 150, 200, eviction="learned:tenant_share=0.25", host_write="selective", verify=False
     )
     report = replayer.run(chat_workload(20)).to_dict()
-    assert report["eviction"] == "s3_fifo:small_share=0.25"
+    assert report["eviction"] == "learned:tenant_share=0.25"
     assert (report["host_blocks"], report["host_eviction"]) == (200, "lru")
     assert report["host_write"] == "selective:2"
 
@@ -391,7 +391,7 @@ def test_policies_are_parsed():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("policy", "options", "rate"),
-    [("s3_fifo", {}, 0.0588), ("segmented_lru", {"protected_share": 0.2}, 0.0516)],
+    [("lru", {}, 0.0459), ("learned", {}, 0.0776)],
 )
 def test_docs_table_is_reproduced(policy, options, rate):
     trace = shared_file(TRACE)

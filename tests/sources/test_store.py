@@ -832,7 +832,7 @@ def test_fingerprint_covers_everything_that_must_be_equal():
         pages = Pages.allocate(9, sizes)
         return fingerprint(manager, pages, model=model, rank=rank, contents="k, v")
 
-    assert of() == of(num_host_blocks=5, eviction="s3_fifo")
+    assert of() == of(num_host_blocks=5, eviction="learned")
     different = [
         of(), of(model="n"), of(rank="1"), of(sizes=((512, 256),)), of(sizes=((1024,),)),
         of(groups=(FULL, WINDOW)), of(groups=(WINDOW,)), of(groups=(GroupSpec("full_attention", 8),)),

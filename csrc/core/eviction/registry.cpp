@@ -12,8 +12,6 @@
 #include "core/eviction/learned_copies.h"
 #include "core/eviction/least_recent.h"
 #include "core/eviction/priority.h"
-#include "core/eviction/s3_fifo.h"
-#include "core/eviction/segmented_lru.h"
 #include "core/limits.h"
 
 namespace kvcache {
@@ -68,18 +66,6 @@ const Entry kEntries[] = {
      [](int64_t num_blocks, const Values& values) -> std::unique_ptr<EvictionPolicy> {
        return std::make_unique<Priority>(num_blocks,
                                          static_cast<int32_t>(values.at("default_priority")));
-     }},
-    {"s3_fifo",
-     {{"small_share", 0.1, 0, 1}},
-     true,
-     [](int64_t num_blocks, const Values& values) -> std::unique_ptr<EvictionPolicy> {
-       return std::make_unique<S3Fifo>(num_blocks, values.at("small_share"));
-     }},
-    {"segmented_lru",
-     {{"protected_share", 0.8, 0, 1}},
-     true,
-     [](int64_t num_blocks, const Values& values) -> std::unique_ptr<EvictionPolicy> {
-       return std::make_unique<SegmentedLru>(num_blocks, values.at("protected_share"));
      }},
 };
 

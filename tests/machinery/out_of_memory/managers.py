@@ -288,7 +288,12 @@ def manager_families() -> dict[str, Callable[[], list[Case]]]:
     return {
         "manager of one group": lambda: _cases("one group", [FULL]),
         "manager with a host": lambda: _cases(
-            "host", [FULL], num_host_blocks=20, host_write="through", host_eviction="s3_fifo"
+            "host",
+            [FULL],
+            num_host_blocks=20,
+            host_write="through",
+            eviction="learned",
+            host_eviction="learned",
         ),
         "manager of three groups": lambda: _cases(
             "three groups", [FULL, WINDOW, STATE], num_host_blocks=60

@@ -90,7 +90,7 @@ _MADE: dict[str, Callable[[], object]] = {
             _GROUPS["one group"], **options
         )
         for name, options in {
-            "a host": {"num_host_blocks": 20, "host_eviction": "s3_fifo"},
+            "a host": {"num_host_blocks": 20, "host_eviction": "learned", "eviction": "learned"},
             "events": {"enable_events": True, "fence_frees": True},
             "hashes inside blocks": {"hash_block_size": 2},
             "xxh3": {"hash_algorithm": "xxh3_128_cbor"},

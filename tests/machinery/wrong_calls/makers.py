@@ -157,7 +157,7 @@ def steps(w: World) -> SimpleNamespace:
 
 
 def pool(w: World) -> BlockPool:
-    pool = BlockPool(20, eviction="segmented_lru")
+    pool = BlockPool(20, eviction="learned")
     pool.allocate(5)
     pool.publish([1, 2, 3], hashes()[:3])
     pool.release([3])

@@ -334,7 +334,7 @@ class PoolScene(Scene):
     """A standalone block pool."""
 
     def __init__(self) -> None:
-        self.pool = BlockPool(20, eviction="segmented_lru")
+        self.pool = BlockPool(20, eviction="learned")
         self.hashes = hash_blocks(range(40), 8)
         self.pool.allocate(5)
         self.pool.publish([1, 2, 3], self.hashes[:3])
