@@ -59,6 +59,8 @@ TEST(a_row_without_new_tokens_gets_no_blocks) {
   Fixture f;
   const int32_t row = f.add_row(20);
   f.serve(row, 0, 8);
+  f.end();
+  f.begin();
   const int32_t none = 0, rejected = 1;
   StepRequest request;
   request.rows = &row;
