@@ -452,7 +452,10 @@ def holding_long(stores, **options):
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_blocks_invalidated_before_a_rank_died_are_removed_by_its_successor(is_broken):
+@pytest.mark.parametrize("has_new_weights", [False, True])
+def test_blocks_invalidated_before_a_rank_died_are_removed_by_its_successor(
+    is_broken, has_new_weights
+):
     stores = stores_of(2)
     user = holding_long(stores)
     if is_broken:  # the rank has received the order, but its store fails to remove the blocks
@@ -465,6 +468,8 @@ def test_blocks_invalidated_before_a_rank_died_are_removed_by_its_successor(is_b
     user.links[1].orders.clear()  # the process is killed
     user.links[1].rank._invalid.clear()
     user.links[1].rank.close(10)
+    if has_new_weights:  # the blocks must not return with the former weights
+        user.manager.cache.start_epoch("newer")
     user.links[1] = user.make_link(1)
     user.tier.replace_rank(1, user.links[1])
     user.tier.cancel(next(iter(user.running.values())).request)

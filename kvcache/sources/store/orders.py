@@ -51,10 +51,13 @@ class GiveUp(NamedTuple):
 
 
 class RemoveBlocks(NamedTuple):
-    """Remove invalid blocks from the store, before any other access to the store."""
+    """Remove invalid blocks of a version of the weights from the store, before any other access to
+    the store.
+    """
 
     number: int
     keys: tuple[BlockKey, ...]
+    version: str
 
 
 class StartEpoch(NamedTuple):

@@ -418,7 +418,8 @@ class StoreRank:
     def _remove(self, order: RemoveBlocks) -> None:
         for put in self._puts:  # first, because the removal may start immediately
             put.invalid.update(set(order.keys).intersection(put.order.keys))
-        self._invalid.append(self._texts(order.keys))
+        own = replace(self._identity, version=order.version).digest
+        self._invalid.append([key_text(own, key) for key in order.keys])
         self._removing.append(order.number)
         self._removal = self._thread.submit(self._remove_invalid, READ)
 

@@ -411,7 +411,6 @@ class StoreTier:
         self._loads.forget_all()
         for load in self._loads.under_way:
             self._abandon(load, "the weights have changed")
-        self._removals.clear()  # no rank looks up these keys anymore
         self._tell(StartEpoch(cache.model_version))
 
     def _ask(self, request: Request, first: int) -> _Lookup:
@@ -591,7 +590,7 @@ class StoreTier:
         for load in self._loads.under_way:
             if not keys.isdisjoint(load.detail.keys):
                 self._abandon(load, "its blocks were found to be invalid")
-        order = RemoveBlocks(self._next_number(), tuple(keys))
+        order = RemoveBlocks(self._next_number(), tuple(keys), self._manager.cache.model_version)
         self._removals[order.number] = order, self._all_ranks()
         self._tell(order)
         return affected
