@@ -57,7 +57,14 @@ class KVIdentity:
 
     @classmethod
     def of_manager(cls, manager: KVCacheManager, model: Mapping[str, Any]) -> KVIdentity:
-        """Return the identity of a manager's blocks, without the contents of pages."""
+        """Return the identity of a manager's blocks, without the contents of pages.
+
+        Raises TypeError or ValueError if `model` cannot be represented in JSON.
+        """
+        try:  # as another engine receives the values
+            model = json.loads(json.dumps(model, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise type(error)(f"model is {shown(model)}: expected JSON values ({error})") from None
         options, cache, hashing = manager.options, manager.cache, None
         if options.enable_caching:
             hashing = {
@@ -96,11 +103,12 @@ class KVIdentity:
         """
         instance(other, KVIdentity, "other")
         instance(options, Mapping, "options")
-        mine, theirs = ({**each.model, "groups": each._kinds()} for each in (self, other))
+        same = "serve the same model"
         compared = [
-            (f"{name} of the model", mine.get(name), theirs.get(name), "serve the same model")
-            for name in sorted({*mine, *theirs}, key=str)
+            (f"{name} of the model", self.model.get(name), other.model.get(name), same)
+            for name in sorted({*self.model, *other.model}, key=str)
         ]
+        compared.append(("groups of the model", self._kinds(), other._kinds(), same))
         change = "call start_epoch with the same model_version"
         compared.append(("version of the weights", self.version, other.version, change))
         change = "set num_hash_lookahead_tokens to the same"

@@ -380,6 +380,21 @@ def test_other_hashes_kinds_and_models_are_rejected():
             lone(model={"name": "m"})[0].match(request, offer)
 
 
+def test_each_value_of_the_model_is_compared_as_another_engine_receives_it():
+    model = {"groups": 1, "sizes": (1, 2), 3: "x"}
+    offer = json.loads(json.dumps(an_offer(model=model)))
+    assert lone(model=model)[0].match(Request("r", range(71)), offer) == 70
+    for name, other in (("groups", 2), ("sizes", [1]), (3, "y")):
+        with pytest.raises(ValueError, match=f"{name} of the model is"):
+            lone(model=model | {name: other})[0].match(Request("r", range(71)), offer)
+
+
+@pytest.mark.parametrize("value", [object(), {1}, b"x", float("nan")])
+def test_model_that_json_cannot_represent_is_rejected_before_an_offer(value):
+    with pytest.raises((TypeError, ValueError), match=r"model is .*: expected JSON values"):
+        lone(model={"name": value})
+
+
 def test_other_prompts_adapters_and_salts_are_rejected():
     offer = an_offer()
     for request, message in (

@@ -74,6 +74,7 @@ class Connector:
         clock: Function that returns the time in seconds. Replays pass their own clock.
 
     Raises:
+        TypeError: `model` contains values that JSON cannot represent.
         ValueError: The pages of a transferred group hold neither consecutive tokens nor a state, the
             ranks were created for other groups than the manager or than each other, or a rank is
             missing or not in its place.
