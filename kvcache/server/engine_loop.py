@@ -299,7 +299,7 @@ class EngineLoop:
                 self._hear(wait_s=_SOURCES_SECONDS if self.engine.is_busy else None)
             if self.engine.is_busy:
                 self._step()
-                self._publish()
+            self._publish()  # calls between steps also change the cache
             now = time.monotonic()
             if now - self._last_snapshot >= _SNAPSHOT_SECONDS or not self.engine.is_busy:
                 self._last_snapshot = now

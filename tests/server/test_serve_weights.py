@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """New weights, announced over HTTP."""
 
+import queue
+
 import pytest
+
+from kvcache.events import AllBlocksCleared
 
 pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
@@ -51,6 +55,27 @@ def test_new_weights_are_announced_between_two_steps_and_empty_the_cache():
         assert cached_tokens(served) == 96
         refused = HTTP.post(f"{served.url}/v1/weights", json={"model": "llama"})
         assert refused.status_code == 401
+
+
+class Published(queue.SimpleQueue):
+    """Receives cache events in place of an `EventPublisher`."""
+
+    def publish(self, events):
+        for each in events:
+            self.put(each)
+
+    def close(self):
+        pass
+
+
+def test_idle_server_tells_readers_of_its_events_at_once_that_its_cache_is_empty():
+    published = Published()
+    with serving(publisher=published, api_key=KEY, enable_events=True) as served:
+        assert cached_tokens(served) == 0
+        served.wait_until_empty()
+        assert announce(served, model_version="step 1").status_code == 200
+        while not isinstance(published.get(timeout=20), AllBlocksCleared):
+            pass
 
 
 def test_weights_are_announced_only_by_trusted_clients():
