@@ -23,7 +23,13 @@ import pytest
 from kvcache import Admit, External, GroupSpec, KVCacheManager, Request
 from kvcache.allocator import RequestState
 from kvcache.sources import Arrived, LoadStats
-from kvcache.sources.disaggregation import Connector, ConnectorOptions, GroupLayout, Offer
+from kvcache.sources.disaggregation import (
+    Connector,
+    ConnectorOptions,
+    GroupLayout,
+    Offer,
+    RemotePrefill,
+)
 from kvcache.sources.disaggregation import rank as rank_module
 from kvcache.sources.disaggregation.cache_rank import _Parts
 from kvcache.sources.disaggregation.leases import Progress
@@ -378,6 +384,20 @@ def test_other_hashes_kinds_and_models_are_rejected():
     ):
         with pytest.raises(ValueError, match=message):
             lone(model={"name": "m"})[0].match(request, offer)
+
+
+def test_request_that_does_not_read_the_cache_loads_nothing():
+    receiver, _, (rank,) = lone()
+    assert receiver.match(Request("r", range(71), read_cache=False), an_offer()) == 0
+    assert [len(step.unread) for step in rank.steps] == [1]
+
+
+def test_requests_with_inputs_that_a_server_does_not_receive_are_not_sent_to_it():
+    receiver, *_ = lone()
+    source = RemotePrefill(receiver, "127.0.0.1:1")
+    for options in ({"lora": ("a", "b")}, {"read_cache": False}, {"mm_items": [("i", 0, 3)]}):
+        assert source.match(Request("r", range(71), **options)) == 0
+    assert source.stats.asked_requests == 0
 
 
 def test_each_value_of_the_model_is_compared_as_another_engine_receives_it():

@@ -360,7 +360,7 @@ class Connector:
                 request's previous `match`.
 
         Returns:
-            The number of tokens, or 0 without an offer.
+            The number of tokens, or 0 without an offer or with `read_cache=False`.
 
         Raises:
             ValueError: The offer differs in version, model, weights, layout, dtype, scales, hashes or
@@ -379,7 +379,7 @@ class Connector:
                 self.stats.refused_requests += 1
                 raise
         load.first_token = self._manager.cache.cached_tokens(request).with_host
-        if load.end_token <= load.first_token:
+        if load.end_token <= load.first_token or not request.read_cache:
             self._decline_matched(request)
             return 0
         return load.end_token - load.first_token

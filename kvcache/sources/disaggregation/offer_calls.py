@@ -291,6 +291,14 @@ class OfferSource:
         """Whether any loads, quarantined blocks, leases or late replies are left."""
         return self._connector.is_busy or self._calls.has_late
 
+    @staticmethod
+    def _may_ask(request: Request) -> bool:
+        """Return whether a request may use KV that depends only on the tokens and the salt, which are
+        the only inputs that servers receive.
+        """
+        is_plain = request.lora is None and not request.mm_items and request.prompt_embeds is None
+        return request.read_cache and is_plain
+
     def begin(self, request: Request) -> None:
         """Begin to load the tokens that `match` found. See `Connector.begin`."""
         self._connector.begin(request)

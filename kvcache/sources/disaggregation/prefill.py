@@ -36,8 +36,9 @@ class RemotePrefill(OfferSource):
 
     `match` sends the prompt to the peer's `/prefill` endpoint and returns None until the peer's
     offer arrives. The KV is then loaded in the same way as by `Connector`. Each request is sent
-    once. A prompt is computed locally if the peer is unreachable, is late or refuses, or if fewer
-    than `min_tokens` of its tokens are missing from the local cache.
+    once. A prompt is computed locally if the peer is unreachable, is late or refuses, if fewer than
+    `min_tokens` of its tokens are missing from the local cache, if it has inputs other than tokens, or
+    if the request has `read_cache=False`.
 
     Args:
         connector: The connector of the engine that loads the KV.
@@ -83,7 +84,7 @@ class RemotePrefill(OfferSource):
         instance(request, Request, "request")
         if not self._calls.knows(request):
             num_missing = request.num_tokens - 1 - self._connector.hit_tokens(request)
-            if num_missing < self._min_tokens:
+            if num_missing < self._min_tokens or not self._may_ask(request):
                 return 0
             body = {"prompt": request.token_ids[:-1].tolist(), "peer": self._connector.describe()}
             if request.cache_salt is not None:

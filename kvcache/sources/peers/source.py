@@ -256,11 +256,3 @@ class PeerSource(OfferSource):
             [server for _, server in peers],
             lambda server: server.fetch(OFFER_PATH, body)["offer"],
         )
-
-    @staticmethod
-    def _may_ask(request: Request) -> bool:
-        """Return whether a request may use cached KV that depends only on the tokens and the salt,
-        which are the only inputs that peers receive.
-        """
-        is_plain = request.lora is None and not request.mm_items and request.prompt_embeds is None
-        return request.read_cache and is_plain
