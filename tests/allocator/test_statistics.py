@@ -60,6 +60,23 @@ def test_preempted_request_hits_tokens_that_it_never_had():
     assert manager.cache.hit_tokens(request) == 56 and manager.cache.stats.recent.hit_tokens == 88
 
 
+def test_later_hits_are_counted_in_the_window_that_contains_the_request():
+    manager, request, other = (
+        make(stats_window=2),
+        Request("r", range(100)),
+        Request("o", range(100)),
+    )
+    manager.step(new=[Admit(request, 40)])
+    manager.free(request)
+    manager.step(new=[other])  # hits 32 tokens
+    manager.step(new=[Request("b", [7] * 5)])
+    manager.step(new=[request])  # hits 56 tokens, and is no longer one of the last two requests
+    recent, group = manager.cache.stats.recent, manager.cache.stats.groups[0]
+    assert counts(manager) == (3, 205, 32 + 56)
+    assert (recent.query_tokens, recent.hit_tokens) == (105, 32)
+    assert (group.hit_blocks, group.recent_hit_blocks) == (5, 2)
+
+
 def test_request_whose_load_failed_is_counted_once():
     manager, request = make(), Request("r", range(200))
     manager.step(new=[Admit(request, external=External(64, delayed=True))])

@@ -95,7 +95,7 @@ using EventLabels = std::shared_ptr<const void>;
 // with the tokens, because preemption must not change it.
 struct CountedTokens {
   uint64_t by = 0;  // the statistics, or 0
-  uint64_t period = 0;
+  uint64_t number = 0;  // number of requests counted before it
   bool is_counted = false;
   int64_t num_query = 0;  // tokens when the request was counted
   int64_t num_hits = 0;   // tokens counted as hits

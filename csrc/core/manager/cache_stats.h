@@ -59,19 +59,19 @@ class CacheStats {
     const bool is_first = !of.is_counted;
     if (is_first) {
       of.is_counted = true;
-      of.period = period_;
+      of.number = num_counted_;
       of.num_query = chain->num_tokens();
     }
     const int64_t stop = std::min(num_hit, of.num_query), first = of.num_had;
     const HitCount one{is_first, is_first ? of.num_query : 0, std::max<int64_t>(stop - first, 0),
                        std::max<int64_t>(stop - std::max(first, first_on_host), 0)};
-    of.num_hits += one.hit_tokens;
-    note_had(chain, num_hit);
     if (is_first) {
       add(one);
-    } else if (one.hit_tokens > 0 && of.period == period_) {
-      add_to_last(one);
+    } else if (one.hit_tokens > 0 && of.number >= num_cleared_) {
+      add_more(of, one);
     }
+    of.num_hits += one.hit_tokens;
+    note_had(chain, num_hit);
   }
   // Records that the request has had its first num_tokens tokens.
   void note_had(TokenChain* chain, int64_t num_tokens) const {
@@ -98,8 +98,7 @@ class CacheStats {
     total_ = window_ = {};
     std::fill(groups_.begin(), groups_.end(), GroupCount{});
     std::fill(recent_.begin(), recent_.end(), HitCount{});
-    next_ = 0;
-    ++period_;
+    num_cleared_ = num_counted_;
   }
 
  private:
@@ -119,18 +118,18 @@ class CacheStats {
   void add(const HitCount& one) {
     add_to(&total_, one, 1);
     add_blocks(one, 1, &groups_);
-    HitCount& oldest = recent_[next_];
+    HitCount& oldest = recent_[num_counted_++ % recent_.size()];
     add_to(&window_, oldest, -1);
     add_to(&window_, one, 1);
     oldest = one;
-    next_ = next_ + 1 == recent_.size() ? 0 : next_ + 1;
   }
-  // Adds hits of a request that was counted earlier.
-  void add_to_last(const HitCount& more) {
-    HitCount& last = recent_[next_ == 0 ? recent_.size() - 1 : next_ - 1];
-    add_blocks(last, -1, &groups_);
-    for (HitCount* each : {&total_, &window_, &last}) add_to(each, more, 1);
-    add_blocks(last, 1, &groups_);
+  // Adds hits of a request that was counted earlier. The window may no longer cover it.
+  void add_more(const CountedTokens& of, const HitCount& more) {
+    add_to(&total_, more, 1);
+    add_blocks({0, 0, of.num_hits, 0}, -1, &groups_);
+    add_blocks({0, 0, of.num_hits + more.hit_tokens, 0}, 1, &groups_);
+    if (num_counted_ - of.number > recent_.size()) return;
+    for (HitCount* each : {&window_, &recent_[of.number % recent_.size()]}) add_to(each, more, 1);
   }
   static void add_to(HitCount* sum, const HitCount& one, int64_t sign) {
     sum->num_requests += sign * one.num_requests;
@@ -146,12 +145,12 @@ class CacheStats {
     }
   }
 
-  uint64_t id_ = next_id(), period_ = 0;  // `period_`: number of calls of `clear`
+  uint64_t id_ = next_id();
+  uint64_t num_counted_ = 0, num_cleared_ = 0;  // requests, in all and before the last `clear`
   std::vector<int64_t> block_sizes_;
   HitCount total_, window_;
   std::vector<GroupCount> groups_;
   std::vector<HitCount> recent_;  // ring buffer
-  size_t next_ = 0;
 };
 
 }  // namespace kvcache
