@@ -91,6 +91,25 @@ def test_admit_and_step_give_slots_to_known_tokens_only():
         assert len(manager.block_ids(request)) == 6
 
 
+@pytest.mark.parametrize("how", ["abort", "invalidate"])
+def test_after_an_abort_a_row_continues_after_the_certain_tokens(how):
+    window = GroupSpec("sliding_window", 2, {"window": 5})
+    manager, request = make(GroupSpec("full_attention", 2), window), Request("r", range(10))
+    manager.step(new=[request])
+    manager.step([0], [4], token_ids=[10])  # token 10 is certain; 11 to 13 are drafts
+    step = manager.step([0], [4], token_ids=[], num_token_ids=[0])
+    if how == "abort":
+        assert manager.abort(step.step_id) == {"r": 11}
+    else:
+        assert manager.invalidate([manager.block_ids(request)[13 // 2]]) == {"r": 11}
+    with pytest.raises(ValueError, match="expected at most 0"):
+        manager.step([0], [4], num_rejected_tokens=[3])
+    plan = manager.step([0], [4], token_ids=[], num_token_ids=[0])
+    assert plan.num_computed_tokens.tolist() == [11]
+    assert manager.block_ids(request, 1)[7 // 2] > 0  # token 11 reads tokens 7 to 10
+    check_invariants(manager)
+
+
 def test_states_need_the_result_of_the_last_step_before_the_next():
     states = GroupSpec("recurrent", 16, {"num_speculative_blocks": 3})
     manager, request = make(GroupSpec("full_attention", 16), states), Request("r", range(10))

@@ -148,13 +148,14 @@ void Invalidation::add_used(const TokenChain& chain, int64_t first_token) {
   }
 }
 
-// The last tokens of a row's last step may be drafts that have not been accepted or rejected. In
-// that case, only tokens that must have been accepted stay valid.
+// The last tokens of a row's last step, and of the step before it, may be drafts that have not been
+// accepted or rejected. In that case, only tokens that must have been accepted stay valid.
 int64_t Invalidation::confirmed_limit(int32_t row, int64_t limit) const {
   const Row& r = (*context_.rows)[row];
   const int64_t num_known = r.chain->num_tokens();
-  if (limit <= r.start || num_known > r.num_computed) return limit;
-  return std::max(r.start, std::min(limit, num_known - 1));
+  const int64_t certain = r.start - r.num_undecided_before;
+  if (limit <= certain || num_known > r.num_computed) return limit;
+  return std::max(certain, std::min(limit, num_known - 1));
 }
 
 // Iterates to a fixed point, because a limit that one group lowers applies to all groups.

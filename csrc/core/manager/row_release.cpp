@@ -203,7 +203,7 @@ void RowRelease::truncate(int32_t row, int64_t num_tokens) {
   Row& r = (*c_.rows)[row];
   c_.rows->disturb(row);
   r.num_computed = r.start = num_tokens;
-  r.num_drafts = 0;
+  r.num_drafts = r.num_undecided_before = 0;
   int64_t& hit_end = c_.rows->info(row).hit_end;
   hit_end = std::min(hit_end, num_tokens);
   r.may_share = r.has_forked;

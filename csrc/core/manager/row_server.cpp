@@ -36,8 +36,10 @@ inline Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_to
   const Row& r = (*c_.rows)[row];
   const int64_t start = r.num_computed - num_rejected;
   Span span{start, start + num_tokens, num_lookahead};
-  span.num_undecided = r.num_undecided(start);
-  if (max_drafts_ == 0) return span;
+  if (max_drafts_ == 0) {  // otherwise, all earlier drafts are decided
+    span.num_undecided = r.num_undecided(start);
+    return span;
+  }
   const int64_t num_known = std::max(start + 1, r.chain->num_tokens());
   span.num_drafts = std::max<int64_t>(span.stop - num_known, 0);
   span.num_accepted = r.num_drafts_after(num_rejected);
@@ -51,6 +53,7 @@ inline bool RowServer::pass_quietly(int32_t row, const Span& span) {
   r.start = span.start;
   r.num_computed = span.stop;
   r.num_known = static_cast<int32_t>(r.chain->num_tokens());
+  r.num_undecided_before = static_cast<int32_t>(span.num_undecided);
   note_slots(row, span);
   return true;
 }
@@ -199,6 +202,7 @@ Status RowServer::extend(ServedRow* served) {
   r.start = span.start;
   r.num_computed = span.stop;
   r.num_known = static_cast<int32_t>(r.chain->num_tokens());
+  r.num_undecided_before = static_cast<int32_t>(span.num_undecided);
   r.num_drafts = static_cast<int32_t>(span.num_drafts);
   growth_.serve(served, demand);
   note_slots(row, span);
@@ -322,7 +326,7 @@ void RowServer::restart(int32_t row, int64_t num_had) {
   served.row = row;
   growth_.take_hit(&served, hit);
   r.num_computed = r.start = hit.num_tokens;
-  r.num_drafts = 0;
+  r.num_drafts = r.num_undecided_before = 0;
   r.is_stale = false;
   parts_.publisher->refresh(row);
   if (r.reads) count_hit(row, hit);
@@ -418,6 +422,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   r.chain = child;
   r.reads = child->read_cache();
   r.start = r.num_computed;
+  r.num_undecided_before = 0;
   r.admission = admission;
   c_.rows->info(other) = {
       child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked, 0, {}};

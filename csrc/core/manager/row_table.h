@@ -34,15 +34,16 @@ struct Row {
   // state after all computed tokens is in the page num_drafts columns after the first page of the
   // row.
   int32_t num_drafts = 0;
-  int32_t num_known = 0;         // known tokens when the row was last served
-  bool by_step = false;          // admitted by `step`
-  bool reads = false;            // the row takes hits when it is restarted
-  bool is_stale = false;         // holds KV of an earlier epoch, so it publishes nothing
-  bool has_forked = false;       // shares blocks that are not full, or has shared some
-  bool may_share = false;        // may share blocks that it writes next
-  bool on_host = false;          // its blocks are host pages
-  bool is_receiving = false;     // the KV of its external tokens has not arrived
-  bool waits_for_marks = false;  // blocks are published by `mark_computed`; see NewRow
+  int32_t num_known = 0;             // known tokens when the row was last served
+  int32_t num_undecided_before = 0;  // tokens before `start` that could be rejected at that time
+  bool by_step = false;              // admitted by `step`
+  bool reads = false;                // the row takes hits when it is restarted
+  bool is_stale = false;             // holds KV of an earlier epoch, so it publishes nothing
+  bool has_forked = false;           // shares blocks that are not full, or has shared some
+  bool may_share = false;            // may share blocks that it writes next
+  bool on_host = false;              // its blocks are host pages
+  bool is_receiving = false;         // the KV of its external tokens has not arrived
+  bool waits_for_marks = false;      // blocks are published by `mark_computed`; see NewRow
 
   // Returns how many of the first `stop` tokens, after which the row continues, may still be
   // rejected. Unless they are all known (`num_ids`: new known tokens), this is the number of drafts
