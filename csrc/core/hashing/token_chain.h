@@ -94,7 +94,7 @@ using EventLabels = std::shared_ptr<const void>;
 // What the statistics of a manager have counted of a request (core/manager/cache_stats.h). Kept
 // with the tokens, because preemption must not change it.
 struct CountedTokens {
-  uint64_t by = 0;  // the statistics, or 0
+  uint64_t by = 0;      // the statistics, or 0
   uint64_t number = 0;  // number of requests counted before it
   bool is_counted = false;
   int64_t num_query = 0;  // tokens when the request was counted
