@@ -467,7 +467,7 @@ def _verifier(args: argparse.Namespace) -> KVVerifier | None:
             num_blocks=args.num_blocks,
             num_host_blocks=args.host_blocks or 0,
             # Hints also need rows.
-            max_num_reqs=args.concurrency + import_module("kvcache.hints").HintBudget().max_active,
+            max_num_reqs=args.concurrency + import_module("kvcache.hints.limits").MAX_ACTIVE,
             device=args.device,
         )
     except (MemoryError, ValueError) as error:  # pages or tables are too large

@@ -36,7 +36,7 @@ from kvcache.engine.scheduler import ScheduledStep, Scheduler
 from kvcache.engine.sequence import State
 from kvcache.engine.signals import SignalHold
 from kvcache.events import CacheEvent
-from kvcache.hints import Hint, HintBudget, HintExecutor, PendingHint, Receipt
+from kvcache.hints import Hint, HintExecutor, PendingHint, Receipt
 from kvcache.sanitizer import Sanitizer
 from kvcache.sources.base import KVSource
 from kvcache.step import StepPlan, StepReport
@@ -75,7 +75,6 @@ class Engine:
       first source that has KV for more of the request's tokens than the local cache. Tokens whose KV
       does not arrive in time are computed, so answers do not depend on sources. Sources must be
       created for the cache's manager. A store also receives the blocks that steps compute.
-    - `hint_budget`: limits on hints (`hint`, docs/hints.md). None: the defaults.
     - `sanitizer`: with "report" or "stop", all KV that attention reads is checked
       (`docs/sanitizer.md`). May also be a `Sanitizer` created by `sanitizer_of(cache)`. None: the
       sanitizer is enabled by KVCACHE_SANITIZE=1 or KVCACHE_SANITIZE=stop in the environment.
@@ -114,7 +113,6 @@ class Engine:
         drafter: Drafter | None = None,
         sources: SequenceOf[KVSource] = (),
         sanitizer: Sanitizer | str | None = None,
-        hint_budget: HintBudget | None = None,
     ) -> None:
         instance(getattr(model, "cache", None), KVCache, "model.cache")
         self.model, self.cache, self.drafter = model, model.cache, drafter
@@ -132,7 +130,6 @@ class Engine:
             max_num_batched_tokens=most,
             preemption=preemption,
             sources=sources,
-            hint_budget=hint_budget,
             synchronize=torch.cuda.synchronize if self.cache.pages.device.type == "cuda" else None,
         )
         self._observer = observer_of(self.cache, self.scheduler, sanitizer)
@@ -317,7 +314,7 @@ class Engine:
 
     @property
     def hints(self) -> HintExecutor:
-        """The executor of hints, with its budget and counts."""
+        """The executor of hints, with its counts."""
         return self.scheduler.hints
 
     def abort(self, request_id: str) -> bool:

@@ -18,7 +18,7 @@ from kvcache.allocator.request import last_tokens
 from kvcache.checks import MAX_INT32, check_range, instance, integer, integers, num_entries, shown
 from kvcache.engine.loading import Loading
 from kvcache.engine.sequence import Sequence, State
-from kvcache.hints import HintBudget, HintExecutor
+from kvcache.hints import HintExecutor
 from kvcache.kinds import make_kind
 from kvcache.sources.base import KVSource
 from kvcache.step import NO_IDS, Status, StepPlan, StepReport
@@ -130,8 +130,8 @@ class Scheduler:
 
     Args:
         manager: A `KVCacheManager` whose `step` is called only by this scheduler.
-        hint_budget: Limits on hints (`hints`). None: the defaults.
-        synchronize: See `HintExecutor`. Also called before loads begin.
+        synchronize: Called before loads begin. Must wait until the device has completed the work of
+            all steps. None: no wait is needed, because the device works synchronously.
 
     Raises:
         TypeError, ValueError: An option is invalid.
@@ -155,7 +155,6 @@ class Scheduler:
         max_num_batched_tokens: int,
         preemption: Literal["swap", "recompute"] = "swap",
         sources: SequenceOf[KVSource] = (),
-        hint_budget: HintBudget | None = None,
         synchronize: Callable[[], object] | None = None,
     ) -> None:
         instance(manager, KVCacheManager, "manager")
@@ -167,9 +166,7 @@ class Scheduler:
         )
         self.preemption = preemption
         self._loading, self._synchronize = Loading(sources), synchronize
-        self.hints = HintExecutor(
-            manager, sources=self.sources, budget=hint_budget, synchronize=synchronize
-        )
+        self.hints = HintExecutor(manager, sources=self.sources)
         self.waiting: list[Sequence] = []  # sequences without a row, ordered by rank
         self.admitted: list[Sequence] = []  # sequences with a row, ordered by rank
         self.num_swapped_out = self.num_recomputed = 0
@@ -240,7 +237,7 @@ class Scheduler:
         if self.sources:
             self._poll()
         self.hints.expire()
-        guests, guest_rows, num_guests = [], [], self.hints.num_rows
+        guests, num_guests = [], self.hints.num_rows
         leaving = [] if self._victim is None else self._leaving()
         decoding, asked, budget = self._running(leaving)
         new: list[tuple[Sequence, int, int]] = []
@@ -250,8 +247,8 @@ class Scheduler:
             if not ((decoding or asked) and (swapped or self._is_short)):
                 new = self._new(budget)
         if self.hints.num_pending:
-            guests, guest_rows = self._guests(new, leaving), self.hints.leaving()
-        if not (decoding or asked or new or leaving or guests or guest_rows):
+            guests = self._guests(new, leaving)
+        if not (decoding or asked or new or leaving or guests):
             if self.is_waiting_for_sources or num_guests:
                 return None
             if self.admitted and not all(each.is_settled for each in self.waiting):
@@ -284,7 +281,7 @@ class Scheduler:
                     for sequence, count, external in new
                 ]
                 + guests,
-                swap_out=[manager.row(sequence.request) for sequence in leaving] + guest_rows,
+                swap_out=[manager.row(sequence.request) for sequence in leaving],
             )
         except BaseException:
             self._decoding = None  # rebuild it, because a sequence to preempt is still running

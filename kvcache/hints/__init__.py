@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints about the future use of KV: prefetch, demote, pin, retain and share.
+"""Hints about the future use of KV: prefetch and pin.
 
-Hints are best effort. `HintExecutor` carries them out within a `HintBudget`, and answers each hint with
-a `Receipt` that states how many tokens it affected. docs/hints.md describes the intents.
+Hints are best effort. `HintExecutor` carries them out within fixed limits, and answers each hint with a
+`Receipt` that states how many tokens it affected. docs/hints.md describes the intents.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from kvcache.lazy import lazy_names
 
 _HOME = {
     "Hint": "kvcache.hints.vocabulary",
-    "HintBudget": "kvcache.hints.budget",
     "HintExecutor": "kvcache.hints.executor",
     "HintStats": "kvcache.hints.stats",
     "INTENTS": "kvcache.hints.vocabulary",
     "PendingHint": "kvcache.hints.receipts",
     "Receipt": "kvcache.hints.vocabulary",
-    "hints_of_envelope": "kvcache.hints.envelope",
 }
 
 __all__ = [*_HOME]  # noqa: PLE0604

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from kvcache.hints.budget import HintBudget as HintBudget
-from kvcache.hints.envelope import hints_of_envelope as hints_of_envelope
 from kvcache.hints.executor import HintExecutor as HintExecutor
 from kvcache.hints.receipts import PendingHint as PendingHint
 from kvcache.hints.stats import HintStats as HintStats

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from kvcache.allocator import Admit, External, KVCacheManager, Request
 from kvcache.checks import flag, instance, integer, listed, shown
-from kvcache.hints.budget import HintBudget, Ledger, Spent
-from kvcache.hints.demotion import drop_from_device
+from kvcache.hints import limits
 from kvcache.hints.guests import Guest, Stage
+from kvcache.hints.limits import Ledger, Spent
 from kvcache.hints.pins import HintPins
 from kvcache.hints.prefixes import HintedPrefix
 from kvcache.hints.receipts import PendingHint, ReceiptWriter
@@ -21,21 +21,20 @@ from kvcache.hints.vocabulary import Hint, Receipt
 from kvcache.sources.base import Arrived, KVSource
 from kvcache.step import Status
 
-_WITH_PRIORITIES = ("priority", "learned")  # eviction policies that use priorities
 _GAVE_WAY = "requests needed the blocks"
 
 
 class HintExecutor:
-    """Carries out hints for one manager, within a budget.
+    """Carries out hints for one manager, within limits.
 
-    Pins take effect immediately. Other intents need steps, in which the executor admits guests:
+    Pins take effect immediately. Prefetches need steps, in which the executor admits guests:
     internal requests that hold blocks but are never computed. The engine makes these calls in each
     step, in the manager's thread:
 
         hints.expire()
         for request in new: hints.look(request)
         admits = hints.admits()                       # guests, after all other new requests
-        plan = manager.step(..., new=[..., *admits], swap_out=[..., *hints.leaving()])
+        plan = manager.step(..., new=[..., *admits])
         hints.planned(the statuses of the admits)
         for request in those that were admitted: hints.hit(request)
         ...                                           # apply the plan
@@ -51,13 +50,8 @@ class HintExecutor:
 
     Args:
         manager: The manager.
-        sources: The engine's sources, in order of preference. Only a source with a method
-            `publish`, such as a `Connector`, can share prefixes.
-        budget: Limits on hints. None: the defaults.
+        sources: The engine's sources, in order of preference.
         clock: Returns the time in seconds. Replays pass their own clock.
-        synchronize: Called before a prefix is shared. Must wait until the KV of all steps and loads
-            is in device memory. None: no wait is needed, because the device completes its work
-            synchronously.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -75,26 +69,17 @@ class HintExecutor:
         manager: KVCacheManager,
         *,
         sources: Sequence[KVSource] = (),
-        budget: HintBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
-        synchronize: Callable[[], object] | None = None,
     ) -> None:
         instance(manager, KVCacheManager, "manager")
         self._manager, self._sources = manager, listed(sources, "sources", "a sequence of sources")
-        if budget is not None:
-            instance(budget, HintBudget, "budget")
         if not callable(clock):
             raise TypeError(f"clock is {shown(clock)}: expected a function that returns seconds")
-        if synchronize is not None and not callable(synchronize):
-            raise TypeError(f"synchronize is {shown(synchronize)}: expected a function or None")
-        self._synchronize = synchronize
-        self.budget, self._clock = budget or HintBudget(), clock
+        self._clock = clock
         self.stats = HintStats()
         self._receipts = ReceiptWriter(self.stats)
-        num_total = manager.pool.num_total
-        self._prefetched = Ledger(int(self.budget.prefetch_share * num_total))
-        self._pins = HintPins(manager, self.budget, self._receipts)
-        self._retained = Ledger(int(self.budget.retain_share * num_total))
+        self._prefetched = Ledger(int(limits.SHARE * manager.pool.num_total))
+        self._pins = HintPins(manager, self._receipts)
         self._guests: list[Guest] = []
         self._asked: list[Guest] = []  # guests of the last `admits`
         self._numbers = itertools.count()
@@ -143,52 +128,15 @@ class HintExecutor:
         if count > of.num_tokens:
             wrong = f"num_tokens is {count}: expected at most {of.num_tokens}, the number of tokens"
             return self._receipts.refuse(pending, wrong)
-        if hint.first_token >= count:
-            wrong = f"first_token is {hint.first_token}: expected less than {count}, the number of tokens"
-            return self._receipts.refuse(pending, wrong)
         self.expire()
         prefix = HintedPrefix(self._manager, of, count)
-        if prefix.num_tokens <= hint.first_token:
+        if not prefix.num_tokens:
             return self._receipts.refuse(pending, "the tokens fill no whole block", count)
-        getattr(self, f"_{hint.intent}")(pending, prefix)
-        return pending
-
-    def _pin(self, pending: PendingHint, prefix: HintedPrefix) -> None:
-        self._pins.pin(pending, prefix, self._clock())
-
-    def _retain(self, pending: PendingHint, prefix: HintedPrefix) -> None:
-        policy = self._manager.options.eviction
-        if policy not in _WITH_PRIORITIES:
-            self._receipts.refuse(
-                pending,
-                f"eviction is {policy!r}: expected {' or '.join(_WITH_PRIORITIES)}, because other "
-                "policies have no priorities",
-                prefix.num_asked_tokens,
-            )
-            return
-        if not prefix.on_device():
-            reason = "no block of the prefix is on the device: send a prefetch first"
-            self._receipts.refuse(pending, reason, prefix.num_asked_tokens)
-            return
-        self._queue(pending, prefix)
-
-    def _demote(self, pending: PendingHint, prefix: HintedPrefix) -> None:
-        if self._manager.host_pool is None:
-            self._receipts.refuse(
-                pending,
-                "there is no host tier: expected a manager with num_host_blocks",
-                prefix.num_asked_tokens,
-            )
-            return
-        if pending.hint.session is not None:
-            self._pins.unpin(pending.hint.session)
-        ids, _, on_host = prefix.device_blocks(pending.hint.first_token)
-        if not len(ids):
-            self._receipts.refuse(pending, "no block is on the device", prefix.num_asked_tokens)
-        elif on_host.all():
-            self._finish_demote(pending, prefix)
+        if hint.intent == "pin":
+            self._pins.pin(pending, prefix, self._clock())
         else:
-            self._queue(pending, prefix)
+            self._prefetch(pending, prefix)
+        return pending
 
     def _prefetch(self, pending: PendingHint, prefix: HintedPrefix) -> None:
         if prefix.on_device() == prefix.num_tokens:
@@ -198,34 +146,17 @@ class HintExecutor:
         else:
             self._queue(pending, prefix)
 
-    def _share(self, pending: PendingHint, prefix: HintedPrefix) -> None:
-        if self._publisher is None:
-            self._receipts.refuse(
-                pending,
-                "no source of the engine can publish KV: expected a Connector among the sources",
-                prefix.num_asked_tokens,
-            )
-        else:
-            self._queue(pending, prefix)
-
-    @property
-    def _publisher(self) -> object | None:
-        return next((each for each in self._sources if hasattr(each, "publish")), None)
-
     def _queue(self, pending: PendingHint, prefix: HintedPrefix) -> None:
-        if len(self._guests) >= self.budget.max_pending:
+        if len(self._guests) >= limits.MAX_PENDING:
             self._receipts.refuse(
                 pending,
-                f"{len(self._guests)} hints are waiting: expected fewer than max_pending",
+                f"{len(self._guests)} hints are waiting: expected fewer than {limits.MAX_PENDING}",
                 prefix.num_asked_tokens,
             )
             return
-        hint, budget = pending.hint, self.budget
-        wait_s = budget.timeout_s
-        if hint.intent in ("prefetch", "share"):
-            wait_s = budget.prefetch_timeout_s
-        if hint.intent == "prefetch" and hint.ttl_s is not None:
-            wait_s = min(hint.ttl_s, wait_s)
+        wait_s = limits.PREFETCH_TIMEOUT_S
+        if pending.hint.ttl_s is not None:
+            wait_s = min(pending.hint.ttl_s, wait_s)
         name = f"kv-hint:{next(self._numbers)}"
         self._guests.append(Guest(pending, prefix, name, self._clock() + wait_s))
 
@@ -243,7 +174,7 @@ class HintExecutor:
 
     @property
     def num_pinned_blocks(self) -> int:
-        """Number of blocks of the budget that pins use."""
+        """Number of blocks of the share of pins that are in use."""
         return self._pins.ledger.most - self._pins.ledger.room()
 
     @property
@@ -254,14 +185,13 @@ class HintExecutor:
         return min((each.deadline for each in self._pins.ledger.entries.values()), default=None)
 
     def expire(self) -> None:
-        """Remove pins whose deadline has passed, and release other expired parts of the budget.
+        """Remove pins whose deadline has passed, and release the shares of expired prefetches.
 
         Call this method before each step. `submit` calls it as well.
         """
         now = self._clock()
         self._looked.clear()
         self._pins.expire(now)
-        self._retained.pop_expired(now)
         for each in self._prefetched.pop_expired(now):
             self.stats.unused_tokens += each.num_tokens
 
@@ -285,7 +215,7 @@ class HintExecutor:
             self._leave()
         self._refuse_late()
         self._asked, admits = [], []
-        most = self.budget.max_active - self.num_rows
+        most = limits.MAX_ACTIVE - self.num_rows
         if num_rows is not None:
             most = min(most, num_rows)
         if not may_admit:
@@ -297,17 +227,6 @@ class HintExecutor:
                 self._asked.append(guest)
                 admits.append(admit)
         return admits
-
-    def leaving(self) -> list[int]:
-        """Return the rows of guests to swap out in the next step, after all other rows."""
-        leaving = [each for each in self._guests if self._leaves(each)]
-        for guest in leaving:
-            guest.stage = Stage.LEAVING
-        return [self._manager.row(each.request) for each in leaving]
-
-    @staticmethod
-    def _leaves(guest: Guest) -> bool:
-        return guest.stage is Stage.HELD and guest.hint.intent == "demote"
 
     def planned(self, statuses: Sequence[int]) -> None:
         """Process the statuses that a plan returned for the guests of the last `admits`.
@@ -349,19 +268,12 @@ class HintExecutor:
 
     def completed(self) -> None:
         """Continue the guests of a step that was reported to the manager as completed."""
-        for guest in self._in(Stage.LEAVING):
-            self._free(guest)
-            self._finish_demote(guest.pending, guest.prefix)
         for guest in self._in(Stage.PLANNED):
-            guest.stage = Stage.HELD
-            if guest.hint.intent != "demote":
-                self._finish(guest)
+            self._finish(guest)
 
     def failed(self) -> None:
         """Handle a step that was undone. Its guests are admitted again later."""
         self._asked = []
-        for guest in self._in(Stage.LEAVING):
-            guest.stage = Stage.HELD
         for guest in self._in(Stage.PLANNED):
             if guest.source is not None:
                 guest.source.cancel(guest.request)
@@ -454,15 +366,15 @@ class HintExecutor:
         """Return how to admit a waiting guest, or None if the guest continues to wait or has
         ended.
         """
-        if guest.loads and guest.prefix.on_device() < guest.num_before:
+        if guest.prefix.on_device() < guest.num_before:
             self._forget(guest)
-            guest.request = None  # blocks were evicted, so the guest needs more budget
+            guest.request = (
+                None  # blocks were evicted, so the guest needs a larger part of the share
+            )
         if guest.request is None and not self._choose(guest):
             return None
         guest.source = None
         num_reserved = self._manager.pool.num_pinned
-        if not guest.loads:
-            return Admit(guest.request, 1, num_reserved_blocks=num_reserved, max_host_blocks=0)
         if self._sources and not guest.request.write_cache:
             guest.request = guest.prefix.guest(guest.name, guest.num_tokens, write_cache=True)
         for source in self._sources:
@@ -477,8 +389,7 @@ class HintExecutor:
                 guest.source, guest.num_external = source, count
                 external = External(count, delayed=True)
                 return Admit(guest.request, None, external, num_reserved_blocks=num_reserved)
-        has = guest.prefix.on_device_or_host()
-        if has == 0 or (has <= guest.num_before and guest.hint.intent == "prefetch"):
+        if guest.prefix.on_device_or_host() <= guest.num_before:
             self._end_unserved(guest, "no tier and no source has more of the prefix")
             return None
         if guest.request.write_cache:
@@ -490,47 +401,32 @@ class HintExecutor:
         return Admit(guest.request, 1, num_reserved_blocks=num_reserved, max_host_blocks=most)
 
     def _choose(self, guest: Guest) -> bool:
-        """Choose a guest's tokens within the budget. Returns False if the guest has ended."""
+        """Choose a guest's tokens within the share. Returns False if the guest has ended."""
         prefix = guest.prefix
         self._prefetched.entries.pop(guest.name, None)
         guest.num_before, count = prefix.on_device(), prefix.num_tokens
-        if not guest.loads:
-            count = guest.num_before
-            if guest.hint.intent == "retain":
-                ledger = self._retained
-                count = min(count, guest.hint.first_token + prefix.tokens_in(ledger.room()))
-                if count < guest.num_before:
-                    guest.limit = f"retain_share allows {ledger.most} blocks"
-            if prefix.whole(count) <= guest.hint.first_token:
-                self._end_unserved(guest, guest.limit or "no block is on the device")
-                return False
-        else:
-            room = prefix.tokens_in(self._prefetched.room())
-            if count > guest.num_before + room:
-                count = prefix.whole(guest.num_before + room)
-                guest.limit = f"prefetch_share allows {self._prefetched.most} blocks"
-            if count == 0 or (count <= guest.num_before and guest.hint.intent == "prefetch"):
-                self._end_unserved(guest, guest.limit or "the prefix is on the device")
-                return False
+        room = prefix.tokens_in(self._prefetched.room())
+        if count > guest.num_before + room:
+            count = prefix.whole(guest.num_before + room)
+            guest.limit = f"prefetches may use at most {self._prefetched.most} blocks"
+        if count <= guest.num_before:
+            self._end_unserved(guest, guest.limit or "the prefix is on the device")
+            return False
         guest.request = prefix.guest(guest.name, prefix.whole(count))
-        # Reserve the blocks now, so that later guests cannot exceed the budget.
-        if guest.loads:
-            needed = prefix.num_blocks(max(guest.num_tokens - guest.num_before, 0))
-            self._prefetched.add(guest.name, Spent(needed))
-        elif guest.hint.intent == "retain":
-            first = prefix.num_blocks(guest.hint.first_token)
-            self._retained.add(guest.name, Spent(prefix.num_blocks(guest.num_tokens) - first))
+        # Reserve the blocks now, so that later guests cannot exceed the share.
+        needed = prefix.num_blocks(max(guest.num_tokens - guest.num_before, 0))
+        self._prefetched.add(guest.name, Spent(needed))
         return True
 
     def _spend(self, guest: Guest, num_tokens: int) -> None:
-        """Count the tokens that a guest has loaded against the budget, until a request hits
+        """Count the tokens that a guest has loaded against the share, until a request hits
         them.
         """
         self._prefetched.entries.pop(guest.name, None)
         if num_tokens > 0:
             spent = Spent(
                 guest.prefix.num_blocks(num_tokens),
-                self._clock() + self.budget.prefetch_ttl_s,
+                self._clock() + limits.PREFETCH_TTL_S,
                 guest.prefix.hashes(guest.num_before + num_tokens),
                 num_tokens,
             )
@@ -538,17 +434,13 @@ class HintExecutor:
 
     def _finish(self, guest: Guest) -> None:
         """Complete the hint of a guest whose blocks are on the device, and free the guest."""
-        hint, prefix = guest.hint, guest.prefix
-        if hint.intent == "retain":
-            self._finish_retain(guest)
-        elif hint.intent == "share":
-            self._finish_share(guest)
-        else:
-            self._free(guest)
-            num_tokens = max(min(prefix.on_device(), guest.num_tokens) - guest.num_before, 0)
-            self._spend(guest, num_tokens)
-            self.stats.prefetched_tokens += num_tokens
-            self._finish_prefetch(guest.pending, prefix, guest.limit)
+        self._manager.free(guest.request)
+        self._guests.remove(guest)
+        on_device = guest.prefix.on_device()
+        num_tokens = max(min(on_device, guest.num_tokens) - guest.num_before, 0)
+        self._spend(guest, num_tokens)
+        self.stats.prefetched_tokens += num_tokens
+        self._finish_prefetch(guest.pending, guest.prefix, guest.limit)
 
     def _finish_prefetch(
         self, pending: PendingHint, prefix: HintedPrefix, reason: str | None
@@ -560,61 +452,11 @@ class HintExecutor:
         else:
             self._receipts.refuse(pending, reason, prefix.num_asked_tokens)
 
-    def _finish_retain(self, guest: Guest) -> None:
-        hint, granted = guest.hint, self.budget.granted_s(guest.hint.ttl_s)
-        first, stop = hint.first_token, min(guest.num_tokens, guest.prefix.on_device())
-        self._free(guest, retention=[(first, stop, hint.priority, granted)] if first < stop else ())
-        self._retained.entries.pop(guest.name, None)
-        if stop <= first:
-            self._receipts.refuse(
-                guest.pending, "no block is on the device", guest.prefix.num_asked_tokens
-            )
-            return
-        num_blocks = guest.prefix.num_blocks(stop) - guest.prefix.num_blocks(first)
-        self._retained.add(guest.name, Spent(num_blocks, self._clock() + granted))
-        reason = guest.limit
-        if reason is None and hint.ttl_s is not None and granted < hint.ttl_s:
-            reason = f"max_ttl_s allows {granted:g} seconds"
-        self._receipts.carried_out(guest.pending, guest.prefix, stop - first, reason, ttl_s=granted)
-
-    def _finish_share(self, guest: Guest) -> None:
-        prefix, granted = guest.prefix, self.budget.granted_s(guest.hint.ttl_s)
-        if guest.source is None:  # the token after the hit was not computed
-            cached = next(i for i, each in enumerate(self._manager.groups) if each.cached)
-            self._manager.invalidate(self._manager.block_ids(guest.request, cached)[-1:])
-        if self._synchronize is not None:
-            self._synchronize()
-        num_tokens = prefix.whole(self._manager.num_computed_tokens(guest.request))
-        self._guests.remove(guest)
-        self._spend(guest, 0)
-        offer = self._publisher.publish(guest.request, lease_s=granted) if num_tokens else None
-        if offer is None:
-            self._manager.free(guest.request)
-            reason = "the source has no lease left" if num_tokens else "no block is on the device"
-            self._receipts.refuse(guest.pending, reason, prefix.num_asked_tokens)
-            return
-        self._receipts.carried_out(
-            guest.pending, prefix, num_tokens, guest.limit, ttl_s=granted, offer=offer
-        )
-
-    def _finish_demote(self, pending: PendingHint, prefix: HintedPrefix) -> None:
-        first, pinned = pending.hint.first_token, self._pins.hashes
-        num_tokens, reason = drop_from_device(self._manager, prefix, first, pinned)
-        self.stats.demoted_tokens += num_tokens
-        if num_tokens:
-            self._receipts.carried_out(pending, prefix, num_tokens, reason)
-        else:
-            self._receipts.refuse(pending, reason, prefix.num_asked_tokens)
-
-    def _free(self, guest: Guest, **options: object) -> None:
-        self._manager.free(guest.request, **options)
-        self._guests.remove(guest)
-
     def _forget(self, guest: Guest) -> None:
         """Cancel a guest's lookups and load."""
         if guest.source is not None:
             guest.source.cancel(guest.request)  # before its blocks are freed
-        elif guest.request is not None and guest.loads and guest.stage is Stage.WAITING:
+        elif guest.request is not None and guest.stage is Stage.WAITING:
             for source in self._sources:
                 source.cancel(guest.request)
 
@@ -622,11 +464,7 @@ class HintExecutor:
         """End a guest that holds no blocks and whose hint was not carried out."""
         self._guests.remove(guest)
         self._prefetched.entries.pop(guest.name, None)
-        self._retained.entries.pop(guest.name, None)
-        if guest.hint.intent == "prefetch":
-            self._finish_prefetch(guest.pending, guest.prefix, reason)
-        else:
-            self._receipts.refuse(guest.pending, reason, guest.prefix.num_asked_tokens)
+        self._finish_prefetch(guest.pending, guest.prefix, reason)
 
     def _leave(self) -> None:
         """Cancel all loads of guests, because requests need the blocks."""

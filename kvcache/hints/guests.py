@@ -9,7 +9,6 @@ from enum import Enum
 from kvcache.allocator import Request
 from kvcache.hints.prefixes import HintedPrefix
 from kvcache.hints.receipts import PendingHint
-from kvcache.hints.vocabulary import Hint
 from kvcache.sources.base import KVSource
 
 
@@ -19,8 +18,6 @@ class Stage(Enum):
     WAITING = "waiting"  # not admitted yet
     PLANNED = "planned"  # admitted by the step in flight
     LOADING = "loading"  # a source fills its blocks
-    HELD = "held"  # its blocks are on the device
-    LEAVING = "leaving"  # swapped out by the step in flight
 
 
 @dataclass(eq=False)
@@ -38,16 +35,6 @@ class Guest:
     first_token: int = 0  # the first token that the source loads
     num_before: int = 0  # number of tokens on the device before the hint
     limit: str | None = None  # why the guest covers only part of the prefix
-
-    @property
-    def hint(self) -> Hint:
-        """The hint."""
-        return self.pending.hint
-
-    @property
-    def loads(self) -> bool:
-        """Whether the hint loads tokens from the host tier and from sources."""
-        return self.hint.intent in ("prefetch", "share")
 
     @property
     def num_tokens(self) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 
 from kvcache.allocator import KVCacheManager
-from kvcache.hints.budget import HintBudget, Ledger, Spent
+from kvcache.hints import limits
+from kvcache.hints.limits import Ledger, Spent
 from kvcache.hints.prefixes import HintedPrefix
 from kvcache.hints.receipts import PendingHint, ReceiptWriter
 
@@ -16,17 +17,10 @@ from kvcache.hints.receipts import PendingHint, ReceiptWriter
 class HintPins:
     """Pins prefixes on the device, and removes the pins at their deadlines."""
 
-    def __init__(
-        self, manager: KVCacheManager, budget: HintBudget, receipts: ReceiptWriter
-    ) -> None:
-        self._manager, self._budget, self._receipts = manager, budget, receipts
-        self.ledger = Ledger(int(budget.pin_share * manager.pool.num_total))
+    def __init__(self, manager: KVCacheManager, receipts: ReceiptWriter) -> None:
+        self._manager, self._receipts = manager, receipts
+        self.ledger = Ledger(int(limits.SHARE * manager.pool.num_total))
         self._numbers = itertools.count()
-
-    @property
-    def hashes(self) -> set[bytes]:
-        """The hashes of all pinned prefixes."""
-        return {each for spent in self.ledger.entries.values() for each in spent.hashes}
 
     def pin(self, pending: PendingHint, prefix: HintedPrefix, now: float) -> None:
         """Pin the part of a prefix that is on the device, and create the hint's receipt."""
@@ -38,11 +32,11 @@ class HintPins:
         key = ("session", hint.session)
         if hint.session is None:
             key = ("content", prefix.hashes(prefix.num_tokens)[-1])
-        granted = self._budget.granted_s(hint.ttl_s)
+        granted = limits.TTL_S if hint.ttl_s is None else min(hint.ttl_s, limits.MAX_TTL_S)
         num_tokens = min(cached, prefix.tokens_in(ledger.room(without=key)))
-        reason = f"max_ttl_s allows {granted:g} seconds"
+        reason = f"a pin lasts at most {granted:g} seconds"
         if num_tokens < cached:
-            reason = f"pin_share allows {ledger.most} blocks"
+            reason = f"pins may use at most {ledger.most} blocks"
         elif cached < prefix.num_tokens:
             reason = "the other blocks are not on the device"
         if not num_tokens:
@@ -54,12 +48,6 @@ class HintPins:
         num_blocks, hashes = prefix.num_blocks(num_tokens), prefix.hashes(num_tokens)
         ledger.add(key, Spent(num_blocks, now + granted, hashes, num_tokens, name))
         self._receipts.carried_out(pending, prefix, num_tokens, reason, ttl_s=granted)
-
-    def unpin(self, session: str) -> None:
-        """Remove a session's pin, if there is one."""
-        spent = self.ledger.entries.pop(("session", session), None)
-        if spent is not None:
-            self._manager.cache.unpin(spent.name)
 
     def expire(self, now: float) -> None:
         """Remove the pins whose deadline has passed."""

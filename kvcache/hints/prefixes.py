@@ -77,24 +77,3 @@ class HintedPrefix:
     def on_device_or_host(self) -> int:
         """Like `on_device`, but for the device and the host together."""
         return self.whole(self._manager.cache.cached_tokens(self.probe).with_host)
-
-    def device_blocks(self, first_token: int) -> tuple[np.ndarray, list[bytes], np.ndarray]:
-        """Return the cached device blocks that begin at `first_token` or later: their IDs, their
-        hashes, and whether each has a copy on the host.
-        """
-        cache, manager = self._manager.cache, self._manager
-        hashes = cache.hashes(self.probe)
-        ids, found, on_host = [], [], []
-        for g, (size, group) in enumerate(zip(manager.block_sizes, manager.groups)):
-            if not group.cached:
-                continue
-            per_block = size // cache.hash_block_size
-            of_group = hashes[per_block - 1 :: per_block]
-            first = -(-first_token // size)
-            of_group = of_group[first : self.num_tokens // size]
-            blocks = cache.find(of_group, g)
-            has = blocks.device > 0
-            ids.append(blocks.device[has])
-            found += [each.tobytes() for each in of_group[has]]
-            on_host.append(blocks.host[has] > 0)
-        return np.concatenate(ids), found, np.concatenate(on_host)

@@ -44,7 +44,7 @@ class ReceiptWriter:
         requested.
         """
         hint = pending.hint
-        has_all = num_tokens >= prefix.num_tokens - hint.first_token
+        has_all = num_tokens >= prefix.num_tokens
         is_shorter = hint.ttl_s is not None and more.get("ttl_s", hint.ttl_s) < hint.ttl_s
         is_done = has_all and not is_shorter
         receipt = Receipt(
@@ -52,7 +52,7 @@ class ReceiptWriter:
             action_id=hint.action_id,
             status="done" if is_done else "partly",
             num_tokens=num_tokens,
-            num_asked_tokens=prefix.num_asked_tokens - hint.first_token,
+            num_asked_tokens=prefix.num_asked_tokens,
             reason=None if is_done else reason or "the other blocks are not on the device",
             **more,
         )
@@ -64,7 +64,7 @@ class ReceiptWriter:
             intent=pending.hint.intent,
             action_id=pending.hint.action_id,
             status="refused",
-            num_asked_tokens=max(num_asked - pending.hint.first_token, 0),
+            num_asked_tokens=num_asked,
             reason=reason,
         )
         self._tell(pending, receipt)

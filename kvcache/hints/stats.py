@@ -24,7 +24,4 @@ class HintStats:
     """Number of prefetched tokens that were still on the device when a request hit them."""
 
     unused_tokens: int = 0
-    """Number of prefetched tokens that were evicted or not hit within `HintBudget.prefetch_ttl_s`."""
-
-    demoted_tokens: int = 0
-    """Number of tokens that demotions removed from the device."""
+    """Number of prefetched tokens that were evicted or not hit within 60 seconds."""

@@ -18,7 +18,7 @@ from kvcache.allocator import (
 )
 from kvcache.checks import MAX_INT32, instance, integer, number
 from kvcache.events import CacheEvent
-from kvcache.hints import Hint, HintBudget, HintExecutor
+from kvcache.hints import Hint, HintExecutor
 from kvcache.kinds import kind_class
 from kvcache.replay.audit import Audit
 from kvcache.replay.groups import checked_groups
@@ -90,7 +90,6 @@ class Replayer:
         num_preallocate_tokens: Number of tokens to preallocate (`CacheOptions`).
         chunk_tokens: Maximum number of tokens in a prefill chunk. None: no limit.
         service: Speeds for a timed replay.
-        hint_budget: Limits on the workload's hints. None: the defaults.
         options: Fields of `CacheOptions`.
 
     Example:
@@ -113,7 +112,6 @@ class Replayer:
         source: Callable[[KVCacheManager], ExternalTokens] | None = None,
         num_preallocate_tokens: int = 0,
         series: Series | None = None,
-        hint_budget: HintBudget | None = None,
         **options: Unpack[CacheArguments],
     ) -> None:
         for name, value in (("concurrency", concurrency), ("chunk_tokens", chunk_tokens)):
@@ -164,7 +162,6 @@ class Replayer:
         self._hints = HintExecutor(
             self.manager,
             sources=[] if self._source is None else [self._source],
-            budget=hint_budget,
             clock=lambda: self.now_ms / 1000,
         )
         self._num_hints = 0
@@ -356,15 +353,15 @@ class Replayer:
         if self._source is not None:
             self._end_loads(self.now_ms)
         while self._hints.num_pending:
-            guests, rows = self._hints.admits(), self._hints.leaving()
-            if not guests and not rows:
+            guests = self._hints.admits()
+            if not guests:
                 return
             host = self.manager.cache.stats.host_hit_tokens
             self._answered.clear()
             if self._audit is not None:
                 for guest in guests:
                     self._audit.reserve(guest.request.num_tokens)
-            plan = self.manager.step(new=guests, swap_out=rows)
+            plan = self.manager.step(new=guests)
             status = plan.answers.new.status.tolist()
             self._hints.planned(status)
             if self._audit is not None:
@@ -378,7 +375,7 @@ class Replayer:
                 host = self.manager.cache.stats.host_hit_tokens - host
                 ready_ms = self._clock.load("host", host)
                 self._ready_ms |= dict.fromkeys(self._answered, ready_ms)
-            if Status.SERVED not in status and not rows:
+            if Status.SERVED not in status:
                 return  # none of the requests that hints admit fits
 
     def _end_loads(self, until_ms: float) -> None:

@@ -58,7 +58,7 @@ def make_app(
         trust_clients: Whether requests may set `cache_salt`, `priority` and `kv_hints`, or announce new
             weights (`/v1/weights`), which are otherwise rejected. With these, a client could share
             another client's cache by using its salt, jump ahead of other clients by setting a
-            priority, or demote other clients' blocks and empty the cache.
+            priority, keep its own blocks by pins, or empty the cache.
         connector: A `Connector` among the engine's sources. If given, other servers can have this
             server prefill prompts (`/prefill`), and then load the prompts' KV.
         peers: A `PeerSource` among the engine's sources. If given, other servers can load prefixes

@@ -95,7 +95,7 @@ class Completions:
                 code=CONTEXT_CODE,
             )
         hints = Hints(self._loop, asked.kv_hints, tokens, asked.cache_salt, is_completion=False)
-        return await hints.receipts()
+        return {"receipts": await hints.receipts()}
 
     async def new_weights(self, request: Request) -> dict[str, Any]:
         """Serve /v1/weights: start an epoch of the cache between two steps."""

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from kvcache.hints import Hint, Receipt, hints_of_envelope
+from kvcache.checks import shown
+from kvcache.hints import Hint
 from kvcache.server.engine_loop import EngineLoop
 from kvcache.server.errors import AskError
-from kvcache.server.request_fields import Fields, Messages, refuse
+from kvcache.server.request_fields import Fields, HintList, Messages, refuse
 
-_TOO_LATE = (
-    "a request loads its own prefix: expected the prefetch at /v1/kv_hints, before it arrives"
-)
+_FIELDS = sorted(field.name for field in fields(Hint))
 
 
 class AskedHints(Fields):
@@ -24,7 +24,7 @@ class AskedHints(Fields):
     prompt: Any = None  # a text or a list of tokens; validated by the endpoint
     messages: Messages | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    kv_hints: dict[str, Any]
+    kv_hints: HintList
 
     @model_validator(mode="after")
     def _has_one(self) -> AskedHints:
@@ -39,45 +39,47 @@ class Hints:
 
     Args:
         loop: The engine loop.
-        envelope: The envelope, as parsed JSON.
+        hints: The fields of each `Hint`, as parsed JSON.
         tokens: The tokens to which the hints apply. The tokens of an answer are appended to them.
         cache_salt: The request's salt.
         is_completion: Whether the hints accompany a completion, after which they are carried out.
 
     Raises:
-        AskError: The envelope is malformed.
+        AskError: A hint is invalid.
     """
 
     def __init__(
         self,
         loop: EngineLoop,
-        envelope: dict[str, Any],
+        hints: list[dict[str, Any]],
         tokens: list[int],
         cache_salt: str | None,
         *,
         is_completion: bool,
     ) -> None:
-        self._loop, self._envelope, self._salt = loop, envelope, cache_salt
+        self._loop, self._salt = loop, cache_salt
         self.tokens = list(tokens)
-        try:
-            hints = hints_of_envelope(envelope)
-        except (TypeError, ValueError) as error:
-            raise AskError(str(error), param=str(error).partition(" ")[0]) from None
-        self._hints = [_too_late(each) for each in hints] if is_completion else hints
+        self._hints = [_hint(each, i, is_completion) for i, each in enumerate(hints)]
 
-    async def receipts(self) -> dict[str, Any]:
-        """Carry out the hints, and return their receipts in the envelope format."""
-        hints = [each for each in self._hints if isinstance(each, Hint)]
-        found = iter(await self._loop.receipts(self.tokens, hints, self._salt))
-        receipts = [each if isinstance(each, Receipt) else next(found) for each in self._hints]
-        return {
-            "protocol_version": self._envelope["protocol_version"],
-            "message_id": self._envelope["message_id"],
-            "receipts": [each.to_dict() for each in receipts],
-        }
+    async def receipts(self) -> list[dict[str, Any]]:
+        """Carry out the hints, and return their receipts, in order."""
+        receipts = await self._loop.receipts(self.tokens, self._hints, self._salt)
+        return [each.to_dict() for each in receipts]
 
 
-def _too_late(hint: Hint | Receipt) -> Hint | Receipt:
-    if isinstance(hint, Receipt) or hint.intent != "prefetch":
-        return hint
-    return Receipt(intent=hint.intent, action_id=hint.action_id, status="refused", reason=_TOO_LATE)
+def _hint(given: dict[str, Any], i: int, is_completion: bool) -> Hint:
+    where = f"kv_hints[{i}]"
+    try:
+        for name in given.keys() - set(_FIELDS):
+            raise ValueError(f"{shown(name)} is unknown: expected one of {', '.join(_FIELDS)}")
+        if "intent" not in given:
+            raise ValueError("intent is missing")
+        hint = Hint(**given)
+        if is_completion and hint.intent == "prefetch":
+            raise ValueError(
+                "intent is 'prefetch': expected it at /v1/kv_hints, before the request, which loads its "
+                "own prefix"
+            )
+    except (TypeError, ValueError) as error:
+        raise AskError(f"{where}: {error}", param=where) from None
+    return hint

@@ -52,12 +52,11 @@ class _EngineCollector(Collector):
             ("prefetched_tokens", "tokens that hints loaded to the device"),
             ("used_tokens", "prefetched tokens that a request hit in time"),
             ("unused_tokens", "prefetched tokens that no request hit in time"),
-            ("demoted_tokens", "tokens that hints removed from the device"),
         ):
             yield CounterMetricFamily(f"kvcache_hint_{name}", text, hints[name])
         for name, text in (
             ("pending", "hints without a receipt"),
-            ("pinned_blocks", "blocks of the budget that pins from hints use"),
+            ("pinned_blocks", "blocks that pins from hints use"),
         ):
             yield GaugeMetricFamily(f"kvcache_hint_{name}", text, hints[name])
 

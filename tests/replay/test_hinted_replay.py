@@ -11,7 +11,7 @@ import pytest
 
 from kvcache.allocator import check_invariants
 from kvcache.cli import main
-from kvcache.hints import Hint, HintBudget
+from kvcache.hints import Hint, limits
 from kvcache.replay import (
     Replayer,
     RequestHint,
@@ -79,17 +79,18 @@ def test_loads_from_the_host_take_time_one_after_another():
 
 
 @pytest.mark.parametrize(("lead_ms", "rest_ms"), [(0, 1_600), (1_000, 600), (1_600, 0), (8_000, 0)])
-def test_request_waits_for_the_rest_of_its_prefetch(lead_ms, rest_ms):
+def test_request_waits_for_the_rest_of_its_prefetch(lead_ms, rest_ms, monkeypatch):
     prompts = [item(0, 0, 0, 160), item(1, 10_000, 500, 368)]
     again = item(2, 30_000, 0, 170, ("prefetch", lead_ms, {}))
-    options = {"service": Service(8_000, 50, 100), "hint_budget": HintBudget(prefetch_share=1.0)}
-    times = first_token_ms([*prompts, again], **options)
+    monkeypatch.setattr(limits, "SHARE", 1.0)
+    times = first_token_ms([*prompts, again], service=Service(8_000, 50, 100))
     assert times[2] == pytest.approx(rest_ms + 10 / 8)
 
 
-def test_request_waits_for_the_rest_of_a_load_from_the_store():
+def test_request_waits_for_the_rest_of_a_load_from_the_store(monkeypatch):
     prompts = [item(0, 0, 0, 160), item(1, 10_000, 500, 368)]
     again = item(2, 30_000, 0, 170, ("prefetch", 1_000, {}))
+    monkeypatch.setattr(limits, "SHARE", 1.0)
     series = Series()
     report = run(
         [*prompts, again],
@@ -97,7 +98,6 @@ def test_request_waits_for_the_rest_of_a_load_from_the_store():
         num_store_blocks=900,
         series=series,
         service=Service(8_000, 50, math.inf, 100),
-        hint_budget=HintBudget(prefetch_share=1.0),
     )
     assert series.ms_to_first_token[2] == pytest.approx(600 + 10 / 8)
     assert report.prefetched_hit_tokens == report.device_hit_tokens == 160
@@ -107,7 +107,8 @@ def test_hints_of_a_trace_are_carried_out(tmp_path, capsys):
     tokens = [*range(100)]
     lines = [
         {"token_ids": tokens, "timestamp": 0, "hints": [{"intent": "pin", "ttl_s": 30}]},
-        {"token_ids": [*range(200, 300)], "timestamp": 9_000, "hints": [{"intent": "demote"}]},
+        {"token_ids": [*range(200, 300)], "timestamp": 9_000},
+        {"token_ids": [*range(1_000, 1_900)], "timestamp": 12_000},  # evicts the second prompt
         {
             "token_ids": [*range(200, 320)],
             "timestamp": 20_000,
@@ -117,16 +118,16 @@ def test_hints_of_a_trace_are_carried_out(tmp_path, capsys):
     path = tmp_path / "trace.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
     found = [each.hints for each in read_trace(path)]
-    assert found[2] == hints(("prefetch", 2_000, {"action_id": "a"}))
+    assert found[3] == hints(("prefetch", 2_000, {"action_id": "a"}))
     options = [str(path), "--block-size", "16", "--num-blocks", "60", "--host-blocks", "60"]
     assert main(["replay", *options, "--timed", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["hints"]["pin"]["done"] == report["hints"]["demote"]["done"] == 1
+    assert report["hints"]["pin"]["done"] == 1
     assert report["prefetched_tokens"] == report["prefetched_hit_tokens"] == 96
     assert report["device_hit_tokens"] == report["hit_tokens"] == 96
     assert main(["replay", *options, "--verify"]) == 0
     out = capsys.readouterr().out
-    assert "hints: demote" in out and "hit rate on the device" in out
+    assert "hints: pin" in out and "hit rate on the device" in out
     assert main(["replay", *options, "--no-hints", "--json"]) == 0
     assert "hints" not in json.loads(capsys.readouterr().out)
 
@@ -157,7 +158,7 @@ def test_invalid_hints_in_traces_are_rejected(tmp_path, value, message, content)
 
 def test_verified_replay_with_hints_has_no_mismatch():
     verifier = KVVerifier(block_size=16, num_blocks=201, num_host_blocks=3_001, max_num_reqs=8)
-    each = hints(("prefetch", 3_000, {}), ("pin", None, {"ttl_s": 5}), ("demote", None, {}))
+    each = hints(("prefetch", 3_000, {}), ("pin", None, {"ttl_s": 5}))
     workload = [replace(item, hints=each[:: 1 + i % 2]) for i, item in enumerate(chat_workload(40))]
     report = run(
         workload,
@@ -166,7 +167,7 @@ def test_verified_replay_with_hints_has_no_mismatch():
         verifier=verifier,
         concurrency=4,
     )
-    assert report.mismatches == 0 and report.hints["demote"]["done"] >= 5
+    assert report.mismatches == 0 and report.hints["pin"]["partly"] >= 5
 
 
 def test_hints_and_requests_are_ordered_by_time():

@@ -418,9 +418,6 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "Receipt.intent": lambda w: "pin",
     "Receipt.status": lambda w: "done",
     "HintExecutor.planned.statuses": lambda w: [],
-    "hints_of_envelope.envelope": lambda w: {
-        **{"protocol_version": "0.1", "message_id": "m", "actions": []},
-    },
     "PrefixCache.start_epoch.model_version": lambda w: "newer weights",
     "Scheduler.add.sequence": lambda w: __import__("kvcache.engine").engine.Sequence(
         Request("another", range(5))),
