@@ -13,13 +13,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvcache import GroupSpec, KVCacheManager, Request, StepReport
+from kvcache import Admit, GroupSpec, KVCacheManager, Request, StepReport
 from kvcache.allocator import check_invariants
 from kvcache.engine import Scheduler, Sequence, State
 from kvcache.hints import Hint, HintExecutor, limits
 from kvcache.sources import LoadStats
 from kvcache.sources.loads import SourceLoads
 from kvcache.sources.store.prefixes import StoredPrefixes
+from kvcache.step import Status
 
 WINDOW = [
     GroupSpec("full_attention", 4),
@@ -211,14 +212,7 @@ class World:
         if self.rng.random() < 0.05:
             self.scheduler.fail(step)
             return
-        plan = step.plan
-        before = {page: list(content) for page, content in self.device.items()}
-        for page, to in plan.swap_out.tolist():
-            self.host[to] = before.get(page, [])
-        for page, to in plan.copy.tolist():
-            self.device[to] = list(self.device.get(page, []))
-        for page, to in plan.swap_in.tolist():
-            self.device[to] = list(self.host[page])
+        self.apply(step.plan)
         self.scheduler.begin_loads(step)
         for sequence, start, tokens in zip(step.sequences, step.starts.tolist(), step.token_ids):
             self.compute(sequence, start, len(tokens))
@@ -231,6 +225,33 @@ class World:
         for sequence in step.refused:
             assert sequence.state is State.FINISHED
         self.check_starved()
+
+    def apply(self, plan):
+        before = {page: list(content) for page, content in self.device.items()}
+        for page, to in plan.swap_out.tolist():
+            self.host[to] = before.get(page, [])
+        for page, to in plan.copy.tolist():
+            self.device[to] = list(self.device.get(page, []))
+        for page, to in plan.swap_in.tolist():
+            self.device[to] = list(self.host[page])
+
+    def leave_on_host(self, tokens=None):
+        """Swap out a request with a cached prefix, and evict the prefix's device blocks."""
+        manager, tokens = self.manager, self.prefix() if tokens is None else tokens
+        request = Request("leaving", [*tokens[: len(tokens) // 4 * 4], 0], write_cache=False)
+        plan = manager.step(new=[Admit(request, 1)])
+        self.apply(plan)
+        manager.report(StepReport(plan.step_id, True))
+        if plan.answers.new.status.tolist() != [Status.SERVED]:
+            return
+        if manager.host_pool is not None:
+            plan = manager.step(swap_out=[manager.row(request)])
+            self.apply(plan)
+            manager.report(StepReport(plan.step_id, True))
+        manager.free(request)
+        found = manager.cache.find(manager.cache.hashes(request)).device
+        found = found[found > 0]
+        manager.cache.evict(found[manager.pool.ref_counts(found) == 0])
 
     def compute(self, sequence, start, count):
         keys = keys_of(sequence.request.token_ids)
@@ -294,7 +315,7 @@ class World:
 
 def run(seed, name, num_operations):
     world = World(seed, name)
-    weights = {"step": 10, "add": 2, "hint": 4, "store_blocks": 1, "evict": 0.5}
+    weights = {"step": 10, "add": 2, "hint": 4, "store_blocks": 1, "evict": 0.5, "leave_on_host": 1}
     for _ in range(num_operations):
         world.now += world.rng.choice([0, 0.01, 0.3])
         (operation,) = world.rng.choices([*weights], [*weights.values()])
@@ -307,16 +328,19 @@ def run(seed, name, num_operations):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_random_hints_move_right_bytes_within_limits(name):
-    receipts = Counter()
+    receipts, num_prefetched = Counter(), 0
     for seed in range(4):
-        receipts += run(seed, name, 150).receipts
+        world = run(seed, name, 150)
+        receipts += world.receipts
+        num_prefetched += world.hints.stats.prefetched_tokens
     for intent in ("prefetch", "pin"):
         assert receipts[intent, "done"] + receipts[intent, "partly"]
+    assert num_prefetched
 
 
 def test_the_slot_after_a_hit_is_never_cached():
     # In this run, a hint's load would cache the token after its hit, which is never computed.
-    run(107, "partial store", 300)
+    run(101, "partial store", 300)
 
 
 @pytest.mark.exhaustive
@@ -331,11 +355,8 @@ def test_a_failed_step_frees_the_rows_of_its_hints():
     request = Request("r", range(13))
     plan = world.manager.step(new=[request])
     world.manager.report(StepReport(plan.step_id, True))
-    plan = world.manager.step(swap_out=[world.manager.row(request)])
-    world.manager.report(StepReport(plan.step_id, True))
     world.manager.free(request)
-    found = world.manager.cache.find(world.manager.cache.hashes(request))
-    world.manager.cache.evict(found.device[found.device > 0])
+    world.leave_on_host(list(range(12)))
     pending = world.hints.submit(Request("q", range(13)), Hint(intent="prefetch"))
     for _ in range(3):
         step = world.scheduler.schedule()
