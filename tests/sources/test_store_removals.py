@@ -11,6 +11,7 @@ import json
 import os
 import random
 import shutil
+import sys
 import time
 from types import SimpleNamespace
 
@@ -478,3 +479,40 @@ def test_recorded_removals_are_read_by_later_processes(state_folder, monkeypatch
     third = PendingRemovals("a store")
     third.load()
     assert third.keys == ["d"]
+
+
+class ClientWithoutAnswers:
+    """A Mooncake client that cannot reach its master. Some calls return no code at all."""
+
+    def setup(self, *options):
+        return 0
+
+    def register_buffer(self, *memory):
+        return 0
+
+    def batch_remove(self, keys, force):
+        return self.codes
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("codes", [[], [0], [0, -900], [0, 0, 0]])
+def test_removal_is_repeated_unless_mooncake_confirms_each_key(monkeypatch, codes):
+    module = SimpleNamespace(MooncakeDistributedStore=ClientWithoutAnswers)
+    monkeypatch.setitem(sys.modules, "mooncake", SimpleNamespace(store=module))
+    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    store = MooncakeStore("unconfirmed:1")
+    monkeypatch.setattr(store, "_reach", lambda: "127.0.0.1")
+    memory = np.zeros(8, np.uint8)
+    store.open(memory, 8)
+    store._client.codes = codes
+    for call in (lambda: store.remove(["a", "b"]), lambda: store.get(["a"], [memory])):
+        with pytest.raises(
+            StoreError, match=r"batch_remove returned .*: expected 2 times 0 or -704"
+        ):
+            call()
+    store._client.codes = [0, -704]
+    store.remove(["b"])
+    assert store._removals.keys == []
+    store.close()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvcache.checks import byte_count, text
+from kvcache.checks import byte_count, shown, text
 from kvcache.sources.store.base import BlockStore, StoreError
 from kvcache.sources.store.removals import PendingRemovals
 
@@ -156,9 +156,11 @@ class MooncakeStore(BlockStore):
     def _remove_pending(self) -> None:
         pending = self._removals.keys
         for some in _batches(pending):
-            for code in self._client.batch_remove(some, True):
-                if code not in (0, _NOT_FOUND):
-                    raise StoreError(f"batch_remove returned {code}: expected 0 or {_NOT_FOUND}")
+            codes = self._client.batch_remove(some, True)
+            if len(codes) != len(some) or not {*codes} <= {0, _NOT_FOUND}:
+                raise StoreError(
+                    f"batch_remove returned {shown(codes)}: expected {len(some)} times 0 or {_NOT_FOUND}"
+                )
         if pending:
             self._removals.done(pending)
 
