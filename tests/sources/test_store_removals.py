@@ -481,6 +481,21 @@ def test_recorded_removals_are_read_by_later_processes(state_folder, monkeypatch
     assert third.keys == ["d"]
 
 
+def test_file_that_another_process_is_still_writing_is_kept():
+    writer, reader = PendingRemovals("shared"), PendingRemovals("shared")
+    writer.add(["a"])
+    (file,) = writer._files
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    reader.load()
+    reader.done(reader.keys)
+    file.write_bytes(whole)
+    reader.load()
+    assert reader.keys == ["a"]
+    reader.done(["a"])
+    assert not file.exists()
+
+
 class ClientWithoutAnswers:
     """A Mooncake client that cannot reach its master. Some calls return no code at all."""
 

@@ -66,12 +66,15 @@ class PendingRemovals:
 
     def load(self) -> None:
         """Read the keys that earlier processes have recorded. Raises OSError."""
+        names, self._files = [], []
         with suppress(FileNotFoundError, NotADirectoryError):
-            self._files = [self._folder / name for name in os.listdir(self._folder)]
-        for file in self._files:
-            # A file that is incomplete or missing belongs to a removal that has not begun or is done.
+            names = os.listdir(self._folder)
+        for name in names:
+            # A file that is missing belongs to a removal that is done. A file that is incomplete belongs
+            # to one that has not begun, but that another process may be about to begin.
             with suppress(FileNotFoundError, ValueError):
-                self._pending.update(json.loads(file.read_bytes()))
+                self._pending.update(json.loads((self._folder / name).read_bytes()))
+                self._files.append(self._folder / name)
 
     def done(self, keys: Iterable[str]) -> None:
         """Forget keys that were removed. They include all keys known at the last `add` or `load`."""
