@@ -356,6 +356,8 @@ def test_too_many_blocks_are_refused_before_they_are_read(call, ids):
         getattr(tables, call)(([2], ids), 0)
     with pytest.raises(ValueError, match=message):
         getattr(tables[0], call)(ids, 0)
+    with pytest.raises(ValueError, match="block_ids has 100000000 groups: expected 2"):
+        getattr(tables, call)(ids, 0)
     assert content(tables[0])[0] == [1]
 
 

@@ -324,11 +324,12 @@ class BlockTables:
 
     def _row_plan(self, block_ids: Sequence[Ids], row: int, clear: bool) -> StepPlan:
         row = integer(row, "row")
-        groups = listed(block_ids, "block_ids")
-        if len(groups) != len(self):
+        shape = getattr(block_ids, "shape", None) or (num_entries(block_ids, "block_ids"),)
+        if shape[0] != len(self):
             raise ValueError(
-                f"block_ids has {len(groups)} groups: expected {len(self)}, one per table"
+                f"block_ids has {shape[0]} groups: expected {len(self)}, one per table"
             )
+        groups = listed(block_ids, "block_ids")
         for g, ids in enumerate(groups):
             self._tables.check_room(g, row, ids, clear)
         rows = [row]
