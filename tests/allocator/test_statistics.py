@@ -113,6 +113,23 @@ def test_fork_that_is_preempted_adds_nothing():
     assert counts(manager) == (1, 64, 0)
 
 
+@pytest.mark.parametrize("is_running", [True, False])
+def test_request_whose_adapter_was_forgotten_is_not_counted_again(is_running):
+    manager = make()
+    request, other = (Request(name, range(100), lora=("a", "/a")) for name in ("r", "other"))
+    manager.step(new=[request])
+    if not is_running:
+        manager.free(request)
+    manager.cache.forget_adapter("a")
+    if is_running:
+        manager.free(request)
+    manager.step(new=[other])
+    plan = manager.step(new=[request])
+    assert plan.num_computed_tokens.tolist() == [96]
+    assert counts(manager) == (2, 200, 0)
+    assert manager.cache.hit_tokens(request) == 0
+
+
 def test_another_manager_counts_the_request_again():
     request = Request("r", range(100))
     for _ in range(2):

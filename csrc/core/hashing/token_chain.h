@@ -23,6 +23,18 @@ class TokenChain;
 
 using HashList = GrowingArray<Hash>;
 
+// What the statistics of a manager have counted of a request (core/manager/cache_stats.h). Kept
+// with the tokens, because neither preemption nor a forgotten adapter, after which the request has
+// other hashes, may change it.
+struct CountedTokens {
+  uint64_t by = 0;      // the statistics, or 0
+  uint64_t number = 0;  // number of requests counted before it
+  bool is_counted = false;
+  int64_t num_query = 0;  // tokens when the request was counted
+  int64_t num_hits = 0;   // tokens counted as hits
+  int64_t num_had = 0;    // leading tokens that were hit, received or computed so far
+};
+
 // The known token ids, shared by the chains of a request.
 class TokenIds {
  public:
@@ -65,6 +77,7 @@ class TokenIds {
   void reserve(size_t num_prompt_tokens);
 
   bool takes_placeholders_;
+  CountedTokens counted_;
   GrowingArray<int32_t> ids_;
   int num_hashing_ = 0;               // number of chains that are currently hashing
   std::vector<TokenChain*> readers_;  // chains that read given hashes when tokens arrive
@@ -90,17 +103,6 @@ struct HashScheme {
 // Labels from the caller for readers of events. The manager does not interpret them. Null: no
 // labels.
 using EventLabels = std::shared_ptr<const void>;
-
-// What the statistics of a manager have counted of a request (core/manager/cache_stats.h). Kept
-// with the tokens, because preemption must not change it.
-struct CountedTokens {
-  uint64_t by = 0;      // the statistics, or 0
-  uint64_t number = 0;  // number of requests counted before it
-  bool is_counted = false;
-  int64_t num_query = 0;  // tokens when the request was counted
-  int64_t num_hits = 0;   // tokens counted as hits
-  int64_t num_had = 0;    // leading tokens that were hit, received or computed so far
-};
 
 // A request's block hashes for one block size and one root. Given hashes are read when the chain is
 // created and when tokens arrive, so they are available to all later calls.
@@ -137,7 +139,7 @@ class TokenChain {
   int64_t num_hashable(int64_t num_tokens) const {
     return std::max(num_tokens - scheme_.num_lookahead, int64_t{0}) / block_size_;
   }
-  CountedTokens& counted() { return counted_; }
+  CountedTokens& counted() { return tokens_->counted_; }
   bool has_unhashed_blocks() const { return static_cast<int64_t>(hashes_.size()) < num_hashable(); }
 
   // Returns the hashes of the full blocks, computing missing ones. Throws std::runtime_error while
@@ -192,7 +194,6 @@ class TokenChain {
   HashScheme scheme_;
   EventLabels labels_;
   bool is_hashing_ = false;
-  CountedTokens counted_;
   HashList hashes_;
   GrowingArray<uint64_t> variants_;  // one per hash if the request has items, otherwise empty
 };
