@@ -419,11 +419,12 @@ class Driver:
         pairs = [self.new_request() for _ in range(choose.pick([0, 0, 1, 1, 2, 3]))]
         limits = [choose.pick([1, 4, 8, LONGEST, LONGEST]) for _ in pairs]
         ahead = [choose.pick([0, 0, 0, 3, 9]) for _ in range(len(rows) + len(pairs))]
-        most = []
+        most, undecided = [], []
         for row, back, new in zip(rows, rejected, ids):
             state = self.model.rows[row]
             start, known = state.num_computed - back, len(state.request.tokens) + len(new)
-            most.append(self.model.most_slots(start, state.undecided(start, known)))
+            undecided.append(state.undecided(start, known))
+            most.append(self.model.most_slots(start, undecided[-1]))
         most += [self.model.most_slots(0)] * len(pairs)
         reserved = choose.pick([0, 0, 0, 4])
         caps = [choose.pick([0, 2, 99, 99]) for _ in pairs]
@@ -463,7 +464,7 @@ class Driver:
             num_lookahead_tokens=ahead[: len(rows)],
             swap_out=leaving,
         )
-        is_alone = self.hold_all(rows)
+        is_alone = self.hold_all(rows) and not any(undecided)
         models = [model for _, model in pairs]
         known = [self.requests[row][1] for row in rows] + models
         want = self.model.step(

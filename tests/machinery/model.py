@@ -1038,7 +1038,7 @@ class ModelManager:
             )
             free = self.pool.num_free() + freed
             if not gives_up or self._room(state.held, needs, free) < len(shared):
-                return NEVER if alive > self.num_blocks - 1 else WAIT
+                return NEVER if alive > self.num_blocks - 1 and not undecided else WAIT
             spare = 0
         state.start, state.num_computed, state.drafts = start, after, drafts
         state.known = known
@@ -1113,7 +1113,7 @@ class ModelManager:
         kept = 0 if is_alone else self.watermark
         if self.pool.num_free() - num_new < kept:
             num_held = sum(n for n, _ in needs) + len(loads)
-            return NEVER if num_held > self.num_blocks - 1 else WAIT
+            return NEVER if num_held > self.num_blocks - 1 and not undecided else WAIT
         room = max(self.pool.num_free() - num_new - self.watermark, 0)
         left = []
         for g, each in enumerate(state.held):

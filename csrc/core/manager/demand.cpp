@@ -80,7 +80,7 @@ Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may
       return demand;
     }
   }
-  demand.status = never_or_wait(num_blocks);
+  demand.status = never_or_wait(num_blocks, span);
   return demand;
 }
 

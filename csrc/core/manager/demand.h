@@ -65,9 +65,11 @@ class DemandRules {
   bool shares_from(const RowBlocks* held, int64_t start) const;
 
   int64_t watermark_blocks() const { return watermark_blocks_; }
-  // Returns whether a row of num_blocks blocks that does not fit now can ever fit.
-  Status never_or_wait(int64_t num_blocks) const {
-    return num_blocks > pool_->num_total() ? Status::kNever : Status::kWait;
+  // Returns whether a row of num_blocks blocks that does not fit now can ever fit. A row with
+  // undecided drafts may need fewer blocks once they are decided.
+  Status never_or_wait(int64_t num_blocks, const Span& span) const {
+    const bool may_shrink = span.num_undecided > 0;
+    return num_blocks > pool_->num_total() && !may_shrink ? Status::kNever : Status::kWait;
   }
 
  private:

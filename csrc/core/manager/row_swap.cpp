@@ -249,7 +249,7 @@ RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRu
   back.demand = rules.of(on_device.data(), span, supply, /*skip_for=*/span.start);
   if (back.demand.status == Status::kServed) return back;
   for (const CacheGroup& group : *c_.groups) num_blocks += back.demand[group].num_new;
-  back.demand.status = rules.never_or_wait(num_blocks);
+  back.demand.status = rules.never_or_wait(num_blocks, span);
   return back;
 }
 
