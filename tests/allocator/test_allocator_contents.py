@@ -257,7 +257,9 @@ class Simulation:
         counts = {row: self.num_tokens_next(each) for row, each in self.running.items()}
         counts = {row: count for row, count in counts.items() if count}
         batch = [self.running[row] for row in counts]
-        late = [each.late_tokens() if choose.chance(2) else [] for each in batch]
+        # A recurrent state continues after the last accepted draft, which must be known then.
+        is_told = self.has_state and self.max_drafts > 0
+        late = [each.late_tokens() if choose.chance(2) or is_told else [] for each in batch]
         admitted = [self.next_conversation() for _ in range(choose.pick([0, 1, 1, 2]))]
         leaving = self.rows_to_swap_out(counts)
         for row in leaving if self.has_state else ():

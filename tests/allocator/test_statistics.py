@@ -61,19 +61,18 @@ def test_preempted_request_hits_tokens_that_it_never_had():
 
 
 def test_later_hits_are_counted_in_the_window_that_contains_the_request():
-    manager, request, other = (
-        make(stats_window=2),
-        Request("r", range(100)),
-        Request("o", range(100)),
-    )
+    manager, request, other = make(), Request("r", range(100)), Request("o", range(100))
     manager.step(new=[Admit(request, 40)])
     manager.free(request)
     manager.step(new=[other])  # hits 32 tokens
-    manager.step(new=[Request("b", [7] * 5)])
-    manager.step(new=[request])  # hits 56 tokens, and is no longer one of the last two requests
+    for i in range(999):  # the window has 1,000 requests
+        short = Request(f"short {i}", [7])
+        manager.step(new=[short])
+        manager.free(short)
+    manager.step(new=[request])  # hits 56 tokens, and is no longer in the window
     recent, group = manager.cache.stats.recent, manager.cache.stats.groups[0]
-    assert counts(manager) == (3, 205, 32 + 56)
-    assert (recent.query_tokens, recent.hit_tokens) == (105, 32)
+    assert counts(manager) == (1001, 200 + 999, 32 + 56)
+    assert (recent.query_tokens, recent.hit_tokens) == (100 + 999, 32)
     assert (group.hit_blocks, group.recent_hit_blocks) == (5, 2)
 
 

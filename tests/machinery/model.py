@@ -99,6 +99,7 @@ class ModelRow:
     num_valid: int = FOREVER  # while receiving: upper bound on the number of valid tokens
     drafts: int = 0  # drafts of the last step that may still be rejected; each has a state page
     known: int = 0  # known tokens when the row was last served
+    undecided_before: int = 0  # tokens before `start` that could be rejected at that time
 
     def undecided(self, start, known):
         """Return how many of the first `start` tokens may still be rejected, if `known` are known."""
@@ -1041,6 +1042,7 @@ class ModelManager:
                 return NEVER if alive > self.num_blocks - 1 and not undecided else WAIT
             spare = 0
         state.start, state.num_computed, state.drafts = start, after, drafts
+        state.undecided_before = 0 if self.max_drafts else undecided
         state.known = known
         before, self.moves = self.moves, []
         stays = []
@@ -1140,6 +1142,7 @@ class ModelManager:
         self.safe_start = 0
         self.in_flight[-1]["swapped"].append((row, state.admission))
         state.start, state.num_computed, state.drafts = start, after, drafts
+        state.undecided_before = 0 if self.max_drafts else undecided
         self._allocate_blocks(state, row, start, after, lookahead, needs, room)
         self._own_what_is_written(state, start, after)
         return SERVED
@@ -1664,8 +1667,8 @@ class ModelManager:
         end = (column + 1) * group.block_size
         if group.keeps_all:
             return True
-        redone = self.hash_size if self.has_partial[g] else group.block_size
-        if group.drafts and self.is_retained(state, g, end - redone):
+        redone = {group.block_size, self.hash_size if self.has_partial[g] else group.block_size}
+        if group.drafts and any(self.is_retained(state, g, end - each) for each in redone):
             return True
         most = end + max(self.max_model_len, self.unit, self.retention_interval or 0)
         first = next((n for n in range(end, most + 1) if self.is_retained(state, g, n)), None)
@@ -1890,9 +1893,10 @@ class ModelManager:
                 if limit >= state.num_computed:
                     continue
                 known = len(state.request.tokens)
-                if limit > state.start and known <= state.num_computed:
+                certain = state.start - state.undecided_before
+                if limit > certain and known <= state.num_computed:
                     # The tokens after the known ones may be drafts, including the last position.
-                    limit = max(state.start, min(limit, known - 1))
+                    limit = max(certain, min(limit, known - 1))
                 limits[row] = limit = self._own_limit(state, limit)
                 self._add_computed(state, limit, invalid, prefixes)
         if prefixes is None:
@@ -2054,6 +2058,7 @@ class ModelManager:
             each.num_partial = min(each.num_partial, num_tokens // self.hash_size)
             each.num_hits = min(each.num_hits, kept)
         state.num_computed = state.start = num_tokens
+        state.undecided_before = 0
         state.hit_end = min(state.hit_end, num_tokens)
 
     def _restart(self, state, num_had):
@@ -2071,7 +2076,7 @@ class ModelManager:
         state.held = held
         state.on_host = state.on_host and state.request.num_encoder_tokens > 0
         state.forked = False
-        state.drafts = 0
+        state.drafts = state.undecided_before = 0
         state.num_computed = state.start = state.hit_end = num_hit
         state.stale = False
         if state.reads:

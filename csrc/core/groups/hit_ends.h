@@ -46,8 +46,6 @@ class HitEnds {
 
   // Hits end at multiples of this number of tokens.
   int64_t unit(bool with_partial) const { return kind(with_partial).unit; }
-  // The number of tokens after a hit that must also be cached, because a drafter recomputes them.
-
   // Whether the group limits the shared prefix (`PrefixHit::num_shared_tokens`).
   bool limits_shared(const CacheGroup& group) const {
     return keeps_any_ ? group.keeps_all : !group.rules->traits.updates_in_place;
