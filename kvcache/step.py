@@ -126,8 +126,6 @@ class StepPlan(_HeldArrays):
     - `replace`: per group int32[m, 3]: row, column and new ID of existing table entries.
     - `is_empty`: True if the manager left all of these sections empty, so that a worker can skip them.
       False in a plan that was not created by a manager.
-
-    `page_bytes`: bytes per page, or 0 if unknown.
     """
 
     step_id: int
@@ -150,7 +148,6 @@ class StepPlan(_HeldArrays):
     is_empty: bool = field(default=False, init=False)  # `dataclasses.replace` resets it to False
     previous_step_id: int = -1
     version: int = PLAN_VERSION
-    page_bytes: int = 0
 
     @property
     def answers(self) -> StepAnswers:
@@ -167,16 +164,6 @@ class StepPlan(_HeldArrays):
         arrays = self.rows, self.status, self.num_computed_tokens, self.num_tokens
         parts = slice(first), slice(first, second), slice(second, None)
         return StepAnswers(*(Answers(*(each[part] for each in arrays)) for part in parts))
-
-    @property
-    def swap_in_bytes(self) -> int:
-        """Bytes swapped in from the host."""
-        return len(self.swap_in) * self.page_bytes
-
-    @property
-    def swap_out_bytes(self) -> int:
-        """Bytes swapped out to the host."""
-        return len(self.swap_out) * self.page_bytes
 
 
 @dataclass(slots=True)

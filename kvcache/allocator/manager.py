@@ -214,7 +214,6 @@ class KVCacheManager:
         self._host_pool = None
         if options.num_host_blocks:
             self._host_pool = PoolView(self._native.host, self._native.check_reader)
-        self._page_bytes = options.page_bytes
         key = hash_key(
             self._native.hash_block_size,
             options.hash_seed,
@@ -231,7 +230,7 @@ class KVCacheManager:
             self.groups,
             self.block_sizes,
             cp,
-            self._page_bytes,
+            options.page_bytes,
             (options.eviction, options.host_eviction),
         )
 
@@ -380,7 +379,7 @@ class KVCacheManager:
                 recurrent group lacks the result of the last drafts; or external tokens leave no token to
                 compute or are given with `read_cache=False`. Nothing has changed.
         """
-        plan = self._native.step(
+        return self._native.step(
             rows,
             num_tokens,
             self._requests,
@@ -391,8 +390,6 @@ class KVCacheManager:
             num_lookahead_tokens,
             swap_out,
         )
-        plan.page_bytes = self._page_bytes
-        return plan
 
     def would_fit(self, request: Request | Admit, *, whole: bool = False) -> Status:
         """Return the status that `step` would return now, without changing anything.

@@ -177,13 +177,6 @@ class HintExecutor:
         """Number of blocks of the share of pins that are in use."""
         return self._pins.ledger.most - self._pins.ledger.room()
 
-    @property
-    def next_deadline(self) -> float | None:
-        """The time on the executor's clock at which the next pin expires. None if there are no
-        pins.
-        """
-        return min((each.deadline for each in self._pins.ledger.entries.values()), default=None)
-
     def expire(self) -> None:
         """Remove pins whose deadline has passed, and release the shares of expired prefetches.
 

@@ -768,11 +768,11 @@ def test_request_may_have_no_tokens_yet():
 
 
 def test_the_native_step_sets_every_field_of_a_plan():
-    plan = make(page_bytes=64).step(new=[Request("a", range(10))])
+    plan = make().step(new=[Request("a", range(10))])
     assert {field.name: hasattr(plan, field.name) for field in fields(StepPlan)} == {
         field.name: True for field in fields(StepPlan)
     }
-    assert (plan.step_id, plan.version, plan.page_bytes) == (0, PLAN_VERSION, 64)
+    assert (plan.step_id, plan.version) == (0, PLAN_VERSION)
     assert [ids.tolist() for ids in plan.append_ids] == [[1, 2, 3]]
     assert plan.copy is NO_PAIRS
     assert plan.replace[0] is NO_REPLACE
@@ -790,7 +790,7 @@ def test_the_native_step_sets_every_field_of_a_plan():
     ],
 )
 def test_plan_that_the_native_step_cannot_fill_is_rejected(left_out, added, message):
-    names = [f.name for f in fields(StepPlan) if f.name not in (left_out, "version", "page_bytes")]
+    names = [f.name for f in fields(StepPlan) if f.name not in (left_out, "version")]
     plan = make_dataclass("Plan", [*names, *filter(None, [added])])
     with pytest.raises(TypeError, match=message):
         core.use_plan_type(plan, NO_IDS, NO_SPLITS, NO_PAIRS, NO_REPLACE)

@@ -139,14 +139,13 @@ def _check_stages(
     stages = instances(stages, CachePlan, "stages")
     if plan not in stages:
         raise ValueError("plan is not one of stages: expected the plans of all pipeline stages")
-    expected = [replace(group, layers=()) for group in plan.groups], plan.num_pages
-    for i, each in enumerate(stages):
-        if ([replace(group, layers=()) for group in each.groups], each.num_pages) != expected:
+    groups, *of_stages = ([group.summary for group in each.groups] for each in (plan, *stages))
+    for i, (each, own) in enumerate(zip(stages, of_stages)):
+        if (own, each.num_pages) != (groups, plan.num_pages):
             raise ValueError(
-                f"stages[{i}] has {each.num_pages} pages and the groups "
-                f"{shown([group.summary for group in each.groups])}: expected {plan.num_pages} pages and "
-                f"{shown([group.summary for group in plan.groups])}, as in plan; plan all pipeline "
-                "stages together, with plan_cache(stages=)"
+                f"stages[{i}] has {each.num_pages} pages and the groups {shown(own)}: expected "
+                f"{plan.num_pages} pages and {shown(groups)}, as in plan; plan all pipeline stages "
+                "together, with plan_cache(stages=)"
             )
 
 

@@ -165,8 +165,7 @@ class Connector:
         Returns:
             The offer, as JSON values. None if no offer is possible because no token is computed, tokens
             were computed before `start_epoch`, no lease slot is free, or blocks are already kept
-            under this request ID. In that case, the
-            request is freed immediately.
+            under this request ID. In that case, the request is freed immediately.
 
         Raises:
             TypeError: `lease_s` is not a number. Nothing has changed.

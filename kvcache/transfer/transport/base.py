@@ -267,19 +267,6 @@ class Transport(ABC):
         check_match(local, remote)
         return self._begin("pull", peer, local, remote, notify, timeout_s)
 
-    def write_spans(
-        self,
-        peer: str,
-        local: Spans,
-        remote: Spans,
-        *,
-        notify: bytes = b"",
-        timeout_s: float | None = None,
-    ) -> Transfer:
-        """Start a `write` of factored fragments. See `read_spans`."""
-        check_match(local, remote)
-        return self._begin("push", peer, local, remote, notify, timeout_s)
-
     @abstractmethod
     def send(self, peer: str, message: bytes) -> None:
         """Send a message, which the peer receives by calling `notifications`.
