@@ -66,6 +66,8 @@ TEST(a_written_block_that_another_row_holds_is_copied) {
   Serving s;
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 6);
+  s.end();
+  s.begin();
   const int32_t other = s.add_twin(row);
   const BlockId shared = s.ids(row)[1];
   const ServedRow served = s.serve(row, 6, 12);
