@@ -224,22 +224,24 @@ class RankThread:
                 read = self._begin_load(load)
             except Exception as error:  # no transfer can write to the load's blocks
                 self._fail_unbegun(request_id, f"the load did not begin: {error!r}")
-                self._decline(load.offer, asked.at)
+                self._decline(load.offer, asked.at, logged=str(error))
                 continue
             read.count_from(asked.at, asked.after)
             self._loads[request_id] = read
         for request_id in step.cancels & set(self._loads):
             self._loads[request_id].cancel("it was canceled")
 
-    def _decline(self, offer: Offer, at: float) -> None:
+    def _decline(self, offer: Offer, at: float, logged: str = "") -> None:
         """Notify an offer's sender that the offer will not be read, as soon as it is connected.
 
-        The offer is handled as a load of no tokens, whose end is reported to the sender.
+        The offer is handled as a load of no tokens, whose end is reported to the sender. The error
+        `logged` is not logged again.
         """
         try:
             read = self._begin_load(Load(offer, 0, 0, tuple([] for _ in offer.blocks)))
         except Exception as error:
-            _log.warning(_UNTOLD, offer.request_id, error)
+            if str(error) != logged:
+                _log.warning(_UNTOLD, offer.request_id, error)
             return
         read.count_from(at)
         self._unread.append((offer.request_id, read))
