@@ -93,7 +93,8 @@ class RankThread:
         self._lock = threading.Lock()
         self._results = Results()
         self._loads: dict[str, Read] = {}
-        self._unread: list[tuple[str, Read]] = []  # reads whose senders must be notified
+        # Reads whose senders must be notified, with the error that is already logged.
+        self._unread: list[tuple[str, Read]] = []
         self._has_failed = False
         address = RankAddress(
             transport.name,
@@ -244,15 +245,15 @@ class RankThread:
                 _log.warning(_UNTOLD, offer.request_id, error)
             return
         read.count_from(at)
-        self._unread.append((offer.request_id, read))
+        self._unread.append((logged, read))
 
     def _step_unread(self) -> None:
         left = []
-        for request_id, read in self._unread:
+        for logged, read in self._unread:
             if not read.step():
-                left.append((request_id, read))
-            elif read.error is not None:
-                _log.warning(_UNTOLD, request_id, read.error)
+                left.append((logged, read))
+            elif read.error not in (None, logged):
+                _log.warning(_UNTOLD, read.offer.request_id, read.error)
         self._unread = left
 
     def _report(self, ended: Sequence[str], failed: set[str]) -> None:
@@ -273,7 +274,7 @@ class RankThread:
                 else:
                     self._results.released.add(request_id)
                     if not load.is_told:  # it failed while a connection was being established
-                        self._decline(load.offer, time.monotonic())
+                        self._decline(load.offer, time.monotonic(), logged=load.error)
         failed -= set(ended)
 
     def _under_way(self) -> list[Read]:
