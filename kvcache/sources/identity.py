@@ -55,6 +55,13 @@ class KVIdentity:
     lookahead: int = 0
     part: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name in ("model", "part", *(() if self.hashing is None else ("hashing",))):
+            instance(getattr(self, name), Mapping, name)
+        text(self.version, "version")
+        integer(self.lookahead, "lookahead")
+        object.__setattr__(self, "groups", tuple(instances(self.groups, Mapping, "groups")))
+
     @classmethod
     def of_manager(cls, manager: KVCacheManager, model: Mapping[str, Any]) -> KVIdentity:
         """Return the identity of a manager's blocks, without the contents of pages.
@@ -140,12 +147,7 @@ class KVIdentity:
         for any other value.
         """
         instance(values, Mapping, "identity")
-        found = {each.name: values[each.name] for each in fields(cls)}
-        for name in ("model", "part", *(() if found["hashing"] is None else ("hashing",))):
-            instance(found[name], Mapping, name)
-        text(found["version"], "version")
-        integer(found["lookahead"], "lookahead")
-        return cls(**found | {"groups": tuple(instances(found["groups"], Mapping, "groups"))})
+        return cls(**{each.name: values[each.name] for each in fields(cls)})
 
 
 def _plain(spec: Any) -> dict[str, Any]:

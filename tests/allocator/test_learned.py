@@ -393,7 +393,8 @@ def test_few_hits_are_lost_when_the_workload_keeps_changing(kind, seed):
         host = {"num_host_blocks": 101, "host_eviction": eviction}
         replayer = Replayer(
             groups=GROUPS.get(kind, GROUPS["host"]), num_blocks=num_blocks, chunk_tokens=64,
-            retention_interval=0, eviction=eviction, **host if kind == "host" else {},
+            retention_interval=None if kind in ("device", "host") else 0, eviction=eviction,
+            **host if kind == "host" else {},
         )  # fmt: skip
         hits.append(replayer.run(prompts).hit_tokens)
     assert hits[0] >= 0.955 * hits[1]

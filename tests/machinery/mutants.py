@@ -330,7 +330,6 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("if (!each.is_row) pages_->release(&each.page, 1);", ""),
             ("if (is_queued_[id] != 0) return;", ""),
             ("std::reverse(over.begin(), over.end());", ""),
-            ("if (fills.fills(id)) {", "if (false) {"),
         ],
     ),
     (

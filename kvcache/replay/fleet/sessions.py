@@ -33,11 +33,6 @@ class Sessions:
         # Number of requests that continued from a block inside a last prompt, by the block's key.
         self._num_continued: dict[int, int] = {}
 
-    @property
-    def num_sessions(self) -> int:
-        """Number of sessions so far."""
-        return len(self._num_blocks)
-
     def of(self, item: WorkloadRequest) -> int:
         """Return the session of the next request. Sessions are numbered from 0, in order of first
         requests.

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from kvcache.checks import MAX_INT64, integer, shown
+from kvcache.checks import MAX_INT64, instance, instances, integer, shown
 from kvcache.sources.disaggregation.layout import GroupLayout, check_like
 from kvcache.sources.disaggregation.leases import NUM_SLOTS, Lease
 from kvcache.sources.identity import HASH_OPTIONS, KVIdentity
@@ -137,11 +137,14 @@ class Offer:
         identity: KVIdentity,
         layouts: Sequence[GroupLayout],
         options: Mapping[str, str] = HASH_OPTIONS,
-        converts: Collection[str] = (),
+        converts: Sequence[str] = (),
     ) -> None:
         """Raise ValueError unless the sender's blocks hold the KV that this engine would compute, or
         if they cannot be converted to its layouts. See `KVIdentity.check` and `layout.check_like`.
         """
+        instance(identity, KVIdentity, "identity")
+        instances(layouts, GroupLayout, "layouts")
+        instances(converts, str, "converts")
         identity.check(self.identity, self.engine_id, options)
         check_like(layouts, self.groups, converts)
 

@@ -35,6 +35,7 @@ _WORDS = {
         "step",
     ),
     "layers": ("layer",),
+    "layouts": ("groups",),
     "number": ("layer",),
     "tp_size": ("tp_",),
     "dcp_world_size": ("dcp_",),

@@ -393,6 +393,10 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "GroupLayout.description": lambda w: m.descriptions("a"),
     "layouts_of_plan.plan": lambda w: w.get("connectors").one.plan,
     "layouts_of_plan.storages": lambda w: w.get("connectors").one.storages[0],
+    "KVIdentity.model": lambda w: {"name": "m"},
+    "KVIdentity.of_manager.model": lambda w: {"name": "m"},
+    "KVIdentity.check.other": lambda w: w.get("KVIdentity"),
+    "KVIdentity.from_dict.values": lambda w: w.get("KVIdentity").to_dict(),
     "Offer.check_like.identity": lambda w: w.get("Offer").identity,
     "Offer.check_like.layouts": lambda w: w.get("Offer").groups,
     "CacheRank.begin.step": lambda w: __import__(
