@@ -243,6 +243,7 @@ class Replayer:
             The admitted request, or None if it was rejected. In a timed replay, its attributes
             `first_ms` and `end_ms` are set.
         """
+        instance(item, WorkloadRequest, "item")
         if request is not None:
             instance(request, Request, "request")
         if self._clock is not None:

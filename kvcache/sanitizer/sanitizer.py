@@ -268,6 +268,7 @@ class Sanitizer:
         Raises:
             SanitizerError: The mode is "stop".
         """
+        check_name(call, "call"), check_name(reason, "reason")
         self._findings.invalid_input(call, reason)
 
     def num_tokens(self, request_id: str) -> int:

@@ -143,10 +143,8 @@ class KVIdentity:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KVIdentity:
-        """Create an identity from the result of `to_dict`. Raises KeyError, TypeError or ValueError
-        for any other value.
-        """
-        instance(values, Mapping, "identity")
+        """Create an identity from the result of `to_dict`. Raises an error for any other value."""
+        instance(values, Mapping, "values of the identity")
         return cls(**{each.name: values[each.name] for each in fields(cls)})
 
 
