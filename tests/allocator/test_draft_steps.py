@@ -12,6 +12,7 @@ import pytest
 
 from kvcache import Admit, GroupSpec, KVCacheManager, Request
 from kvcache.allocator.manager import check_invariants
+from tests.machinery.shared import run_seeds
 
 FULL = GroupSpec("full_attention", 4)
 
@@ -292,10 +293,4 @@ NUM_CASES, CASES_PER_TEST = 12_000, 300
     ],
 )
 def test_no_step_releases_what_a_step_with_undecided_drafts_reads(first):
-    print(f"seeds {first} to {first + CASES_PER_TEST - 1}")
-    for seed in range(first, first + CASES_PER_TEST):
-        try:
-            run_drafts(seed)
-        except BaseException:
-            print(f"found by run_drafts({seed})")
-            raise
+    run_seeds(run_drafts, range(first, first + CASES_PER_TEST))

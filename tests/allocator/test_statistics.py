@@ -16,6 +16,7 @@ from kvcache import (
     StepReport,
 )
 from kvcache.allocator.manager import check_invariants
+from tests.machinery.shared import run_seeds
 
 
 def make(**options) -> KVCacheManager:
@@ -240,10 +241,4 @@ NUM_CASES, CASES_PER_TEST = 12_000, 300
     ],
 )
 def test_hits_are_the_tokens_that_other_requests_have_computed(first):
-    print(f"seeds {first} to {first + CASES_PER_TEST - 1}")
-    for seed in range(first, first + CASES_PER_TEST):
-        try:
-            run_requests(seed)
-        except BaseException:
-            print(f"found by run_requests({seed})")
-            raise
+    run_seeds(run_requests, range(first, first + CASES_PER_TEST))

@@ -44,3 +44,14 @@ def manager_of(
     """Return a manager for these groups, by default without preallocation."""
     options = {"num_preallocate_tokens": 0, **options}
     return KVCacheManager.for_groups(groups, num_blocks, max_model_len, **options)
+
+
+def run_seeds(run, seeds):
+    """Call `run` with each seed. Prints the seeds, and the call that repeats a failure."""
+    print(f"seeds {seeds[0]} to {seeds[-1]}")
+    for seed in seeds:
+        try:
+            run(seed)
+        except BaseException:
+            print(f"found by {run.__name__}({seed})")
+            raise
