@@ -71,8 +71,7 @@ def run_bench(args: argparse.Namespace) -> int:
     try:
         if not args.calibrate:
             calibration_of(device)  # reject an invalid calibration file before the measurements
-        # After a calibration, torch still holds the pinned memory used for the contiguous copy.
-        check_host_memory(host_rates_bytes(num_bytes) + (num_bytes if args.calibrate else 0))
+        check_host_memory(host_rates_bytes(num_bytes))
         if device.type == "cuda":
             _check_pool(args, device)
         return _measure(args, device, num_bytes)
@@ -108,10 +107,11 @@ def _measure(args: argparse.Namespace, device: torch.device, num_bytes: int) -> 
     from kvcache.worker.swap.calibration import calibration_of, path_for
 
     report: dict[str, object] = {"device": str(device)}
+    rates = list(bandwidth.host_rates(num_bytes))
+    if device.type == "cuda":
+        pools = bandwidth.Pools(device, num_bytes, args.pool_mib << 20)
     if args.calibrate:
-        found = bandwidth.calibrate(
-            device, num_bytes, lambda rate: say(_line(rate)), args.pool_mib << 20
-        )
+        found = bandwidth.calibrate(pools, lambda rate: say(_line(rate)))
         path = path_for(found.machine)
         try:
             found.save(path)
@@ -119,11 +119,10 @@ def _measure(args: argparse.Namespace, device: torch.device, num_bytes: int) -> 
             raise OutputError(f"{path} cannot be written: {error.strerror}") from None
         report |= {"calibration": asdict(found), "stored": str(path)}
         say(f"stored in {path}")
-    rates = list(bandwidth.host_rates(num_bytes))
     if device.type == "cuda":
         report["machine"] = torch.cuda.get_device_name(device)
         report["calibration"] = asdict(calibration_of(device))
-        rates += bandwidth.device_rates(device, num_bytes, pool_bytes=args.pool_mib << 20)
+        rates += bandwidth.device_rates(pools)
     report["rates"] = [{**asdict(rate), "share": rate.share} for rate in rates]
     if args.json:
         with writing():
@@ -143,7 +142,6 @@ def _cells(rate: Rate) -> tuple[str, ...]:
     return (
         rate.direction,
         f"{number}{rate.fragment // 1024:,} KiB",
-        rate.pattern,
         how,
         f"{rate.gb_per_s:.1f}",
         f"{rate.contiguous_gb_per_s:.1f}",
@@ -152,8 +150,8 @@ def _cells(rate: Rate) -> tuple[str, ...]:
 
 
 def _line(rate: Rate) -> str:
-    direction, fragment, pattern, how, ours, whole, share = _cells(rate)
-    return f"{direction:5} {fragment:>18} {pattern:9} {how:12} {ours:>6} GB/s, {share} of {whole}"
+    direction, fragment, how, ours, whole, share = _cells(rate)
+    return f"{direction:5} {fragment:>18} {how:12} {ours:>6} GB/s, {share} of {whole}"
 
 
 def _table(rates: list[Rate]) -> object:
@@ -163,7 +161,6 @@ def _table(rates: list[Rate]) -> object:
     for name, justify in (
         ("direction", "left"),
         ("fragment", "right"),
-        ("pages", "left"),
         ("method (thread blocks)", "left"),
         ("GB/s", "right"),
         ("contiguous", "right"),

@@ -5,6 +5,7 @@
 
 import json
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -161,7 +162,7 @@ def test_cpu_rates_count_moved_bytes(monkeypatch):
 
     monkeypatch.setattr(bandwidth.PageCopy, "copy", copy)
     (rate,) = bandwidth.host_rates(8 << 20, (64 * KIB,))
-    assert (rate.direction, rate.fragment, rate.pattern) == ("host", 64 * KIB, "scattered")
+    assert (rate.direction, rate.fragment) == ("host", 64 * KIB)
     assert moved == [8 << 20]
     assert rate.gb_per_s == pytest.approx(moved[0] / 0.5 / 1e9)
     assert rate.contiguous_gb_per_s == pytest.approx((8 << 20) / 0.5 / 1e9)
@@ -208,67 +209,64 @@ def test_bench_reports_invalid_arguments(capsys, argv, code, message):
     assert message in capsys.readouterr().err
 
 
-def test_measured_pages_are_scattered_over_the_pool():
-    for pattern in ("scattered", "runs"):
-        pages, pairs = bandwidth._pages(4 * KIB, 1 << 20, pattern, "cpu", 16 << 20)
-        assert pages.num_bytes >= 16 << 20
-        assert abs(len(pairs) * pages.page_bytes - (1 << 20)) <= 16 * 4 * KIB * 2
+def cpu_pools(num_bytes=1 << 20, pool_bytes=16 << 20):
+    return bandwidth.Pools(torch.device("cpu"), num_bytes, pool_bytes)
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 20, 100 << 20])
+def test_measured_pages_are_scattered_over_the_pool(num_bytes):
+    pools = cpu_pools(num_bytes)
+    for fragment in bandwidth.FRAGMENTS:
+        pages, host = pools.pages(fragment)
+        assert pages.num_blocks == host.num_blocks
+        assert pages.num_bytes == host.num_bytes == pools.size >= 16 << 20
+        assert set(pages.sizes) == {fragment} and set(host.sizes) == {fragment}
+        pairs = pools.pairs(pages)
+        assert len(pairs) == max(num_bytes // pages.page_bytes, 2)
         for side in pairs.T:
-            assert len(set(side)) == len(side)
-            assert np.ptp(side) > 0.7 * pages.num_blocks and side.min() >= 1
+            assert len(set(side)) == len(side) and side.min() >= 1
+            assert len(side) < 20 or np.ptp(side) > 0.7 * pages.num_blocks
 
 
-class Memory:
-    """Tracks the current and the maximum number of page bytes, keyed by the kind of allocation."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.now, self.most = {"pool": 0, "host": 0, "staging": 0}, {}
-        for kind, name in (("pool", "allocate"), ("host", "on_host"), ("staging", "staging")):
-            made = getattr(Pages, name)
-            counted = lambda *args, made=made, kind=kind, **options: self._count(  # noqa: E731
-                kind, made(*args, **options)
-            )
-            monkeypatch.setattr(Pages, name, staticmethod(counted) if kind == "pool" else counted)
-
-    def _count(self, kind, pages):
-        num_bytes = pages.memory.numel()
-        self._add(kind, num_bytes)
-        weakref.finalize(pages, self._add, kind, -num_bytes)
-        return pages
-
-    def _add(self, kind, num_bytes):
-        self.now[kind] += num_bytes
-        self.most[kind] = max(self.most.get(kind, 0), self.now[kind])
+@pytest.mark.parametrize("fragment", [4 * KIB, 64 * KIB, 4096 * KIB])
+def test_pages_of_pools_hold_what_is_swapped_to_them(fragment):
+    pages, host = cpu_pools().pages(fragment)
+    pages.memory.random_(0, 256)
+    ids = np.arange(1, pages.num_blocks)
+    SwapEngine(pages, host).swap_out(np.stack([ids, ids[::-1]], 1))
+    for region in range(len(pages.sizes)):
+        assert torch.equal(pages.fragment(region)[1:].flip(0), host.fragment(region)[1:])
 
 
 def test_bench_stays_within_its_checked_memory(monkeypatch):
-    """The pages and engines of each measurement must be freed before those of the next are
-    allocated.
+    """The pools are allocated once. The staging memory of each engine must be freed before the next
+    engine is created.
     """
-    monkeypatch.setattr(
-        bandwidth, "_contiguous_gb_per_s", lambda *args: dict.fromkeys(("out", "in", "both"), 1.0)
-    )
+    monkeypatch.setattr(bandwidth, "_contiguous_gb_per_s", lambda *args: 1.0)
     monkeypatch.setattr(bandwidth, "_swap_timing", lambda *args: bandwidth.Timing(1.0, 0.1, True))
-    monkeypatch.setattr(bandwidth, "median_times", lambda *functions: [0.5 for f in functions])
-    monkeypatch.setattr(bandwidth, "_memcpy", lambda *args: lambda: None)
-    monkeypatch.setattr(bandwidth, "FRAGMENTS", tuple(16 * KIB << n for n in range(4)))
     monkeypatch.setattr(bandwidth, "_STAGING_BYTES", 3 << 20)
-    num_bytes, pool_bytes = 1 << 20, 5 << 20
-    memory = Memory(monkeypatch)
-    assert len(list(bandwidth.host_rates(num_bytes, bandwidth.FRAGMENTS))) == 4
-    needed = bandwidth.host_rates_bytes(num_bytes) - 2 * num_bytes  # excluding the contiguous copy
-    assert memory.most["pool"] + memory.most["host"] == needed
-    memory.most.clear()
-    methods = ("kernel", "staging", "staging")
-    for _ in bandwidth.device_rates(
-        torch.device("cpu"), num_bytes, bandwidth.FRAGMENTS, methods, pool_bytes=pool_bytes
-    ):
+    now, most, made = [0], [0], Pages.staging
+
+    def add(num_bytes):
+        now[0] += num_bytes
+        most[0] = max(most[0], now[0])
+
+    def staging(*args, **options):
+        found = made(*args, **options)
+        add(found.memory.numel())
+        weakref.finalize(found, add, -found.memory.numel())
+        return found
+
+    monkeypatch.setattr(Pages, "staging", staging)
+    num_bytes, pool_bytes = 1 << 20, 20 << 20
+    pools = cpu_pools(num_bytes, pool_bytes)
+    for _ in bandwidth.device_rates(pools, methods=("kernel", "staging", "staging")):
         pass
     on_device, on_host = bandwidth.device_rates_bytes(num_bytes, pool_bytes)
-    assert memory.most["host"] == on_host - num_bytes
-    assert memory.most["pool"] == memory.most["host"]
-    assert 0 < memory.most["staging"] <= on_device - num_bytes - memory.most["pool"]
-    assert memory.now == dict.fromkeys(memory.now, 0)
+    assert pools._memory.numel() == pools._host.numel() == pools.size == on_host - num_bytes
+    assert 0 < most[0] <= on_device - num_bytes - pools.size
+    assert now == [0]
+    assert bandwidth.host_rates_bytes(num_bytes) == 2 * cpu_pools(num_bytes, 0).size + 2 * num_bytes
 
 
 def test_calibration_distinguishes_numbers_of_fragments(monkeypatch):
@@ -276,24 +274,25 @@ def test_calibration_distinguishes_numbers_of_fragments(monkeypatch):
     and the kernel for many small ones.
     """
 
-    def rates(device, num_bytes, fragments, methods, calibration, *args, **options):
-        counts = args[4] if args else (64,)
-        directions = args[0] if args else options["directions"]
+    def rates(
+        pools, fragments, methods, calibration, directions, rounds=5, counts=(64,), **options
+    ):
         for fragment in fragments:
             for method in methods:
                 for direction in directions:
-                    for count in sorted({min(n, num_bytes // fragment) for n in counts}):
+                    for count in sorted({min(n, pools.num_bytes // fragment) for n in counts}):
                         few = count < 256 or fragment >= 64 * KIB
                         fast = method == ("copy_engine" if few else "kernel")
                         for blocks in options.get("thread_blocks") or (None,):
                             yield bandwidth.Rate(
-                                direction, fragment, "scattered", method, 50.0 if fast else 5.0,
-                                55.0, blocks, count,
+                                direction, fragment, method, 50.0 if fast else 5.0, 55.0,
+                                blocks, count,
                             )  # fmt: skip
 
     monkeypatch.setattr(bandwidth, "device_rates", rates)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    found = bandwidth.calibrate(torch.device("cuda"), 256 << 20)
+    pools = SimpleNamespace(device=torch.device("cuda"), num_bytes=256 << 20)
+    found = bandwidth.calibrate(pools)
     assert found.num_thread_blocks == 1
     for direction in ("out", "in"):
         assert found.method(direction, 4 * KIB, 32) == "copy_engine"
@@ -302,33 +301,23 @@ def test_calibration_distinguishes_numbers_of_fragments(monkeypatch):
         assert found.method(direction, 1024 * KIB, 100_000) == "copy_engine"
 
 
-def test_numbers_of_thread_blocks_are_measured_with_one_pool(monkeypatch):
-    """Pinning gigabytes of host memory for each number of thread blocks took longer than the
-    measurement itself.
-    """
-    contiguous, pools, tried = [], [], []
+def test_all_measurements_share_the_pools_and_the_contiguous_copy(monkeypatch):
+    """Pinning gigabytes of host memory for each measurement took longer than the measurements."""
+    contiguous, tried = [], []
     monkeypatch.setattr(
-        bandwidth, "_contiguous_gb_per_s",
-        lambda *args: contiguous.append(args) or dict.fromkeys(("out", "in", "both"), 50.0),
-    )  # fmt: skip
+        bandwidth, "_contiguous_gb_per_s", lambda *args: contiguous.append(args[-1]) or 50.0
+    )
 
     def timing(engine, pairs, direction, rounds):
-        blocks = engine.calibration.num_thread_blocks
-        tried.append(blocks)
-        return bandwidth.Timing(1.0 / min(blocks, 8), 0.1, True)
+        tried.append((engine.device.memory.data_ptr(), engine.host.memory.data_ptr()))
+        return bandwidth.Timing(1.0 / min(engine.calibration.num_thread_blocks, 8), 0.1, True)
 
-    made = Pages.allocate
-    monkeypatch.setattr(
-        Pages, "allocate", lambda *args, **options: pools.append(1) or made(*args, **options)
-    )
     monkeypatch.setattr(bandwidth, "_swap_timing", timing)
-    monkeypatch.setattr(bandwidth, "FRAGMENTS", ())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(bandwidth, "steps_of", lambda steps: ((0, ((0, "kernel"),)),))
-    found = bandwidth.calibrate(torch.device("cpu"), 1 << 20, pool_bytes=2 << 20)
-    assert tried == list(bandwidth._THREAD_BLOCKS) and found.num_thread_blocks == 8
-    # The second contiguous measurement is made for the comparison of methods.
-    assert (len(pools), len(contiguous)) == (1, 2)
+    pools = cpu_pools()
+    assert bandwidth.calibrate(pools).num_thread_blocks == 8
+    assert set(tried) == {(pools._memory.data_ptr(), pools._host.data_ptr())}
+    assert sorted(contiguous) == ["in", "out"]
 
 
 @pytest.mark.gpu

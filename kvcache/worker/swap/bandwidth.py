@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,6 +16,7 @@ import torch
 
 from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.pages.pages import Pages
+from kvcache.worker.pages.pinning import allocate_host
 from kvcache.worker.swap.calibration import (
     DEFAULT,
     DIRECTIONS,
@@ -31,12 +32,10 @@ from kvcache.worker.swap.engine import SwapEngine
 
 FRAGMENTS = tuple(2**n for n in range(12, 23))  # sizes from 4 KiB to 4 MiB
 BOTH, HOST = "both", "host"  # "both": both directions concurrently; "host": within host memory
-# Size of the pool over which pages are scattered. It exceeds the memory that a device's TLBs cover.
+# Size of the pools over which pages are scattered. It exceeds the memory that a device's TLBs cover.
 POOL_BYTES = 2 << 30
 _COUNTS = (32, 256, 2048)  # numbers of fragments per swap to measure in a calibration
 _THREAD_BLOCKS = (1, 2, 4, 8, 12, 16, 24, 32)
-_RUN = 16  # number of consecutive pages in a run
-_PATTERNS = ("scattered", "runs")
 # Upper bound on any device's clock rate. With this value, `hold` never blocks for too short a time.
 _MOST_CYCLES_PER_S = 2e9
 _LEAST_HOLD_S, _MOST_HOLD_S = 200e-6, 0.1
@@ -49,14 +48,13 @@ class Rate:
 
     Attributes:
         direction: "out", "in", "both" or "host".
-        fragment: Bytes per fragment, before the fragments of consecutive pages are merged.
-        pattern: "scattered" pages, or "runs" of 16 consecutive pages.
+        fragment: Bytes per fragment.
         method: The copy method.
         gb_per_s: Measured bandwidth.
         contiguous_gb_per_s: Bandwidth of a contiguous copy.
         num_thread_blocks: Number of thread blocks in the kernel. None if no kernel accesses host
             memory.
-        num_fragments: Number of fragments per swap, before merging.
+        num_fragments: Number of fragments per swap.
         submit_us: Time in microseconds that the host spent on submission. It does not affect the
             bandwidth unless `submission_is_hidden` is False.
         submission_is_hidden: Whether submission completed before the device started. If not, the
@@ -65,7 +63,6 @@ class Rate:
 
     direction: str
     fragment: int
-    pattern: str
     method: str
     gb_per_s: float
     contiguous_gb_per_s: float
@@ -112,33 +109,113 @@ def median_times(*functions: Callable[[], object], rounds: int = 7) -> list[floa
     return [statistics.median(taken) for taken in times]
 
 
-def host_rates(num_bytes: int, fragments: tuple[int, ...] = FRAGMENTS) -> Iterator[Rate]:
+class Pools:
+    """A pool on a device and an equal pool in host memory, pinned for that device.
+
+    Both are allocated once, and can be viewed as pages with fragments of any size.
+
+    Args:
+        device: The device. If it is the CPU, both pools are in pageable host memory.
+        num_bytes: Bytes per swap.
+        pool_bytes: Minimum size of each pool, in bytes. Swapped pages are scattered over the pools.
+
+    Example:
+        >>> pools = Pools(torch.device("cpu"), num_bytes=1 << 20, pool_bytes=8 << 20)
+        >>> pages, host = pools.pages(4096)
+        >>> pages.num_blocks, host.num_blocks, pages.page_bytes
+        (128, 128, 65536)
+        >>> len(pools.pairs(pages))  # pages that move 1 MiB
+        16
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int, pool_bytes: int = POOL_BYTES) -> None:
+        self.device, self.num_bytes = device, num_bytes
+        self.size = pool_size(num_bytes, pool_bytes)
+        self._largest = _page_bytes(max(FRAGMENTS), num_bytes)
+        pin_for = device if device.type == "cuda" else None
+        host = allocate_host(self.size // self._largest, self._largest, pin_for)
+        self._host, self._per_chunk, self._keep = host
+        self._memory = torch.empty(self.size, dtype=torch.uint8, device=device)
+        # Unwritten host memory maps to a single page of zeros, which would stay in the CPU caches.
+        self._memory.random_(0, 256)
+        self._host.fill_(1)
+        self._contiguous: dict[str, float] = {}
+
+    def pages(self, fragment: int) -> tuple[Pages, Pages]:
+        """Return both pools as pages with a K and a V fragment in each of up to 16 layers."""
+        page = _page_bytes(fragment, self.num_bytes)
+        num_blocks, number = self.size // page, np.arange(page // fragment)
+        sizes = np.full(len(number), fragment)
+        layers = number // 2
+        offsets = number * fragment * num_blocks
+        pages = Pages(self._memory, num_blocks, offsets, sizes, sizes, layers)
+        host = Pages(
+            self._host,
+            num_blocks,
+            number * fragment,
+            np.full(len(number), page),
+            sizes,
+            layers,
+            keep=self._keep,
+            pages_per_chunk=self._per_chunk * (self._largest // page),
+        )
+        return pages, host
+
+    def pairs(self, pages: Pages) -> np.ndarray:
+        """Return pairs of pages that move `num_bytes`, scattered over both pools. int32[n, 2]."""
+        chance = np.random.default_rng(0)
+        count = _num_moved(pages.page_bytes, self.num_bytes)
+        ids = [chance.permutation(pages.num_blocks - 1)[:count] + 1 for _ in range(2)]
+        return np.stack(ids, axis=1).astype(np.int32)
+
+    def contiguous_gb_per_s(self, direction: str) -> float:
+        """Return the bandwidth of a contiguous copy between pinned memory and the device or, for
+        "both", of two copies of half the size. It is measured once.
+        """
+        if direction not in self._contiguous:
+            found = _contiguous_gb_per_s(self.device, self.num_bytes, direction)
+            self._contiguous[direction] = found
+        return self._contiguous[direction]
+
+
+def pool_size(num_bytes: int, pool_bytes: int) -> int:
+    """Return the size of each pool of `Pools`: a multiple of the largest page, with one page more
+    than a swap moves, because the null block is not moved.
+    """
+    largest = _page_bytes(max(FRAGMENTS), num_bytes)
+    least = (_num_moved(largest, num_bytes) + 1) * largest
+    return -(-max(pool_bytes, least) // largest) * largest
+
+
+def _page_bytes(fragment: int, num_bytes: int) -> int:
+    """Return the size of a page with 2 fragments in each of 1, 2, 4, 8 or 16 layers. The size is a
+    factor of that of pages with larger fragments.
+    """
+    layers = min(max(num_bytes // (32 * fragment), 1), 16)
+    return 2 * fragment << (layers.bit_length() - 1)
+
+
+def _num_moved(page_bytes: int, num_bytes: int) -> int:
+    return max(num_bytes // page_bytes, 2)
+
+
+def host_rates(num_bytes: int, fragments: Sequence[int] | None = None) -> Iterator[Rate]:
     """Measure copies of scattered pages within host memory, with as many threads as torch uses."""
     whole = _memcpy(num_bytes, torch.get_num_threads())
-    for fragment in fragments:
-        yield _host_rate(fragment, num_bytes, whole)
-
-
-def _host_rate(fragment: int, num_bytes: int, whole: Callable[[], None]) -> Rate:
-    """Measure copies with one fragment size. Their pages are freed before the next size is measured."""
-    source, pairs = _pages(fragment, num_bytes, "scattered", "cpu")
-    host = source.on_host(source.num_blocks)
-    # Write the memory first: unwritten memory maps to a single zero page, which would stay in the
-    # CPU caches.
-    source.memory.random_(0, 256)
-    host.memory.fill_(1)
-    page_copy = PageCopy(source, host)
-    copy, memcpy = median_times(lambda: page_copy.copy(pairs), whole)
-    moved = len(pairs) * source.page_bytes
-    return Rate(HOST, fragment, "scattered", "cpu", moved / copy / 1e9, num_bytes / memcpy / 1e9)
+    pools = Pools(torch.device("cpu"), num_bytes, 0)
+    for fragment in fragments or FRAGMENTS:
+        source, host = pools.pages(fragment)
+        page_copy, pairs = PageCopy(source, host), pools.pairs(source)
+        copy, memcpy = median_times(lambda: page_copy.copy(pairs), whole)  # noqa: B023
+        moved = len(pairs) * source.page_bytes
+        yield Rate(HOST, fragment, "cpu", moved / copy / 1e9, num_bytes / memcpy / 1e9)
 
 
 def host_rates_bytes(num_bytes: int) -> int:
     """Return the peak number of bytes that `host_rates` needs for both sides of the page copy and
     of the contiguous copy.
     """
-    pool, _ = _largest_pool(num_bytes, 0, ("scattered",))
-    return 2 * pool + 2 * num_bytes
+    return 2 * pool_size(num_bytes, 0) + 2 * num_bytes
 
 
 def device_rates_bytes(num_bytes: int, pool_bytes: int = POOL_BYTES) -> tuple[int, int]:
@@ -147,115 +224,79 @@ def device_rates_bytes(num_bytes: int, pool_bytes: int = POOL_BYTES) -> tuple[in
     Both numbers include the memory of the contiguous copy, which torch's allocators keep. The
     device bytes also include both directions' staging memory.
     """
-    pool, page = _largest_pool(num_bytes, pool_bytes, _PATTERNS)
+    pool, page = pool_size(num_bytes, pool_bytes), _page_bytes(max(FRAGMENTS), num_bytes)
     return pool + num_bytes + 2 * max(_STAGING_BYTES, 2 * page), pool + num_bytes
 
 
 def device_rates(
-    device: torch.device,
-    num_bytes: int,
-    fragments: tuple[int, ...] = FRAGMENTS,
+    pools: Pools,
+    fragments: Sequence[int] | None = None,
     methods: tuple[str | None, ...] = (None,),
     calibration: Calibration | None = None,
     directions: tuple[str, ...] = (OUT, IN, BOTH),
-    patterns: tuple[str, ...] = _PATTERNS,
     rounds: int = 7,
-    pool_bytes: int = POOL_BYTES,
     counts: tuple[int, ...] = (),
     thread_blocks: tuple[int, ...] = (),
 ) -> Iterator[Rate]:
-    """Measure swaps between a device and pinned host memory.
+    """Measure swaps of scattered pages between a device and pinned host memory.
 
     Args:
-        device: The device.
-        num_bytes: Bytes per swap.
-        fragments: Fragment sizes in bytes.
+        pools: The memory on both sides.
+        fragments: Fragment sizes in bytes. None: `FRAGMENTS`.
         methods: Copy methods to measure. None: the method that the calibration selects.
         calibration: The calibration. None: this machine's calibration.
         directions: Directions to measure.
-        patterns: "scattered" or "runs".
         rounds: Repetitions per measurement.
-        pool_bytes: Size of the pool, on each side, over which pages are scattered.
         counts: Numbers of fragments per swap. If given, swaps with these numbers of fragments are
-            measured, and `num_bytes` is only an upper limit on their size.
-        thread_blocks: Numbers of thread blocks to compare on the same pool. Empty: use the
-            calibration's number.
+            measured, and the pools' `num_bytes` is only an upper limit on their size.
+        thread_blocks: Numbers of thread blocks to compare. Empty: use the calibration's number.
 
     Yields:
         One result per combination of these arguments.
     """
-    base = calibration or calibration_of(device)
+    base = calibration or calibration_of(pools.device)
     trials = [replace(base, num_thread_blocks=n) for n in thread_blocks] or [base]
-    limits = _contiguous_gb_per_s(device, num_bytes, directions)
-
-    def of_one_pool(fragment: int, pattern: str) -> Iterator[Rate]:
-        """Measure swaps with one pool, which is freed before the next pool is allocated."""
-        pages, pairs = _pages(fragment, num_bytes, pattern, device, pool_bytes)
-        host = pages.on_host(pages.num_blocks)
-        pages.memory.random_(0, 256)
-        per_page = len(pages.sizes)
+    for fragment in fragments or FRAGMENTS:
+        pages, host = pools.pages(fragment)
+        pairs, per_page = pools.pairs(pages), len(pages.sizes)
         numbers = {min(max(count // per_page, 1), len(pairs)) for count in counts}
         for method, trial in product(methods, trials):
             engine = SwapEngine(
                 pages, host, method=method, calibration=trial, staging_bytes=_STAGING_BYTES
             )
-            for direction in directions:
-                for number in sorted(numbers or {len(pairs)}):
-                    some = pairs[:number]
-                    timing = _swap_timing(engine, some, direction, rounds)
+            for direction, number in product(directions, sorted(numbers or {len(pairs)})):
+                some = pairs[:number]
+                timing = _swap_timing(engine, some, direction, rounds)
+                used = method or engine.method_for(IN if direction == BOTH else direction, some)
+                yield Rate(
+                    direction,
+                    fragment,
+                    used,
                     # For "both", each direction moves half of the bytes.
-                    rate = number * pages.page_bytes / timing.device_s / 1e9
-                    used = method or engine.method_for(IN if direction == BOTH else direction, some)
-                    blocks = engine.calibration.num_thread_blocks if used == KERNEL else None
-                    yield Rate(
-                        direction,
-                        fragment,
-                        pattern,
-                        used,
-                        rate,
-                        limits[direction],
-                        blocks,
-                        number * per_page,
-                        timing.submit_s * 1e6,
-                        timing.is_hidden,
-                    )
+                    number * pages.page_bytes / timing.device_s / 1e9,
+                    pools.contiguous_gb_per_s(direction),
+                    engine.calibration.num_thread_blocks if used == KERNEL else None,
+                    number * per_page,
+                    timing.submit_s * 1e6,
+                    timing.is_hidden,
+                )
             del engine  # frees the staging memory before the next engine is created
 
-    for pattern in patterns:
-        for fragment in fragments:
-            yield from of_one_pool(fragment, pattern)
 
-
-def calibrate(
-    device: torch.device,
-    num_bytes: int,
-    progress: Callable[[Rate], None] = lambda rate: None,
-    pool_bytes: int = POOL_BYTES,
-) -> Calibration:
+def calibrate(pools: Pools, progress: Callable[[Rate], None] = lambda rate: None) -> Calibration:
     """Determine the fastest copy methods, and the smallest number of thread blocks that reaches nearly
     the maximum bandwidth.
 
     Args:
-        device: The device.
-        num_bytes: Bytes per swap.
+        pools: The memory on both sides.
         progress: Called with each measurement.
-        pool_bytes: Size of the pool, on each side, over which pages are scattered.
 
     Returns:
         This machine's calibration.
     """
     by_blocks: dict[int | None, float] = {}
     for rate in device_rates(
-        device,
-        num_bytes,
-        (16 * 1024,),
-        (KERNEL,),
-        DEFAULT,
-        directions=(IN,),
-        patterns=("scattered",),
-        rounds=5,
-        pool_bytes=pool_bytes,
-        thread_blocks=_THREAD_BLOCKS,
+        pools, (16 << 10,), (KERNEL,), DEFAULT, (IN,), rounds=5, thread_blocks=_THREAD_BLOCKS
     ):
         progress(rate)
         by_blocks[rate.num_thread_blocks] = rate.gb_per_s
@@ -263,18 +304,7 @@ def calibrate(
     blocks = min(n for n, rate in by_blocks.items() if rate >= enough)
     trial = Calibration("trial", DEFAULT.out, DEFAULT.in_, blocks)
     best: dict[tuple[str, int, int], Rate] = {}
-    for rate in device_rates(
-        device,
-        num_bytes,
-        FRAGMENTS,
-        METHODS,
-        trial,
-        DIRECTIONS,
-        ("scattered",),
-        5,
-        pool_bytes,
-        _COUNTS,
-    ):
+    for rate in device_rates(pools, FRAGMENTS, METHODS, trial, DIRECTIONS, 5, _COUNTS):
         progress(rate)
         case = (rate.direction, rate.fragment, rate.num_fragments)
         # Select another method only if it is clearly faster, so that noise does not create steps.
@@ -293,53 +323,8 @@ def calibrate(
         )
         for direction in DIRECTIONS
     }
-    name = torch.cuda.get_device_name(device)
+    name = torch.cuda.get_device_name(pools.device)
     return Calibration(name, tables[OUT], tables[IN], blocks)
-
-
-def _pages(
-    fragment: int, num_bytes: int, pattern: str, device: torch.device | str, pool_bytes: int = 0
-) -> tuple[Pages, np.ndarray]:
-    """Allocate pages with fragments of the given size, and create page pairs that move `num_bytes`.
-
-    The pairs are scattered over a pool of `pool_bytes`, or of `num_bytes` if that is larger.
-    """
-    chance = np.random.default_rng(0)
-    sizes, unit, in_pool, num_moved = _shape(fragment, num_bytes, pattern, pool_bytes)
-    pages = Pages.allocate(unit * in_pool + 1, sizes, device=device)
-    groups = np.arange(1, pages.num_blocks).reshape(-1, unit)
-    pairs = [chance.permutation(groups)[:num_moved].ravel() for _ in range(2)]
-    return pages, np.stack(pairs, axis=1).astype(np.int32)
-
-
-def _shape(
-    fragment: int, num_bytes: int, pattern: str, pool_bytes: int
-) -> tuple[list[list[int]], int, int, int]:
-    """Return (fragment sizes in a page, pages per group, groups in the pool, groups to move).
-
-    The pages in a group are contiguous.
-    """
-    if pattern == "runs":  # a page is one fragment; groups of 16 pages are contiguous on both sides
-        sizes, unit = [[fragment]], _RUN
-    else:  # a page has separate K and V fragments for up to 16 layers
-        sizes, unit = [[fragment] * 2] * int(np.clip(num_bytes // (32 * fragment), 1, 16)), 1
-    group_bytes = unit * sum(map(sum, sizes))
-    num_moved = max(num_bytes // group_bytes, 2)
-    return sizes, unit, max(pool_bytes // group_bytes, num_moved), num_moved
-
-
-def _largest_pool(num_bytes: int, pool_bytes: int, patterns: tuple[str, ...]) -> tuple[int, int]:
-    """Return the size in bytes of the largest pool on one side and of the largest page, over all
-    `FRAGMENTS`.
-    """
-    pool = page = 0
-    for pattern in patterns:
-        for fragment in FRAGMENTS:
-            sizes, unit, in_pool, _ = _shape(fragment, num_bytes, pattern, pool_bytes)
-            page_bytes = sum(map(sum, sizes))
-            pool = max(pool, (unit * in_pool + 1) * page_bytes)
-            page = max(page, page_bytes)
-    return pool, page
 
 
 def _swap_timing(engine: SwapEngine, pairs: np.ndarray, direction: str, rounds: int) -> Timing:
@@ -399,19 +384,14 @@ def device_seconds(launch: Callable[[], object], rounds: int = 7) -> Timing:
     return Timing(statistics.median(taken), statistics.median(submitting), is_hidden)
 
 
-def _contiguous_gb_per_s(
-    device: torch.device, num_bytes: int, directions: tuple[str, ...]
-) -> dict[str, float]:
-    """Return the bandwidth in GB/s of a contiguous pinned copy or, for "both", of two copies of
-    half the size on two streams.
-    """
+def _contiguous_gb_per_s(device: torch.device, num_bytes: int, direction: str) -> float:
     host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     current = torch.cuda.current_stream(device)
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     half = num_bytes // 2
 
-    def copy(direction: str) -> None:
+    def copy() -> None:
         for stream in streams:
             stream.wait_stream(current)
         with torch.cuda.stream(streams[0]):
@@ -428,10 +408,7 @@ def _contiguous_gb_per_s(
             current.wait_stream(stream)
 
     with torch.cuda.device(device):
-        return {
-            direction: num_bytes / device_seconds(lambda d=direction: copy(d)).device_s / 1e9
-            for direction in directions
-        }
+        return num_bytes / device_seconds(copy).device_s / 1e9
 
 
 def _memcpy(num_bytes: int, num_threads: int) -> Callable[[], None]:
