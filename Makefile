@@ -19,7 +19,7 @@ THREAD_TESTS := test_threads test_call_guard
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-slow test-vllm test-sglang test-real bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz wheel prebuilt repair-wheel test-wheel bench docs gpu gpu-rehearsal clean
+.PHONY: demo test test-slow test-vllm test-sglang test-real bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz wheel prebuilt repair-wheel test-wheel bench docs gpu gpu-libraries gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -186,15 +186,19 @@ $(VENV)/.docs: pyproject.toml $(VENV)/.built
 	$(BIN)/python -m pip install --quiet -r $@.txt
 	mv $@.txt $@
 
-# Build, check and measure on a machine with an NVIDIA GPU in less than ten minutes, using its
-# python3 (docs/measuring.md). SECOND=1 selects the second run (transfers, loads, FlashInfer).
+# Check and measure on a machine with an NVIDIA GPU, using its python3 (docs/measuring.md). LEASE=2
+# repeats what failed or may vary in an earlier `make gpu`. ONLY="jit nixl" runs these stages.
 gpu:
-	$(PYTHON) -m benchmarks.gpu --results $(GPU_RESULTS) $(SECOND:1=--second)
+	$(PYTHON) -m benchmarks.gpu --results $(GPU_RESULTS) $(LEASE:%=--lease %) $(ONLY:%=--only %)
+
+# Build the libraries that `make gpu` uses on that machine, in build/gpu-libraries.
+gpu-libraries: setup
+	$(BIN)/python -m benchmarks.gpu.workspace build/gpu-libraries $(GPU_PYTHON:%=--python %)
 
 # The same run as `make gpu`, with small sizes, on the CUDA runtime without a GPU. Exit code 3 means that
 # this runtime is unavailable on the machine.
 gpu-rehearsal:
-	$(PYTHON) -m benchmarks.gpu --rehearse $(SECOND:1=--second) || [ $$? -eq 3 ]
+	$(PYTHON) -m benchmarks.gpu --rehearse $(LEASE:%=--lease %) $(ONLY:%=--only %) || [ $$? -eq 3 ]
 
 # Also remove the stamp file, so that the next build recreates the libraries.
 clean:

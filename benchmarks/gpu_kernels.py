@@ -280,4 +280,5 @@ def summary(rows: list[dict]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    say.ready()
     sys.exit(main())

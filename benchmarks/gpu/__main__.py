@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -11,26 +12,27 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.gpu import machine, process, rehearsal, workspace
 from benchmarks.gpu.report import Outcome, Report
 from benchmarks.gpu.run import Run, printed
-from benchmarks.gpu.stages import FIRST, SECOND, STAGES, Stage, of_run
+from benchmarks.gpu.stages import FIRST, SECOND, STAGES, TOTAL_S, Stage, of_lease
 from benchmarks.gpu.table import bar_lines, bar_rows, stage_lines
 
-TOTAL_S = 570.0  # time limit, in seconds, that keeps each run under ten minutes
 # For rehearsals, in which kernel threads run one after another on a few cores: a factor for the
 # time limits of stages, and the time limit of a run in seconds.
+LIBRARIES = Path("build/gpu-libraries")
 REHEARSAL_SLOWNESS, REHEARSAL_TOTAL_S = 6.0, 1800.0
+_SECOND = "-second"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     args = parse(arguments)
     if args.list:
-        for stage in of_run(args.run):
+        for stage in of_lease(args.lease):
             printed(f"{stage.name:16}{stage.limit_s:5.0f} s  {stage.answers}")
         return 0
     if args.rehearse and not rehearsal.is_inside():
@@ -44,11 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("make gpu: this machine lacks " + "; ".join(lacking), file=sys.stderr)
         return 1
     signal.signal(signal.SIGTERM, _interrupted)
-    folder = Path(tempfile.mkdtemp(prefix="kvcache-gpu-"))
     try:
-        return measure(args, (facts, lines, status), folder, started)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix="kvcache-gpu-"))
+        try:
+            return measure(args, (facts, lines, status), folder, started)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    except (OSError, shutil.Error) as error:  # for example, a full disk; earlier results are kept
+        print(f"make gpu: {' '.join(str(error).split())[:500]}", file=sys.stderr)
+        return 1
 
 
 def look_at(facts: Outcome, started: float) -> tuple[list[str], str]:
@@ -81,15 +87,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--only",
         nargs="+",
         metavar="STAGE",
-        help="run only these stages, and the build if one of them needs it",
+        help="run only these stages, of any lease, and the build if one of them needs it",
     )
     parser.add_argument(
-        "--second",
-        dest="run",
-        action="store_const",
-        const=SECOND,
+        "--lease",
+        type=int,
+        choices=(FIRST, SECOND),
         default=FIRST,
-        help="second run: transfers between processes, loads during captured steps, FlashInfer",
+        help="1 (default): checks and measurements; 2: what failed in the first lease, alone, and "
+        "what may vary, again",
+    )
+    parser.add_argument(
+        "--total", type=float, metavar="S", help="time limit in seconds; default: that of the lease"
     )
     parser.add_argument(
         "--list", action="store_true", help="list the stages and their limits, and exit"
@@ -99,8 +108,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         default=path_from("KVCACHE_LIBRARIES"),
         metavar="DIR",
-        help="use libraries built by `python3 -m benchmarks.gpu.workspace DIR`, "
-        "unless their sources differ",
+        help="use libraries built by `make gpu-libraries`, unless their sources differ; default "
+        "$KVCACHE_LIBRARIES, else build/gpu-libraries if it exists",
     )
     parser.add_argument(
         "--rehearse",
@@ -108,7 +117,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="run all stages on the CUDA runtime without a GPU, with small sizes and meaningless times",
     )
     args = parser.parse_args(arguments)
-    names = [stage.name for stage in of_run(args.run)]
+    if args.libraries is None and not args.rehearse and (machine.REPO / LIBRARIES).is_dir():
+        args.libraries = machine.REPO / LIBRARIES
+    names = [stage.name for stage in STAGES]
     for name in args.only or ():
         if name not in names:
             parser.error(f"argument --only: invalid choice: {name!r} (choose from {names})")
@@ -135,16 +146,17 @@ def measure(
     workspace.make(folder)
     if args.rehearse:
         printed(f"REHEARSAL: {about['note']}")
+    printed(first_line(args, known))
     run = Run(
         report,
         folder,
         environment(args, folder, report),
-        REHEARSAL_TOTAL_S if args.rehearse else TOTAL_S,
+        args.total or (REHEARSAL_TOTAL_S if args.rehearse else TOTAL_S[args.lease]),
         slowness=REHEARSAL_SLOWNESS if args.rehearse else 1,
         started=started,
     )
     good = run.record(STAGES[0], facts, lines, status)
-    good &= run.all(chosen(args.run, args.only))
+    good &= run.all(chosen(args.lease, args.only))
     report.contents["bars"] = bar_rows(report.contents)
     report.save()
     printed("")
@@ -157,15 +169,28 @@ def measure(
     return 0 if good else 1
 
 
-def chosen(number: int, only: Sequence[str] | None) -> list[Stage]:
-    """Return all stages of a run or only the requested stages, plus the build if any stage needs
+def first_line(args: argparse.Namespace, known: Mapping[str, object]) -> str:
+    """Return the libraries, driver and clocks of a run in one line."""
+    built = "built here"
+    if args.libraries:
+        with contextlib.suppress(OSError, ValueError):
+            built = f"{args.libraries} ({workspace.built_with(args.libraries)})"
+    clocks = known.get("pcie_link_and_clocks") or "unknown"
+    return (
+        f"commit {machine.commit()}; libraries: {built}; torch {known.get('torch')}, "
+        f"driver {known.get('driver')}; PCIe link and clocks: {clocks}"
+    )
+
+
+def chosen(lease: int, only: Sequence[str] | None) -> list[Stage]:
+    """Return all stages of a lease or only the requested stages, plus the build if any stage needs
     it.
 
     The facts stage is excluded because it has already run.
     """
-    stages = of_run(number)[1:]
     if not only:
-        return stages
+        return of_lease(lease)[1:]
+    stages = STAGES[1:]
     needs_build = any(stage.needs_build for stage in stages if stage.name in only)
     names = {*only, "build"} if needs_build else {*only}
     return [stage for stage in stages if stage.name in names]
@@ -182,7 +207,8 @@ def environment(args: argparse.Namespace, folder: Path, report: Report) -> dict[
         "PYTHONPATH": path,
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "KVCACHE_CALIBRATION_TO": str(report.folder / f"{report.name}-calibration.json"),
+        "KVCACHE_CALIBRATION_TO": str(of_first(report, "-calibration.json")),
+        "KVCACHE_FIRST_RESULTS": str(of_first(report, ".json")),
     }
     for name in ("KVCACHE_JIT", "KVCACHE_CALIBRATION", "KVCACHE_CHECKED"):
         found.pop(name, None)
@@ -191,6 +217,16 @@ def environment(args: argparse.Namespace, folder: Path, report: Report) -> dict[
     if args.rehearse:
         found["KVCACHE_REHEARSAL"] = "1"
     return found
+
+
+def of_first(report: Report, ending: str) -> Path:
+    """Return the path of a result of the first lease, in the folder for results or, if it is not there,
+    among the committed results.
+    """
+    name = report.name.removesuffix(_SECOND) + ending
+    path, committed = report.folder / name, machine.REPO / "benchmarks" / "results" / name
+    is_known = report.name.endswith(_SECOND) and not path.exists() and committed.exists()
+    return committed if is_known else path
 
 
 def results_of(args: argparse.Namespace) -> Path:
@@ -204,7 +240,7 @@ def report_name(args: argparse.Namespace, device: str | None) -> str:
     hyphens.
     """
     name = re.sub(r"[^a-z0-9]+", "-", (device or "unknown").lower()).strip("-")
-    return ("rehearsal" if args.rehearse else f"gpu-{name}") + "-second" * (args.run == SECOND)
+    return ("rehearsal" if args.rehearse else f"gpu-{name}") + _SECOND * (args.lease == SECOND)
 
 
 def _interrupted(number: int, frame: object) -> None:

@@ -2,24 +2,25 @@
 """Stage: measures how much swaps and bf16 matrix multiplications slow each other down.
 
 Both are timed with CUDA events. The matrix multiplications run on one stream, like the kernels of
-an engine. Several swaps are in flight at any time until the multiplications are done.
+an engine. Several swaps are in flight at any time until the multiplications are done. With `--bulk`,
+the kernel's usual copies and bulk copies are compared, with few thread blocks.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import torch
 
-from benchmarks.gpu import say, sizes
+from benchmarks.gpu import say, sizes, switches
+from benchmarks.gpu.swaps import calibrated
 from benchmarks.gpu.timing import stream_seconds
 from kvcache.worker.pages.pages import Pages
-from kvcache.worker.swap import calibration
-from kvcache.worker.swap.calibration import METHODS, Calibration
+from kvcache.worker.swap.calibration import KERNEL, METHODS
 from kvcache.worker.swap.engine import SwapEngine
 
 _WIDTH = 8192  # size of the square matrices
@@ -28,26 +29,35 @@ _FRAGMENT, _LAYERS = 16 << 10, 16
 _SWAPPED = 64 << 20  # bytes per swap
 _IN_FLIGHT = 3
 _DIRECTIONS = ("out", "in", "both")
+_FEW = (2, 4, 8)  # thread blocks
 
 
-def main() -> int:
-    products = Products()
+def main(arguments: list[str]) -> int:
+    with say.timed("matmul"):
+        products = Products()
     say.row(kind="matmul", width=products.width, tflop_per_s=products.tflop_per_s)
     say.learned(f"bf16 product of {products.width:,}: {products.tflop_per_s:.0f} TFLOP/s alone")
     page_bytes = 2 * _LAYERS * _FRAGMENT
-    num_blocks = sizes.pool_bytes(4 << 30, 4 << 20) // page_bytes
-    pages = Pages.allocate(num_blocks, [[_FRAGMENT, _FRAGMENT]] * _LAYERS, device="cuda")
-    host = pages.on_host(num_blocks)
-    host.memory.fill_(7)
+    num_blocks = sizes.pool_bytes(2 << 30, 4 << 20) // page_bytes
+    with say.timed("pools"):
+        pages = Pages.allocate(num_blocks, [[_FRAGMENT, _FRAGMENT]] * _LAYERS, device="cuda")
+        host = pages.on_host(num_blocks)
+        host.memory.fill_(7)
     count = min(max(sizes.scaled(_SWAPPED) // page_bytes, 2), num_blocks - 1)
-    for method in METHODS:
-        engine = SwapEngine(pages, host, method=method, calibration=calibrated())
-        for direction in _DIRECTIONS:
-            if say.seconds_left() < 3:
-                say.skipped(f"{method} {direction}: no time left")
-                continue
-            with say.attempt(f"{method} {direction}"):
-                measure(Swaps(engine, direction, count), products, method)
+    used = calibrated()
+    trials = [(method, used, False) for method in METHODS]
+    if arguments == ["--bulk"]:
+        few = [replace(used, num_thread_blocks=number) for number in _FEW]
+        trials = [(KERNEL, each, bulk) for each in few for bulk in (False, True)]
+    for (method, trial, bulk), direction in product(trials, _DIRECTIONS):
+        name = f"{method}, bulk copies" if bulk else method
+        name += f", {trial.num_thread_blocks} blocks" if arguments else ""
+        if say.seconds_left() < 3:
+            say.skipped(f"{name} {direction}: no time left")
+            continue
+        with say.attempt(f"{name} {direction}"), switches.bulk_copies(bulk):
+            engine = SwapEngine(pages, host, method=method, calibration=trial)
+            measure(Swaps(engine, direction, count), products, name)
     return say.exit_code()
 
 
@@ -141,11 +151,6 @@ def measure(swaps: Swaps, products: Products, method: str) -> None:
     )
 
 
-def calibrated() -> Calibration:
-    """Return the calibration saved by the previous stage, or the built-in calibration."""
-    path = Path(os.environ.get("KVCACHE_CALIBRATION_TO", ""))
-    return calibration.load(path) if path.is_file() else calibration.DEFAULT
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    say.ready()
+    sys.exit(main(sys.argv[1:]))

@@ -76,7 +76,8 @@ def copied(given: Path, package: Path) -> set[str]:
 
 def loading_problem() -> str | None:
     """Load the libraries and kernels in a separate process. Return the error, or None."""
-    loaded = subprocess.run([sys.executable, "-c", _LOAD], capture_output=True, text=True)
+    with say.timed("loading"):
+        loaded = subprocess.run([sys.executable, "-c", _LOAD], capture_output=True, text=True)
     print(loaded.stdout + loaded.stderr)
     if loaded.returncode == 0:
         return None
@@ -87,7 +88,8 @@ def loading_problem() -> str | None:
 def timed_build(with_cuda: bool, arch: str, here: set[str]) -> None:
     """Build the missing libraries, and report the build time."""
     start = time.monotonic()
-    build(with_cuda, arch)
+    with say.timed("building"):
+        build(with_cuda, arch)
     seconds = time.monotonic() - start
     say.row(built_for=arch, seconds=seconds, carried=sorted(here))
     say.learned(f"built for sm_{arch} in {seconds:.1f} s")

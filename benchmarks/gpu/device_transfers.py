@@ -196,4 +196,5 @@ class Transfers:
 
 
 if __name__ == "__main__":
+    say.ready()
     sys.exit(main(sys.argv[1:]))

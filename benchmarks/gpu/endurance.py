@@ -214,4 +214,5 @@ def poll_during_capture() -> str:
 
 
 if __name__ == "__main__":
+    say.ready()
     sys.exit(main())

@@ -52,7 +52,8 @@ def of_device() -> dict[str, Callable[[], object]]:
     import torch
 
     properties = torch.cuda.get_device_properties(0)
-    query = "pcie.link.gen.current,pcie.link.width.current,clocks.max.mem,clocks.max.sm"
+    query = "pcie.link.gen.current,pcie.link.width.current,clocks.mem,clocks.max.mem,clocks.sm,"
+    query += "clocks.max.sm"
     smi = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     return {
         "device": lambda: properties.name,
@@ -61,7 +62,7 @@ def of_device() -> dict[str, Callable[[], object]]:
         "memory_bytes": lambda: properties.total_memory,
         "l2_bytes": lambda: properties.L2_cache_size,
         "driver": machine.driver,
-        "pcie_gen_width_and_clocks": lambda: machine.output_of(smi) or None,
+        "pcie_link_and_clocks": lambda: machine.output_of(smi) or None,
     }
 
 

@@ -1,57 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage: runs each op once on the GPU, compares it with the CPU op, and checks pinned host memory.
 
-The sanitizer stage uses this as its smoke test, and the counters stage runs larger single cases.
+The checks stage uses this as its smoke test, and the counters stage runs larger single cases.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 import torch
 
 from benchmarks.gpu import say
-from benchmarks.gpu.op_cases import CASES, Case, size_for
+from benchmarks.gpu.op_cases import CASES, EXPERIMENTAL, Case, size_for
 from kvcache.worker.pages.pages import Pages
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--only", nargs="+", default=[""], help="run only cases with one of these in their name"
+        "--only",
+        nargs="+",
+        help="run only cases with one of these in their name; default: all except experimental ones",
     )
+    parser.add_argument("--size", type=int, default=1, help="size factor of the cases")
     parser.add_argument(
-        "--bytes",
-        type=int,
-        default=0,
-        help="bytes that a case should read and write; default: the minimum",
+        "--bytes", type=int, help="bytes that a case should read and write, instead of --size"
     )
     parser.add_argument("--no-compare", action="store_true", help="run the cases only on the GPU")
     args = parser.parse_args()
-    chosen = {n: case for n, case in CASES.items() if any(part in n for part in args.only)}
-    num_good = 0
-    for name, case in chosen.items():
-        with say.attempt(name):
-            if args.no_compare:
-                case("cuda", size_for(name, args.bytes))
+    parts = args.only or [""]
+    chosen = [name for name in CASES if any(part in name for part in parts)]
+    if args.only is None:
+        chosen = [name for name in chosen if name not in EXPERIMENTAL]
+    if args.no_compare:
+        for name in chosen:
+            with say.attempt(name):
+                size = args.size if args.bytes is None else size_for(name, args.bytes)
+                CASES[name]("cuda", size)
                 torch.cuda.synchronize()
-            else:
-                compare(case)
-            say.row(op=name, same=True)
-            num_good += 1
-    if args.only == [""]:
+        say.learned(f"ran {len(chosen)} op cases")
+        return say.exit_code()
+    num_good = check_cases(chosen, args.size)
+    if args.only is None:
         with say.attempt("host.is_pinned"):
             check_pinned()
             say.learned("torch recognizes the host memory as pinned")
-    what = "ran" if args.no_compare else "gave the same bytes as on the CPU"
-    say.learned(f"{num_good} of {len(chosen)} op cases {what}")
+    say.learned(f"{num_good} of {len(chosen)} op cases gave the same bytes as on the CPU")
     return say.exit_code()
 
 
-def compare(case: Case) -> None:
+def check_cases(names: Sequence[str], size: int) -> int:
+    """Compare these cases on both devices, report each, and return the number of equal results."""
+    num_good = 0
+    for name in names:
+        with say.attempt(name):
+            compare(CASES[name], size)
+            say.row(op=name, size=size, same=True)
+            num_good += 1
+    return num_good
+
+
+def compare(case: Case, size: int = 1) -> None:
     """Raise AssertionError with the first differing byte if the results of both devices differ."""
-    for number, (found, wanted) in enumerate(zip(case("cuda", 1), case("cpu", 1), strict=True)):
+    results = zip(case("cuda", size), case("cpu", size), strict=True)
+    for number, (found, wanted) in enumerate(results):
         if not torch.equal(found, wanted):
             differing = (found != wanted).flatten().nonzero().flatten()
             at = int(differing[0])
@@ -71,4 +85,5 @@ def check_pinned() -> None:
 
 
 if __name__ == "__main__":
+    say.ready()
     sys.exit(main())

@@ -233,4 +233,5 @@ def measure() -> None:
 
 
 if __name__ == "__main__":
+    say.ready()
     sys.exit(main())

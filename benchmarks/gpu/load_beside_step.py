@@ -269,4 +269,5 @@ def report_slowdown(name: str, loads: Loads, step: Step, rounds: int) -> None:
 
 
 if __name__ == "__main__":
+    say.ready()
     sys.exit(main())

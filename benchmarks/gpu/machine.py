@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -84,6 +85,9 @@ def lacks(needs_build: bool) -> list[str]:
     found += [f"the Python package {name}" for name in modules if not has_module(name)]
     tools = ("g++", "nvcc") if needs_build else ()
     found += [f"the program {name}" for name in tools if find_tool(name) is None]
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if needs_build and not header.is_file():
+        found.append(f"Python's headers ({header}; carry libraries: `make gpu-libraries`)")
     return found
 
 

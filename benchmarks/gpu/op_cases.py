@@ -2,7 +2,7 @@
 """Calls each op once on seeded random inputs, so that results can be compared between devices.
 
 A case takes a device and a size factor relative to the smallest case, and returns tensors on the CPU.
-The stages first-contact, sanitizer and counters share these cases.
+The stages first-contact, checks, bulk and counters share these cases.
 """
 
 from __future__ import annotations
@@ -235,6 +235,9 @@ CASES: dict[str, Case] = {
     "permute_blocks_ NHD of 64": partial(permute_blocks, "NHD", -2),
     "permute_blocks_ NHD of 128": partial(permute_blocks, "NHD", -4),
 }
+
+# Cases of code that is disabled by default. An error in it could affect all later cases of a process.
+EXPERIMENTAL = tuple(name for name in CASES if "bulk copies" in name)
 
 # Bytes moved by a case of size 1, per byte of element size.
 _TOKEN_BYTES = 24 * 2 * _HEADS * _HEAD_SIZE

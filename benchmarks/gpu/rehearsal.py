@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.gpu import machine, workspace
-from benchmarks.gpu.stages import SECOND
 
 UNAVAILABLE = 3  # exit code on machines that cannot run a rehearsal
 
@@ -38,7 +37,8 @@ def again_inside(args: argparse.Namespace, results: Path) -> int:
         workspace.write_manifest(libraries, build.TREE, built.python, built.environment())
     command = [str(built.python), "-m", "benchmarks.gpu", "--rehearse", "--results", str(results)]
     command += ["--libraries", str(libraries.resolve())]
-    command += ["--second"] if args.run == SECOND else []
+    command += ["--lease", str(args.lease)]
+    command += ["--total", str(args.total)] if args.total else []
     command += ["--only", *args.only] if args.only else []
     # The copy has no built libraries or caches, like a checkout on a new machine.
     with tempfile.TemporaryDirectory(prefix="kvcache-bare-") as folder:

@@ -38,8 +38,11 @@ class Report:
     def save(self) -> None:
         """Write the JSON file atomically."""
         draft = self.path.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps(self.contents, indent=1, allow_nan=False) + "\n")
-        draft.replace(self.path)
+        try:
+            draft.write_text(json.dumps(self.contents, indent=1, allow_nan=False) + "\n")
+            draft.replace(self.path)
+        finally:  # if the disk is full, the earlier file stays
+            draft.unlink(missing_ok=True)
 
 
 class StageLog:

@@ -71,6 +71,32 @@ def attempt(name: str) -> Iterator[None]:
         failed(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}")
 
 
+@contextmanager
+def timed(part: str) -> Iterator[None]:
+    """Report how long a part of the stage takes that does not depend on the device's speed, such as
+    imports and the pinning of memory.
+    """
+    start = time.monotonic()
+    yield
+    row(timed=part, seconds=round(time.monotonic() - start, 2))
+
+
+def ready() -> None:
+    """Report the seconds from the start of the process: the imports and the first use of the device."""
+    import torch
+
+    torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    row(timed="start", seconds=round(_seconds_of_process(), 2))
+
+
+def _seconds_of_process() -> float:
+    """Return the seconds since this process was started."""
+    with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
+        ticks = int(stat.read().rpartition(")")[2].split()[19])
+        return float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+
+
 def exit_code() -> int:
     """Return 1 if any error was reported, otherwise 0."""
     return int(_num_failed > 0)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of both runs, in order, with their time limits."""
+"""The stages of both leases, in order, with their time limits."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
 
-FIRST, SECOND = 1, 2  # the second run contains the stages that do not fit into the first
+FIRST, SECOND = 1, 2
+TOTAL_S = {FIRST: 450.0, SECOND: 240.0}  # time limit of each lease in seconds
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,8 @@ class Stage:
     to.
 
     `needs`: required Python packages, without which the stage counts as failed. `needs_build`:
-    whether the stage is skipped if the libraries could not be built. `runs`: the runs that include
-    the stage.
+    whether the stage is skipped if the libraries could not be built. `leases`: the leases that
+    include the stage; it can be run with `--only` in any case.
     """
 
     name: str
@@ -27,7 +28,7 @@ class Stage:
     environment: dict[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     needs_build: bool = True
-    runs: tuple[int, ...] = (FIRST,)
+    leases: tuple[int, ...] = (FIRST,)
 
 
 def module(name: str, *arguments: str) -> tuple[str, ...]:
@@ -35,87 +36,99 @@ def module(name: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", name, *arguments)
 
 
-def of_run(number: int) -> list[Stage]:
-    """Return the stages of a run, facts first."""
-    return [stage for stage in STAGES if number in stage.runs]
+def of_lease(number: int) -> list[Stage]:
+    """Return the stages of a lease, facts first."""
+    return [stage for stage in STAGES if number in stage.leases]
 
 
 # The limits allow for a cold first import of torch. The build gets a long limit, because everything
-# else depends on it. The sum of the limits therefore exceeds the time of a run, but most stages end
-# long before their limits. With prebuilt libraries, the last stage has 50 s even if all others use
-# their full time.
+# else depends on it. Most stages end long before their limits.
 STAGES = (
     Stage(
         "facts", 40, module("benchmarks.gpu.facts"), "setup",
-        "which hardware and software does the machine have", needs_build=False, runs=(FIRST, SECOND),
+        "which hardware and software does the machine have", needs_build=False,
+        leases=(FIRST, SECOND),
     ),
     Stage(
-        "build", 90, module("benchmarks.gpu.build"), "setup",
+        "build", 120, module("benchmarks.gpu.build"), "setup",
         "do the libraries load; how long does a build take", needs_build=False,
-        runs=(FIRST, SECOND),
+        leases=(FIRST, SECOND),
     ),
     Stage(
-        "first-contact", 25, module("benchmarks.gpu.first_contact"), "checks",
+        "first-contact", 30, module("benchmarks.gpu.first_contact"), "checks",
         "does each op give the same results on the GPU as on the CPU; is host memory pinned",
         {"CUDA_LAUNCH_BLOCKING": "1"},
     ),
     Stage(
-        "sanitizer", 60, module("benchmarks.gpu.sanitizer"), "checks",
-        "does a kernel access memory out of bounds, or race in shared memory",
-        # Caching is disabled, because the caching allocator's large blocks hide accesses outside a
-        # tensor.
-        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        "checks", 90, module("benchmarks.gpu.checks"), "checks",
+        "do the tests marked gpu pass; does a kernel access memory out of bounds, or race",
+        needs=("pytest", "hypothesis"),
     ),
     Stage(
-        "kernel-tests", 110, module("benchmarks.gpu.kernel_tests"), "checks",
-        "do the tests marked gpu pass", needs=("pytest", "hypothesis"),
-    ),
-    Stage(
-        "kernels", 40, module("benchmarks.gpu_kernels"), "kernels",
+        "kernels", 45, module("benchmarks.gpu_kernels"), "rates",
         "how fast are the kernels, compared with a copy on the device",
     ),
     Stage(
-        "swaps", 75, module("benchmarks.gpu.swaps"), "swaps",
+        "swaps", 60, module("benchmarks.gpu.swaps"), "rates",
         "how fast are swaps by fragment size, compared with one contiguous pinned copy",
     ),
     Stage(
-        "bus", 45, module("benchmarks.gpu.bus_sweep"), "swaps",
-        "how do thread blocks, pool size, huge pages and batch size affect the bandwidth",
-    ),
-    Stage(
-        "beside-matmul", 30, module("benchmarks.gpu.beside_matmul"), "swaps",
+        "beside-matmul", 30, module("benchmarks.gpu.beside_matmul"), "rates",
         "how much do swaps and a matrix product slow each other down",
     ),
     Stage(
-        "counters", 40, module("benchmarks.gpu.counters"), "tools",
-        "what are the hardware counters of six kernels",
+        "load-beside-step", 40, module("benchmarks.gpu.load_beside_step"), "transfers",
+        "are loads ordered with captured steps; how much do they slow the steps down",
+    ),
+    Stage(
+        "gloo", 40, module("benchmarks.gpu.device_transfers", "gloo"), "transfers",
+        "does gloo move device memory correctly through pinned staging; how fast, in how many launches",
     ),
     Stage(
         "endurance", 30, module("benchmarks.gpu.endurance"), "tools",
         "do repeated batches, graph capture, and polling during a capture work",
     ),
     Stage(
-        "jit-and-replay", 200, module("benchmarks.gpu.jit_and_replay"), "tools",
-        "does the build at first use work; does the replay verify every block on the GPU",
+        "counters", 40, module("benchmarks.gpu.counters"), "tools",
+        "what are the hardware counters of six kernels",
+    ),
+    Stage(
+        "replay", 40, module("benchmarks.gpu.jit_and_replay", "replay"), "tools",
+        "does the replay verify every block on the GPU",
+    ),
+    # The second lease: what failed in the first, alone; what was measured once, again.
+    Stage(
+        "failed-tests", 60, module("benchmarks.gpu.checks", "--failed"), "checks",
+        "do the tests that failed in the first lease fail alone, with blocking launches",
+        {"CUDA_LAUNCH_BLOCKING": "1"}, needs=("pytest", "hypothesis"), leases=(SECOND,),
+    ),
+    Stage(
+        "swaps-again", 60, module("benchmarks.gpu.swaps", "--again"), "rates",
+        "how much do the bandwidths of swaps vary between two more runs", leases=(SECOND,),
+    ),
+    # Experimental code comes last, because an error in it could affect the device.
+    Stage(
+        "bulk", 60, module("benchmarks.gpu.bulk"), "rates",
+        "do bulk copies give the same bytes; how fast are they, with how many thread blocks",
+    ),
+    Stage(
+        "bulk-beside-matmul", 40, module("benchmarks.gpu.beside_matmul", "--bulk"), "rates",
+        "how much do bulk copies with few thread blocks and a matrix product slow each other down",
+        leases=(SECOND,),
+    ),
+    # Stages that need packages or minutes that a lease does not have.
+    Stage(
+        "jit", 250, module("benchmarks.gpu.jit_and_replay", "jit"), "tools",
+        "does the build at first use work", leases=(),
     ),
     Stage(
         "nixl", 110, module("benchmarks.gpu.device_transfers", "nixl"), "transfers",
         "does NIXL move device memory between processes correctly; how fast, directly and packed",
-        runs=(SECOND,),
-    ),
-    Stage(
-        "gloo", 70, module("benchmarks.gpu.device_transfers", "gloo"), "transfers",
-        "does gloo move device memory correctly through pinned staging; how fast, in how many launches",
-        runs=(SECOND,),
-    ),
-    Stage(
-        "load-beside-step", 80, module("benchmarks.gpu.load_beside_step"), "steps",
-        "are loads ordered with captured steps; how much do they slow the steps down",
-        runs=(SECOND,),
+        leases=(),
     ),
     Stage(
         "flashinfer", 230, module("benchmarks.gpu.flashinfer_against_gathered"), "attention",
         "does FlashInfer over pages agree with attention over gathered contexts; how fast are both",
-        runs=(SECOND,),
+        leases=(),
     ),
 )  # fmt: skip

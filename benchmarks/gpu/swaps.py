@@ -1,65 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: measures the bandwidth of swaps and of a pinned copy before and after calibration."""
+"""Stage: measures the bandwidth of swaps before and after calibration, of kernels on the bus with
+different numbers of thread blocks, and of batches of the copy engine.
+
+All measurements use one pool in host memory and one on the device, and are compared with a
+contiguous pinned copy. With `--again`, only the swaps are measured, twice, with the calibration of
+the first lease.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import say, sizes
-from kvcache.worker.swap import bandwidth
+from benchmarks.gpu import say, sizes, switches
+from benchmarks.gpu.timing import stream_seconds, stream_timing
+from kvcache import ops
+from kvcache.worker.pages.page_copy import PageCopy
+from kvcache.worker.pages.pinning import allocate_host
+from kvcache.worker.swap import bandwidth, calibration
+from kvcache.worker.swap.bandwidth import Pools
 from kvcache.worker.swap.calibration import DEFAULT, Calibration
 
 _BYTES = 256 << 20  # bytes moved per measurement
 _LEAST_S = 1.0  # minimum time left to start a measurement
 _TOLD = (4 << 10, 16 << 10, 1 << 20)  # sizes of fragments that are reported to the user
+THREAD_BLOCKS = (1, 2, 3, 4, 8, 16, 32)
+SWEPT = (4 << 10, 16 << 10, 64 << 10)  # sizes of fragments
+_SWEPT_BYTES = 128 << 20  # bytes per measurement
+_BATCHES = (256, 512, 1024, 2048, 4096)
+DIRECTIONS = ("out", "in")
 
 
-def main() -> int:
-    device = torch.device("cuda", torch.cuda.current_device())
-    num_bytes = sizes.scaled(_BYTES, 256 << 10)
-    pool_bytes = sizes.pool_bytes(bandwidth.POOL_BYTES)
+def main(arguments: list[str]) -> int:
+    pools = make_pools(_BYTES)
+    if arguments == ["--again"]:
+        for number in range(2):
+            with say.attempt(f"swaps, run {number + 1}"):
+                report_swaps(pools, calibrated())
+        return say.exit_code()
     # The figures with targets are measured first, with the built-in calibration, so that they are
     # always available.
     with say.attempt("swaps"):
-        report_swaps(device, num_bytes, DEFAULT, ("scattered",), pool_bytes)
+        report_swaps(pools, DEFAULT)
     found: list[Calibration] = []
     with say.attempt("calibration"):
-        found.append(bandwidth.calibrate(device, num_bytes, report_trial, pool_bytes))
+        found.append(bandwidth.calibrate(pools, report_trial))
         report(found[0])
     with say.attempt("swaps as calibrated"):
-        patterns = ("scattered", "runs") if found else ("runs",)
-        report_swaps(device, num_bytes, (found or [DEFAULT])[0], patterns, pool_bytes)
+        if found:
+            report_swaps(pools, found[0])
+    stream = torch.cuda.Stream()
+    with say.attempt("batches"):
+        batches(pools, stream)
+    with say.attempt("thread blocks"):
+        report_sweep(list(sweep(pools, stream)))
     return say.exit_code()
 
 
-def report_swaps(
-    device: torch.device,
-    num_bytes: int,
-    calibration: Calibration,
-    patterns: tuple[str, ...],
-    pool_bytes: int,
-) -> None:
+def make_pools(num_bytes: int) -> Pools:
+    """Allocate both pools, and report how long that took."""
+    num_bytes = sizes.scaled(num_bytes, 256 << 10)
+    pool_bytes = sizes.pool_bytes(bandwidth.POOL_BYTES)
+    if sizes.REHEARSAL:  # the pools are small; the time of full ones is known before a lease
+        with say.timed("pinning of a full pool"):
+            allocate_host(bandwidth.POOL_BYTES >> 20, 1 << 20, torch.device("cuda"))
+    with say.timed("pools"):
+        pools = Pools(torch.device("cuda", torch.cuda.current_device()), num_bytes, pool_bytes)
+        torch.cuda.synchronize()
+    return pools
+
+
+def report_swaps(pools: Pools, used: Calibration) -> None:
     """Measure swaps with the calibration's methods until the time is used up.
 
     Results are reported immediately.
     """
-    is_built_in = calibration is DEFAULT
-    rates = bandwidth.device_rates(
-        device,
-        num_bytes,
-        calibration=calibration,
-        patterns=patterns,
-        rounds=sizes.repeats(7),
-        pool_bytes=pool_bytes,
-    )
-    for rate in rates:
+    is_built_in = used is DEFAULT
+    for rate in bandwidth.device_rates(pools, calibration=used, rounds=sizes.repeats(7)):
         say.row(kind="swap", **asdict(rate), share=rate.share, calibrated=not is_built_in)
-        if rate.pattern == "scattered" and rate.fragment in _TOLD:
+        if rate.fragment in _TOLD:
             say.learned(
                 f"swap {rate.direction}, {rate.fragment >> 10:,} KiB by {rate.method}"
                 f"{'' if is_built_in else ', calibrated'}: "
@@ -67,7 +93,7 @@ def report_swaps(
                 f"submitted in {rate.submit_us or 0:.0f} us"
             )
         if say.seconds_left() < _LEAST_S:
-            say.skipped(f"swaps after {rate.pattern}, {rate.fragment >> 10:,} KiB: no time left")
+            say.skipped(f"swaps after {rate.fragment >> 10:,} KiB: no time left")
             return
 
 
@@ -91,5 +117,77 @@ def report(found: Calibration) -> None:
     say.learned(f"{found.num_thread_blocks} thread blocks are enough for the kernel on the bus")
 
 
+def calibrated() -> Calibration:
+    """Return the calibration saved by this lease or the first, or the built-in calibration."""
+    path = Path(os.environ.get("KVCACHE_CALIBRATION_TO", ""))
+    return calibration.load(path) if path.is_file() else calibration.DEFAULT
+
+
+def batches(pools: Pools, stream: torch.cuda.Stream) -> None:
+    """Measure the copy engine's cost per call and bandwidth for different numbers of 16 KiB pieces
+    per call.
+    """
+    pages, host = pools.pages(16 << 10)
+    per_page = len(pages.sizes)
+    for direction, wanted in product(DIRECTIONS, _BATCHES):
+        pairs = pools.pairs(pages)[: max(wanted // per_page, 1)]
+        size = len(pairs) * per_page
+        page_copy = PageCopy(pages, host) if direction == "out" else PageCopy(host, pages)
+        timing = stream_timing(partial(page_copy.copy, pairs, engine=ops.COPY_ENGINE), stream, 7)
+        submit_us, gb_per_s = timing.submit_s * 1e6, size * (16 << 10) / timing.device_s / 1e9
+        say.row(
+            kind="batch", direction=direction, pieces=size, submit_us=submit_us,
+            submit_us_per_piece=submit_us / size, gb_per_s=gb_per_s, hidden=timing.is_hidden,
+        )  # fmt: skip
+        if wanted == max(_BATCHES):
+            say.learned(
+                f"copy engine {direction}, {size:,} pieces of 16 KiB: submitted in "
+                f"{submit_us:.0f} us, {gb_per_s:.1f} GB/s"
+            )
+
+
+def sweep(pools: Pools, stream: torch.cuda.Stream, bulk: bool = False) -> Iterator[dict]:
+    """Measure the kernel on the bus for all fragment sizes and numbers of thread blocks."""
+    for fragment in SWEPT:
+        pages, host = pools.pages(fragment)
+        count = max(min(sizes.scaled(_SWEPT_BYTES) // pages.page_bytes, pages.num_blocks - 1), 1)
+        pairs = pools.pairs(pages)[:count]
+        for direction, blocks in product(DIRECTIONS, THREAD_BLOCKS):
+            if say.seconds_left() < _LEAST_S:
+                say.skipped(f"thread blocks, {fragment >> 10:,} KiB: no time left")
+                return
+            # Pages are random on both sides, so both directions can use the same list.
+            page_copy = PageCopy(pages, host) if direction == "out" else PageCopy(host, pages)
+            with switches.bulk_copies(bulk):
+                copy = partial(page_copy.copy, pairs, num_thread_blocks=blocks)
+                rate = len(pairs) * pages.page_bytes / stream_seconds(copy, stream, 3) / 1e9
+            limit = pools.contiguous_gb_per_s(direction)
+            row = {
+                "direction": direction,
+                "fragment": fragment,
+                "bulk": bulk,
+                "thread_blocks": blocks,
+            }
+            row |= {"gb_per_s": rate, "of_contiguous": rate / limit}
+            say.row(kind="sweep", **row)
+            yield row
+
+
+def report_sweep(rows: list[dict]) -> None:
+    """Report the fastest number of thread blocks for each direction and fragment size."""
+    for direction, fragment, bulk in product(DIRECTIONS, SWEPT, (False, True)):
+        case = {"direction": direction, "fragment": fragment, "bulk": bulk}
+        found = [row for row in rows if case.items() <= row.items()]
+        if found:
+            best = max(found, key=lambda row: row["gb_per_s"])
+            few = next(r for r in found if r["gb_per_s"] >= 0.97 * best["gb_per_s"])
+            say.learned(
+                f"{'bulk copies' if bulk else 'kernel'} {direction}, {fragment >> 10} KiB: at most "
+                f"{best['gb_per_s']:.1f} GB/s, {best['of_contiguous']:.0%}; within 3 % of it from "
+                f"{few['thread_blocks']} thread blocks"
+            )
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    say.ready()
+    sys.exit(main(sys.argv[1:]))

@@ -12,15 +12,24 @@ BAR_SMALLEST, BAR_SMALL, BAR_RECEIVE = 0.75, 0.90, 0.85
 
 
 def stage_lines(contents: dict) -> Iterator[str]:
-    """Yield one line per stage: status, seconds, limit, and the last message."""
-    yield f"{'stage':16}{'seconds':>9}{'limit':>7}  result"
+    """Yield one line per stage: status, seconds, the seconds that do not depend on the device, limit,
+    and the last message; then the sums.
+    """
+    yield f"{'stage':20}{'seconds':>9}{'of these fixed':>16}{'limit':>7}  result"
+    total = total_fixed = 0.0
     for name, stage in contents["stages"].items():
         lines = stage.get("failed") or stage.get("learned") or stage.get("skipped") or [""]
         last = f": {lines[-1]}" if lines[-1] else ""
+        parts = {row["timed"]: row["seconds"] for row in stage["rows"] if "timed" in row}
+        fixed = sum(parts.values())
+        total, total_fixed = total + stage["seconds"], total_fixed + fixed
         yield (
-            f"{name:16}{stage['seconds']:9.1f}{stage['limit_s']:7.0f}  "
+            f"{name:20}{stage['seconds']:9.1f}{fixed:16.1f}{stage['limit_s']:7.0f}  "
             f"{mark(stage['status'])}{last[:150]}"
         )
+        for part, seconds in parts.items():
+            yield f"  {part:18}{'':9}{seconds:16.1f}"
+    yield f"{'sum':20}{total:9.1f}{total_fixed:16.1f}"
 
 
 def mark(status: str) -> str:
@@ -35,9 +44,8 @@ def bar_rows(contents: dict) -> list[dict]:
     """
     # The last measurement of each kind, which is the calibrated one if the stage calibrated.
     swaps: dict[tuple, dict] = {}
-    for rate in rows_of(contents, "swaps"):
-        # Only scattered pages have the nominal fragment size, because consecutive pages are merged.
-        if rate.get("kind") != "swap" or rate.get("pattern") != "scattered":
+    for rate in rows_of(contents, "swaps") + rows_of(contents, "swaps-again"):
+        if rate.get("kind") != "swap":
             continue
         bar = bar_of_swap(rate["fragment"])
         name = f"swap {rate['direction']}, {rate['fragment'] >> 10:,} KiB, {rate['method']}"

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -98,22 +101,71 @@ def write_manifest(
 
 
 def main() -> int:
-    """`python -m benchmarks.gpu.workspace FOLDER`: builds libraries for use on another machine."""
+    """Builds libraries for use on another machine with an NVIDIA GPU (`make gpu-libraries`).
+
+    All three libraries are compiled with the headers of this Python's packages (torch, pybind11),
+    and only the core for the Python version of that machine, whose headers must be here.
+    """
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("folder", type=Path, help="output folder for the libraries")
-    target = parser.parse_args().folder.resolve()
-    tree = target / "tree"
-    shutil.rmtree(tree, ignore_errors=True)
-    tree.mkdir(parents=True)
-    make(tree)
-    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    subprocess.run(build, cwd=tree, check=True)
-    for library in (tree / "kvcache").glob("*.so"):
-        shutil.copy2(library, target)
-    shutil.rmtree(tree)
-    write_manifest(target)
-    print("\n".join(str(path) for path in carried(target)))
+    parser.add_argument(
+        "--python", default="3.12", metavar="VERSION", help="Python version there; default 3.12"
+    )
+    parser.add_argument(
+        "--archs", default="90", help="architectures of the GPUs there; default 90 (H100, H200)"
+    )
+    args = parser.parse_args()
+    folder = args.folder.resolve()
+    try:
+        build_for(folder, python_with_headers(args.python), args.archs)
+    except (RuntimeError, OSError, shutil.Error) as error:
+        print(f"make gpu-libraries: {error}", file=sys.stderr)
+        return 1
+    for path in carried(folder):
+        print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
     return 0
+
+
+def build_for(folder: Path, python: str, archs: str) -> None:
+    """Build the libraries for a Python interpreter, and replace those in `folder` once all are built."""
+    with tempfile.TemporaryDirectory(prefix="kvcache-libraries-") as temporary:
+        tree = Path(temporary, "tree")
+        make(tree)
+        # Packages that the build only reads, such as torch's headers, are shared between versions.
+        environment = {
+            **os.environ,
+            "PYTHONPATH": sysconfig.get_path("purelib"),
+            "KVCACHE_CUDA": "1",
+            "KVCACHE_CUDA_ARCHS": archs,
+        }
+        command = [python, "setup.py", "-q", "build_ext", "--inplace"]
+        if subprocess.run(command, cwd=tree, env=environment).returncode != 0:
+            raise RuntimeError("the build failed (its output is above); nothing was replaced")
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("*.so"):
+            old.unlink()
+        for library in (tree / "kvcache").glob("*.so"):
+            shutil.copy2(library, folder)
+    write_manifest(folder, environment=environment)
+
+
+def python_with_headers(version: str) -> str:
+    """Return a Python interpreter of this version that has its headers, from the PATH or pyenv.
+
+    Raises RuntimeError if there is none.
+    """
+    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    beside = sorted(root.glob(f"versions/{version}.*/bin/python{version}"), reverse=True)
+    found = [sys.executable, shutil.which(f"python{version}"), *map(str, beside)]
+    ask = "import sys, sysconfig; print('%d.%d' % sys.version_info[:2], sysconfig.get_path('include'))"
+    for program in filter(None, found):
+        told = machine.output_of([program, "-c", ask]).split(" ", 1)
+        if told[0] == version and Path(told[1], "Python.h").is_file():
+            return program
+    raise RuntimeError(
+        f"no Python {version} with its headers (Python.h) on the PATH or in {root}: install one, or "
+        "choose another version with --python"
+    )
 
 
 if __name__ == "__main__":
