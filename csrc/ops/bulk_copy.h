@@ -40,7 +40,12 @@ __device__ __forceinline__ void bulk_barriers_init(BulkBarrier* barriers, int co
 #endif
   }
 #ifdef KV_HAS_BULK_COPY
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  // Barriers are initialized through the generic proxy, and bulk copies access them through the
+  // async proxy.
+  asm volatile(
+      "fence.mbarrier_init.release.cluster;\n\t"
+      "fence.proxy.async.shared::cta;" ::
+          : "memory");
 #endif
 }
 

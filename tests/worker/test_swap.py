@@ -743,6 +743,25 @@ def test_immediate_swap_in_reads_new_bytes(method, monkeypatch):
 
 
 @pytest.mark.gpu
+def test_staging_occupies_few_multiprocessors(monkeypatch):
+    asked = []
+    copy_blocks = ops.copy_blocks
+
+    def spy(*args):
+        asked.append((args[6], args[8]))  # engine and number of thread blocks
+        copy_blocks(*args)
+
+    monkeypatch.setattr(ops, "copy_blocks", spy)
+    pages = Pages.allocate(9, [[4096, 4096]] * 2, device="cuda")
+    swap = SwapEngine(pages, pages.on_host(9), method="staging")
+    del asked[:]
+    swap.swap_out(pairs((1, 3)))
+    swap.wait(timeout_s=30)
+    gathering = [blocks for engine, blocks in asked if engine == ops.KERNEL]
+    assert len(asked) == 2 and gathering == [16]
+
+
+@pytest.mark.gpu
 def test_kernel_requires_pinned_host_memory():
     pages = Pages.allocate(4, [[64]], device="cuda")
     with pytest.raises(ValueError, match="method is 'kernel' and the host's pages are not pinned"):
