@@ -17,6 +17,7 @@
 #include "emul/atomics.h"
 #include "emul/bulk_copy.h"
 #include "emul/cluster.h"
+#include "emul/dependent_launch.h"
 #include "emul/intrinsics.h"
 #include "emul/launch.h"
 #include "emul/runtime.h"

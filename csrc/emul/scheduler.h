@@ -188,6 +188,7 @@ class Emulator {
         current_->wait = Wait::kNone;
         current_->async_copies.clear();
         current_->bulk_copies.clear();
+        current_->is_after_previous_kernel = false;
         call_(argument_);
         if (!current_->bulk_copies.empty()) {
           throw std::logic_error("a thread has ended with bulk copies under way");

@@ -131,6 +131,7 @@ struct Thread {
   unsigned participants;  // lanes in the last completed warp operation
   AsyncCopies async_copies;
   BulkCopies bulk_copies;
+  bool is_after_previous_kernel;  // see dependent_launch.h
 
   unsigned lane() const { return linear % kWarpLanes; }
 };

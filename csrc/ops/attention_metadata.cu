@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "ops/dependent_launch.h"
 #include "ops/device.h"
 #include "ops/launch_ids.h"
 #include "ops/occupancy.h"
@@ -70,6 +71,7 @@ __device__ inline int32_t saturated(int64_t sum) {
 // blocks, and no state is kept between launches.
 __global__ void __launch_bounds__(kThreads)
     attention_metadata_kernel(KV_PARAMETER AttentionMetadata m, int tile) {
+  begin_after_previous_kernel();
   __shared__ KVExtent kv[kMaxTile];
   __shared__ int32_t num_queries[kMaxTile];
   __shared__ int32_t rows[kMaxTile];
@@ -186,7 +188,7 @@ void attention_metadata_cuda(Tensor tables, Tensor groups, int64_t num_rows, Ten
   const int64_t most = std::max<int64_t>(1, at_once / (num_tiles * m.groups.num_groups));
   const dim3 grid(static_cast<unsigned>(num_tiles), static_cast<unsigned>(m.groups.num_groups),
                   static_cast<unsigned>(std::clamp<int64_t>(passes, 1, most)));
-  KV_LAUNCH(attention_metadata_kernel, grid, dim3(kThreads), 0, device.stream, m, tile);
+  KV_LAUNCH_DEPENDENT(attention_metadata_kernel, grid, dim3(kThreads), device, m, tile);
 }
 
 }  // namespace

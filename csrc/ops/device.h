@@ -30,10 +30,11 @@
     STD_CUDA_KERNEL_LAUNCH_CHECK();                               \
   } while (0)
 // Like KV_LAUNCH, but in clusters of `cluster` thread blocks along x.
-#define KV_LAUNCH_CLUSTERS(kernel, grid, block, shared_bytes, stream, cluster, ...)                \
-  do {                                                                                             \
-    ::kvcache::list_kernel<(kernel)>();                                                            \
-    ::kvcache::launch_clusters((kernel), grid, block, shared_bytes, stream, cluster, __VA_ARGS__); \
+#define KV_LAUNCH_CLUSTERS(kernel, grid, block, shared_bytes, stream, cluster, ...)              \
+  do {                                                                                           \
+    ::kvcache::list_kernel<(kernel)>();                                                          \
+    ::kvcache::launch_with(::kvcache::clusters_of(cluster), (kernel), grid, block, shared_bytes, \
+                           stream, __VA_ARGS__);                                                 \
   } while (0)
 #define KV_CUDA_CHECK(call) STD_CUDA_CHECK(call)
 // Registers `function` as the op's CUDA or, under emulation, emulated implementation.
@@ -84,21 +85,26 @@ struct OnDevice {
 #endif
 
 #ifdef __CUDACC__
+// Launches a kernel with an attribute.
 template <class Kernel, class... Arguments>
-void launch_clusters(Kernel* kernel, dim3 grid, dim3 block, size_t shared_bytes,
-                     cudaStream_t stream, unsigned cluster, const Arguments&... arguments) {
-  cudaLaunchAttribute size{};
-  size.id = cudaLaunchAttributeClusterDimension;
-  size.val.clusterDim.x = cluster;
-  size.val.clusterDim.y = size.val.clusterDim.z = 1;
+void launch_with(cudaLaunchAttribute attribute, Kernel* kernel, dim3 grid, dim3 block,
+                 size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &size;
+  config.attrs = &attribute;
   config.numAttrs = 1;
   KV_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+inline cudaLaunchAttribute clusters_of(unsigned num_blocks) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = num_blocks;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  return attribute;
 }
 #endif
 

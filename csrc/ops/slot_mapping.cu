@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "ops/dependent_launch.h"
 #include "ops/device.h"
 
 namespace kvcache {
@@ -48,6 +49,7 @@ class RequestFinder {
 // last token. Because the work is divided by token, long and short requests are equally fast.
 template <class Slot, bool kByRequest>
 __global__ void __launch_bounds__(kThreads) slot_mapping_kernel(const SlotMapping m) {
+  begin_after_previous_kernel();
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const bool is_token = i < m.num_tokens;
   const int64_t position = is_token ? m.positions[i] : -1;
@@ -100,8 +102,8 @@ void slot_mapping_cuda(Tensor tables, Tensor groups, int64_t num_rows, Tensor ro
   const dim3 grid(static_cast<unsigned>((m.num_out + kThreads - 1) / kThreads),
                   static_cast<unsigned>(m.groups.num_groups));
   const auto launch = [&](auto slot, auto by_request) {
-    KV_LAUNCH((slot_mapping_kernel<decltype(slot), by_request>), grid, dim3(kThreads), 0,
-              device.stream, m);
+    KV_LAUNCH_DEPENDENT((slot_mapping_kernel<decltype(slot), by_request>), grid, dim3(kThreads),
+                        device, m);
   };
   const auto launch_wide = [&](auto by_request) {
     m.wide ? launch(int64_t{}, by_request) : launch(int32_t{}, by_request);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/table_update.h"
 
+#include "ops/dependent_launch.h"
 #include "ops/device.h"
 #include "ops/launch_ids.h"
 
@@ -35,6 +36,7 @@ __device__ __forceinline__ void copy_by_warp(int32_t* to, const int32_t* from, i
 // warp processes up to 32 segments at once, one per lane. A single lane writes a short segment (a
 // decode step appends one id to a row). The whole warp writes long segments, one after another.
 __global__ void __launch_bounds__(kWarps * 32) update_kernel(const TableUpdate u) {
+  begin_after_previous_kernel();
   if (u.bad_count()) return;  // see checked_mode
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   const int32_t warp = static_cast<int32_t>(blockIdx.x * kWarps + threadIdx.x / 32);
@@ -83,6 +85,7 @@ __device__ __forceinline__ int4 shown(const GatheredRow& row, int32_t c) {
 // Runs one thread block per output row (x) and group (y). Copies four ids at a time if both rows
 // are aligned to 16 bytes, either at their starts or after an equal number of leading ids.
 __global__ void __launch_bounds__(kGatherThreads) gather_kernel(KV_PARAMETER TableGather m) {
+  begin_after_previous_kernel();
   const GatheredRow row = m.row(static_cast<int>(blockIdx.y), blockIdx.x);
   const auto misalignment = [](const int32_t* p) {
     return static_cast<int32_t>(reinterpret_cast<uintptr_t>(p) / sizeof(int32_t) % 4);
@@ -118,7 +121,7 @@ void update_block_tables_cuda(Tensor tables, Tensor updates) {
     const int64_t s = first_bad_on_device(BadSegment{u}, count, device.stream);
     if (s >= 0) fail_table_update(u, s);
   }
-  KV_LAUNCH(update_kernel, dim3(kUpdateBlocks), dim3(kWarps * 32), 0, device.stream, u);
+  KV_LAUNCH_DEPENDENT(update_kernel, dim3(kUpdateBlocks), dim3(kWarps * 32), device, u);
 }
 
 void gather_block_tables_cuda(Tensor tables, Tensor groups, int64_t num_rows, Tensor idx_mapping,
@@ -135,7 +138,7 @@ void gather_block_tables_cuda(Tensor tables, Tensor groups, int64_t num_rows, Te
   }
   const dim3 grid(static_cast<unsigned>(m.num_out_rows),
                   static_cast<unsigned>(m.groups.num_groups));
-  KV_LAUNCH(gather_kernel, grid, dim3(kGatherThreads), 0, device.stream, m);
+  KV_LAUNCH_DEPENDENT(gather_kernel, grid, dim3(kGatherThreads), device, m);
 }
 
 }  // namespace

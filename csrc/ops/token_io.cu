@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "ops/dependent_launch.h"
 #include "ops/device.h"
 #include "ops/fast_divisor.h"
 #include "ops/launch_ids.h"
@@ -173,6 +174,7 @@ __device__ void write_by_division(const TokenIo& io, const TokenPages& p, float 
 // vector of Mover::kInFlight tokens, so all of them share one scale and the values derived from it.
 template <class Mover, Direction direction>
 __global__ void __launch_bounds__(kThreads) token_io_kernel(KV_PARAMETER TokenLaunch launch) {
+  begin_after_previous_kernel();
   using Token = typename Mover::Token;
   using Page = typename Mover::Page;
   constexpr unsigned kInFlight = Mover::kInFlight;
@@ -247,7 +249,7 @@ void launch(const TokenIo& io, const OnDevice& device) {
   const unsigned tokens = block.y * Mover::kInFlight;
   const dim3 grid(unsigned((io.num_tokens + tokens - 1) / tokens),
                   launch.k_blocks + shares_of(v_total), unsigned(io.num_layers));
-  KV_LAUNCH((token_io_kernel<Mover, direction>), grid, block, 0, device.stream, launch);
+  KV_LAUNCH_DEPENDENT((token_io_kernel<Mover, direction>), grid, block, device, launch);
 }
 
 // Returns the largest of 16, 8, 4, 2 and 1 that divides all of these byte counts.

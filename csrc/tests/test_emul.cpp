@@ -399,6 +399,19 @@ TEST(invalid_uses_of_bulk_copies_are_reported) {
                "another one has this barrier");
 }
 
+__global__ void wait_in_some_threads(unsigned num_waiting) {
+  if (threadIdx.x < num_waiting) emul::begin_after_previous_kernel();
+}
+
+TEST(every_thread_of_a_dependent_launch_must_wait) {
+  const auto run = [](unsigned num_waiting) {
+    emul::launch_dependent_kernel(wait_in_some_threads, dim3(2), dim3(64),
+                                  [&] { wait_in_some_threads(num_waiting); });
+  };
+  run(64);
+  CHECK_THROWS(run(63), "did not wait for the previous kernel");
+}
+
 // Each block of the cluster stores one number per thread, and reads the numbers of the next block.
 __global__ void next_in_cluster(int* out, unsigned cluster) {
   KV_DYN_SHARED(int, buffer);

@@ -87,11 +87,13 @@ KV_GPULESS_API cudaError_t cudaLaunchCooperativeKernel(const void* stub, dim3 gr
   return launch_on(stub, grid, block, arguments, shared_bytes, stream);
 }
 
-// The only simulated launch attribute is the cluster size along x.
+// Simulates the cluster size along x. Kernels run one after another, so programmatic stream
+// serialization has no effect.
 KV_GPULESS_API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* stub,
                                                void** arguments) {
   unsigned cluster = 1;
   for (unsigned i = 0; i < c->numAttrs; ++i) {
+    if (c->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization) continue;
     const auto& size = c->attrs[i].val.clusterDim;
     if (c->attrs[i].id != cudaLaunchAttributeClusterDimension || size.y != 1 || size.z != 1) {
       return call([] { return cudaErrorNotSupported; });

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// Programmatic dependent launch (PDL): a kernel launched with KV_LAUNCH_DEPENDENT may start while
+// the stream's previous kernel is still running, which hides the launch latency of small kernels.
+// Hardware support starts with sm_90. KVCACHE_PDL=1 enables such launches; by default, they are
+// disabled until `make gpu` has shown that they are faster.
+#pragma once
+
+#include <cstdint>
+
+#include "ops/device.h"
+
+#if defined(__CUDACC__) && (!defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900)
+#define KV_HAS_DEPENDENT_LAUNCHES
+#endif
+
+namespace kvcache {
+
+// Must be called by every thread of a kernel that is launched with KV_LAUNCH_DEPENDENT, before the
+// thread accesses global memory.
+//
+// Waits until the previous kernel has completed and its writes are visible. Only then may the next
+// kernel start, which waits for this kernel in the same way. Therefore, a kernel starts only after
+// all kernels before the previous kernel have completed. Both instructions have no effect if the
+// kernels were launched without the attribute.
+__device__ __forceinline__ void begin_after_previous_kernel() {
+#ifdef KV_HAS_DEPENDENT_LAUNCHES
+  asm volatile(
+      "griddepcontrol.wait;\n\t"
+      "griddepcontrol.launch_dependents;" ::
+          : "memory");
+#elif !defined(__CUDACC__)
+  emul::begin_after_previous_kernel();
+#endif
+}
+
+#ifdef __CUDACC__
+// Returns whether dependent launches are enabled and supported by the device and by the driver. A
+// graph can capture them from CUDA 12.3 on.
+inline bool launches_dependent(const OnDevice& device) {
+  if (!switched_on("KVCACHE_PDL")) return false;
+  static const bool by_driver = [] {
+    int version = 0;
+    KV_CUDA_CHECK(cudaDriverGetVersion(&version));
+    return version >= 12030;
+  }();
+  int capability = 0;
+  KV_CUDA_CHECK(
+      cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device.index));
+  return by_driver && capability >= 9;
+}
+
+inline cudaLaunchAttribute dependent_launch() {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
+#define KV_LAUNCH_DEPENDENT(kernel, grid, block, device, ...)                         \
+  do {                                                                                \
+    if (::kvcache::launches_dependent(device)) {                                      \
+      ::kvcache::launch_with(::kvcache::dependent_launch(), (kernel), grid, block, 0, \
+                             (device).stream, __VA_ARGS__);                           \
+    } else {                                                                          \
+      KV_LAUNCH(kernel, grid, block, 0, (device).stream, __VA_ARGS__);                \
+    }                                                                                 \
+  } while (0)
+#elif defined(KVCACHE_GPULESS)
+#define KV_LAUNCH_DEPENDENT(kernel, grid, block, device, ...) \
+  KV_LAUNCH(kernel, grid, block, 0, (device).stream, __VA_ARGS__)
+#else
+#define KV_LAUNCH_DEPENDENT(kernel, grid, block, device, ...) \
+  emul::launch_dependent_kernel((kernel), grid, block, [&] { (kernel)(__VA_ARGS__); })
+#endif
+
+}  // namespace kvcache
