@@ -88,7 +88,7 @@ def write_manifest(
     `python`, `environment`: the interpreter and environment of the build. They determine torch, the
     toolkit and the architectures.
     """
-    facts = {"commit": machine.commit(repo), "sources": machine.sources_digest(repo)}
+    facts = {"commit": machine.commit(), "sources": machine.sources_digest(repo)}
     asked = subprocess.run(
         [str(python), "-c", _BUILT_WITH],
         cwd=repo,
@@ -146,7 +146,7 @@ def build_for(folder: Path, python: str, archs: str) -> None:
             old.unlink()
         for library in (tree / "kvcache").glob("*.so"):
             shutil.copy2(library, folder)
-    write_manifest(folder, environment=environment)
+        write_manifest(folder, tree, environment=environment)
 
 
 def python_with_headers(version: str) -> str:
