@@ -562,6 +562,8 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "swap swap_streams calibration",
         [
             ('self._swap_streams[OUT].last_reading(pages), "released"', 'None, "released"'),
+            ("for key in (IN, _EXPEDITED)]", "for key in (IN,)]"),
+            ('self._after(begin, other.last_writing(pairs[:, 1]), "done")', "pass"),
             ("& (steps[:, 0] == steps[:, 1])", ""),
             ("if layer < end), job.done", "if layer <= end), job.done"),
         ],

@@ -32,6 +32,7 @@ class SimulatedStreams:
         self.fails: set[int] = set()  # indices of launches on other streams that must raise
         self.launches = 0
         self.capturing = False  # whether the compute stream is being captured
+        self.held: list[deque] = []  # streams whose work does not run
 
     def new_stream(self) -> deque:
         self._streams.append(deque())
@@ -68,7 +69,7 @@ class SimulatedStreams:
         """
         done = 0
         while most is None or done < most:
-            ready = [stream for stream in self._streams if stream and self._is_ready(stream[0])]
+            ready = [stream for stream in self._streams if stream and self._is_ready(stream)]
             if not ready:
                 break
             item = self._random.choices(ready, [self._speeds[id(stream)] for stream in ready])[
@@ -81,6 +82,7 @@ class SimulatedStreams:
             done += 1
         return sum(map(len, self._streams))
 
-    @staticmethod
-    def _is_ready(item) -> bool:
-        return not isinstance(item, tuple) or item[1].happened
+    def _is_ready(self, stream) -> bool:
+        if any(stream is each for each in self.held):
+            return False
+        return not isinstance(stream[0], tuple) or stream[0][1].happened

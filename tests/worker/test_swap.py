@@ -104,7 +104,8 @@ class Race:
         targets = self.random.sample(sorted(self.device), len(chosen))
         for page, target in zip(chosen, targets):
             self.device[target] = self.host[page]
-        job = self.engine.swap_in(pairs(*zip(chosen, targets)))
+        moves = pairs(*zip(chosen, targets))
+        job = self.engine.swap_in(moves, expedited=self.random.random() < 0.4)
         self.arriving |= dict.fromkeys(targets, job)
         if self.by_layer:
             for layer in range(LAYERS):
@@ -242,6 +243,125 @@ def test_staging_halves_overlap_with_transfers(direction):
     streams._streams = everything
     streams.advance()
     assert sorted(ran) == ["bus"] * 4 + ["relayout"] * 4 and ran[-1] == last
+
+
+def held_back(form, seed=0):
+    """Return an engine, its simulated streams and a swap-in that does not start."""
+    race = Race(seed, **FORMS[form])
+    for r in range(len(race.host_pages.sizes)):
+        race.host_pages.fragment(r)[:] = torch.arange(10, dtype=torch.uint8)[:, None]
+    regular = race.engine.swap_in(pairs((1, 3), (2, 4)))
+    race.streams.held = [race.engine._swap_streams["in"].stream]
+    return race.engine, race.streams, regular
+
+
+def values(pages, *numbers):
+    """Return the value of each page, whose bytes are all equal."""
+    found = [
+        {value for r in range(len(pages.sizes)) for value in pages.fragment(r)[n].tolist()}
+        for n in numbers
+    ]
+    assert all(len(each) == 1 for each in found)
+    return [each.pop() for each in found]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_expedited_swap_in_overtakes_regular_swap_in(form):
+    swap, streams, regular = held_back(form)
+    expedited = swap.swap_in(pairs((2, 5), (6, 7)), expedited=True)
+    streams.advance()
+    assert expedited.poll() and not regular.poll() and not swap.is_idle
+    assert values(swap.device, 5, 7, 3, 4) == [2, 6, 0, 0]
+    streams.held = []
+    streams.advance()
+    swap.wait(timeout_s=0)
+    assert values(swap.device, 5, 7, 3, 4) == [2, 6, 1, 2]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_swap_ins_of_the_same_device_page_run_in_order(form):
+    swap, streams, regular = held_back(form)
+    expedited = swap.swap_in(pairs((6, 4)), expedited=True)
+    last = swap.swap_in(pairs((7, 4)))
+    streams.advance()
+    assert not expedited.poll() and not regular.poll()
+    streams.held = [swap._swap_streams["expedited"].stream]
+    streams.advance()
+    assert regular.poll() and not last.poll() and values(swap.device, 4) == [2]
+    streams.held = []
+    streams.advance()
+    swap.wait(timeout_s=0)
+    assert values(swap.device, 3, 4) == [1, 7]
+
+
+def test_swap_out_waits_for_expedited_swap_ins_of_its_pages():
+    """The swap-outs overwrite a host page that is read, and read a device page that is written."""
+    swap, streams, _ = held_back("kernel")
+    streams.held = [swap._swap_streams["expedited"].stream]
+    swap.swap_in(pairs((6, 7)), expedited=True)
+    outs = [swap.swap_out(pairs((8, 6))), swap.swap_out(pairs((7, 9)))]
+    streams.advance()
+    assert not any(out.poll() for out in outs)
+    streams.held = []
+    streams.advance()
+    swap.wait(timeout_s=0)
+    assert values(swap.device, 7) == [6] and values(swap.host, 6, 9) == [0, 6]
+
+
+def test_expedited_swap_in_waits_for_swap_outs_of_its_pages():
+    swap, streams, regular = held_back("copy engine")
+    streams.held = [swap._swap_streams["out"].stream]
+    swap.device.memory.fill_(9)
+    out = swap.swap_out(pairs((5, 6)))
+    jobs = [swap.swap_in(pairs(pair), expedited=True) for pair in ((6, 7), (8, 5))]
+    streams.advance()
+    assert regular.poll() and not any(job.poll() for job in [out, *jobs])
+    streams.held = []
+    streams.advance()
+    swap.wait(timeout_s=0)
+    assert values(swap.device, 5, 7) == [8, 9] and values(swap.host, 6) == [9]
+
+
+@pytest.mark.parametrize("call", ["before_write", "order_after_swap_ins"])
+def test_compute_waits_for_expedited_swap_ins(call):
+    swap, streams, _ = held_back("kernel")
+    streams.held = [swap._swap_streams["expedited"].stream]
+    swap.swap_in(pairs((6, 7)), expedited=True)
+    seen = []
+    if call == "before_write":
+        swap.before_write(np.array([7]))
+    else:
+        swap.order_after_swap_ins()
+    streams.launch(streams.compute, lambda: seen.extend(values(swap.device, 7)))
+    streams.advance()
+    assert seen == []
+    streams.held = []
+    streams.advance()
+    assert seen == [6]
+
+
+def test_failed_expedited_swap_in_is_reported():
+    swap, streams, regular = held_back("kernel")
+    streams.fails = {streams.launches + 1}
+    expedited = swap.swap_in(pairs((6, 7), (7, 8)), expedited=True)
+    streams.advance()
+    with pytest.raises(SwapError, match="expedited swap-in 2 of 2 pages failed: CUDA error: plan"):
+        expedited.wait(timeout_s=0)
+    assert swap.invalid_pages(expedited).tolist() == [7, 8]
+    streams.held = []
+    streams.advance()
+    regular.wait(timeout_s=0)
+    assert swap.invalid_pages(regular).tolist() == []
+
+
+def test_expedited_swap_in_of_a_host_page_whose_swap_out_failed_is_invalid():
+    swap, streams, _ = held_back("kernel")
+    streams.fails = {streams.launches + 1}
+    swap.swap_out(pairs((5, 6)))
+    expedited = swap.swap_in(pairs((6, 7), (8, 9)), expedited=True)
+    streams.advance()
+    expedited.wait(timeout_s=0)
+    assert swap.invalid_pages(expedited).tolist() == [7]
 
 
 # --- the worker -----------------------------------------------------------------------------------

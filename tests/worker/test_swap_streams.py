@@ -30,7 +30,8 @@ def test_collected_engine_destroys_its_streams():
     before = len(streams._streams)
     swap = engine("cpu", method="staging", streams=streams)
     made = streams._streams[before:]
-    assert len(made) == 4  # one bus stream and one relayout stream per direction
+    # One bus stream and one relayout stream per direction, and a stream for expedited swap-ins.
+    assert len(made) == 5
     del swap
     gc.collect()
     assert [id(stream) for stream in streams.closed] == [id(stream) for stream in made]
@@ -154,10 +155,11 @@ def test_swap_engines_use_their_own_high_priority_streams():
     own += [
         s
         for swap_stream in swap._swap_streams.values()
+        if swap_stream.staging is not None
         for s in (swap_stream.staging.first, swap_stream.staging.last)
     ]
     handles = {stream.cuda_stream for stream in own}
-    assert len(handles) == 4
+    assert len(handles) == 5
     pool = [torch.cuda.Stream(priority=priority) for priority in (0, -1) for _ in range(40)]
     assert not handles & {stream.cuda_stream for stream in pool}
     highest = min(torch.cuda.Stream.priority_range())  # the highest priority in torch's stream pool

@@ -23,6 +23,7 @@ from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.swap.calibration import (
     COPY_ENGINE,
+    DIRECTIONS,
     IN,
     KERNEL,
     METHODS,
@@ -35,7 +36,8 @@ from kvcache.worker.swap.job import SwapJob, SwapStream, until
 from kvcache.worker.swap.staging import SwapStaging
 from kvcache.worker.swap.streams import CpuStreams, CudaStreams, streams_of
 
-_NAMES = {OUT: "swap-out", IN: "swap-in"}
+_EXPEDITED = "expedited"  # key of the expedited swap-ins' stream; their direction is IN
+_NAMES = {OUT: "swap-out", IN: "swap-in", _EXPEDITED: "expedited swap-in"}
 # Number of thread blocks that gather pages into staging memory or scatter them from it. The engine's
 # streams have the highest priority, so a grid that fills the device would stop the model's kernels.
 # Each thread block has 64 KiB of loads in flight (512 threads with eight 16-byte loads), that is, at
@@ -45,13 +47,14 @@ _STAGING_THREAD_BLOCKS = 16
 
 
 class SwapEngine:
-    """Swaps pages between device and host on its own streams, one per direction.
+    """Swaps pages between device and host on its own streams: one per direction, and one for
+    expedited swap-ins.
 
     Swaps start after the work that is already in the current stream. Before overwriting swapped-out
     pages, call `before_write`, which makes the current stream wait until these pages have been
     read. Before reading swapped-in pages, call `before_read`, which makes the current stream wait
-    until these pages have arrived. Jobs in opposite directions that share a page, on either side,
-    run one after another. No other work may write to a job's pages.
+    until these pages have arrived. Jobs that share a page, on either side, run one after another,
+    unless both only read it. No other work may write to a job's pages.
 
     On devices other than CUDA, a job is complete as soon as the call that starts it returns.
 
@@ -146,9 +149,11 @@ class SwapEngine:
         self._swap_streams = {
             OUT: SwapStream(device, host, self._new_stream()),
             IN: SwapStream(host, device, self._new_stream(), by_layer=by_layer),
+            _EXPEDITED: SwapStream(host, device, self._new_stream(), by_layer=by_layer),
         }
-        for direction, swap_stream in self._swap_streams.items():
+        for direction in DIRECTIONS:
             if self._may_stage(direction):
+                swap_stream = self._swap_streams[direction]
                 kept.append(self._make_staging(direction, swap_stream, staging_bytes))
         self._num_jobs = 0
         # Name of the job that is being launched or whose launch was interrupted.
@@ -175,16 +180,18 @@ class SwapEngine:
         """
         return self._start(OUT, pairs)
 
-    def swap_in(self, pairs: np.ndarray) -> SwapJob:
+    def swap_in(self, pairs: np.ndarray, *, expedited: bool = False) -> SwapJob:
         """Start a swap-in.
 
         Args:
             pairs: int[n, 2]. Host page and device page.
+            expedited: If True, the swap-in does not queue behind regular swap-ins: it waits only
+                for those that write to its device pages. Its pages are not staged.
 
         Returns:
             The job. The errors are the same as for `swap_out`.
         """
-        return self._start(IN, pairs)
+        return self._start(_EXPEDITED if flag(expedited, "expedited") else IN, pairs)
 
     def before_write(self, pages: np.ndarray) -> None:
         """Make the current stream wait until no job reads or writes these device pages.
@@ -205,7 +212,8 @@ class SwapEngine:
         self.check_not_captured("before_write")
         stream = self._streams.current()
         self._after(stream, self._swap_streams[OUT].last_reading(pages), "released")
-        self._after(stream, self._swap_streams[IN].last_writing(pages), "done")
+        for swap_stream in self._swap_ins:
+            self._after(stream, swap_stream.last_writing(pages), "done")
 
     def before_read(self, job: SwapJob, layer: int | None = None) -> None:
         """Make the current stream wait until a swapped-in layer has arrived.
@@ -235,12 +243,11 @@ class SwapEngine:
             RuntimeError: A CUDA graph is being captured on the current stream while swap-ins are in
                 flight.
         """
-        swap_stream = self._swap_streams[IN]
-        job = swap_stream.in_flight.get(swap_stream.last)
-        if job is None:
-            return
-        self.check_not_captured("order_after_swap_ins")
-        self._after(self._streams.current(), job, "done")
+        for swap_stream in self._swap_ins:
+            job = swap_stream.in_flight.get(swap_stream.last)
+            if job is not None:
+                self.check_not_captured("order_after_swap_ins")
+                self._after(self._streams.current(), job, "done")
 
     def check_not_captured(self, name: str) -> None:
         """Raise RuntimeError if a CUDA graph is being captured on the current stream.
@@ -289,7 +296,7 @@ class SwapEngine:
 
     def num_fragments(self, direction: str, pairs: np.ndarray) -> int:
         """Return the number of fragments after merging consecutive pages, at least 1."""
-        if not isinstance(direction, str) or direction not in self._swap_streams:
+        if not isinstance(direction, str) or direction not in DIRECTIONS:
             raise ValueError(f"direction is {shown(direction)}: expected {OUT!r} or {IN!r}")
         pairs = integers(pairs, "pairs", (2,))
         page_copy = self._swap_streams[direction].page_copy
@@ -316,6 +323,10 @@ class SwapEngine:
         if method == KERNEL and not self._kernel_reaches_host:
             method = COPY_ENGINE if by_layer or swap_stream.staging is None else STAGING
         return method
+
+    @property
+    def _swap_ins(self) -> list[SwapStream]:
+        return [self._swap_streams[key] for key in (IN, _EXPEDITED)]
 
     def _may_stage(self, direction: str) -> bool:
         if self._method is not None or self._is_cpu:
@@ -356,12 +367,10 @@ class SwapEngine:
         )
         return memory
 
-    def _start(self, direction: str, pairs: np.ndarray) -> SwapJob:
-        name = "swap_out" if direction == OUT else "swap_in"
-        swap_stream, other = (
-            self._swap_streams[direction],
-            self._swap_streams[IN if direction == OUT else OUT],
-        )
+    def _start(self, key: str, pairs: np.ndarray) -> SwapJob:
+        direction = OUT if key == OUT else IN
+        name = f"swap_{direction}"
+        swap_stream = self._swap_streams[key]
         pairs = integers(pairs, name, (2,))
         check_range(name, "reads page", pairs[:, 0], 1, swap_stream.source.num_blocks)
         check_range(name, "writes to page", pairs[:, 1], 1, swap_stream.destination.num_blocks)
@@ -369,10 +378,12 @@ class SwapEngine:
         self.check_not_captured(name)
         self._check_whole()
         self._num_jobs += 1
-        job = swap_stream.new_job(f"{_NAMES[direction]} {self._num_jobs}", pairs)
+        job = swap_stream.new_job(f"{_NAMES[key]} {self._num_jobs}", pairs)
         if direction == IN:
-            job.fillers = other.writers(pairs[:, 0])
+            job.fillers = self._swap_streams[OUT].writers(pairs[:, 0])
         streams, method = self._streams, self.method_for(direction, pairs)
+        if method == STAGING and swap_stream.staging is None:  # an expedited swap-in
+            method = KERNEL if self._kernel_reaches_host else COPY_ENGINE
         staging = swap_stream.staging if method == STAGING else None
         self._begun = job.name
         begin = swap_stream.stream if staging is None else staging.first
@@ -380,14 +391,7 @@ class SwapEngine:
         try:
             streams.wait(begin, streams.record(streams.current()))
             self._after_the_job_before(swap_stream, begin, end)
-            # Wait for jobs in the other direction that write this job's sources or read its
-            # destinations.
-            filler = other.last_writing(pairs[:, 0])
-            self._after(begin, filler, "done")
-            self._after(begin, other.last_reading(pairs[:, 1]), "released")
-            # If no swap-out in flight writes the host pages, they may be read immediately, before
-            # earlier work in the stream finishes.
-            settled = direction == IN and (filler is None or filler.poll())
+            settled = self._after_other_streams(swap_stream, begin, pairs) and direction == IN
             self._carry(direction, swap_stream, job, method, settled)
         except (RuntimeError, MemoryError) as error:
             job.fail(error)
@@ -446,6 +450,29 @@ class SwapEngine:
         if swap_stream.begin is not begin or swap_stream.end is not end:
             self._after(begin, swap_stream.in_flight.get(swap_stream.last), "done")
         swap_stream.begin, swap_stream.end = begin, end
+
+    def _after_other_streams(
+        self, swap_stream: SwapStream, begin: object, pairs: np.ndarray
+    ) -> bool:
+        """Order a job after the jobs of other streams that write its sources or use its
+        destinations.
+
+        Returns:
+            Whether no job in flight writes the sources. They may then be read immediately, before
+            earlier work in the stream finishes.
+        """
+        settled = True
+        for other in self._swap_streams.values():
+            if other is swap_stream:
+                continue
+            if other.source is swap_stream.source:  # same direction
+                self._after(begin, other.last_writing(pairs[:, 1]), "done")
+                continue
+            filler = other.last_writing(pairs[:, 0])
+            self._after(begin, filler, "done")
+            self._after(begin, other.last_reading(pairs[:, 1]), "released")
+            settled = settled and (filler is None or filler.poll())
+        return settled
 
     def _carry(
         self, direction: str, swap_stream: SwapStream, job: SwapJob, method: str, settled: bool

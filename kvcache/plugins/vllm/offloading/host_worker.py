@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -77,7 +79,7 @@ class HostWorker(OffloadingWorker):
         self._is_filled[all_pages], self._filler[all_pages] = False, job_id
         pairs = self._pairs(src_spec, dst_spec, must_fill=True)
         transfer = _Transfer(False, pairs[:, 1], time.perf_counter())
-        self._start(job_id, transfer, pairs)
+        self._start(job_id, transfer, self.swap.swap_out, pairs)
         return True
 
     def submit_load(
@@ -89,14 +91,16 @@ class HostWorker(OffloadingWorker):
     ) -> bool:
         """Start copying chunks to blocks.
 
-        `expedited` (vLLM 0.33) has no effect: loads do not wait for stores.
+        With `expedited` (vLLM 0.33), the load does not queue behind regular loads, because vLLM
+        waits for it within the step.
         """
         pairs = self._pairs(dst_spec, src_spec, must_fill=False)
         transfer = _Transfer(True, pairs[:, 1], time.perf_counter())
         if len(pairs) < len(dst_spec.block_ids) or not self._is_filled[pairs[:, 1]].all():
             transfer.error = RuntimeError("a store has not filled all host pages of this load")
             pairs = _NO_PAIRS
-        self._start(job_id, transfer, pairs[:, ::-1])
+        move = partial(self.swap.swap_in, expedited=expedited)
+        self._start(job_id, transfer, move, pairs[:, ::-1])
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -152,9 +156,14 @@ class HostWorker(OffloadingWorker):
             return _NO_PAIRS
         return np.stack([np.concatenate(blocks), np.concatenate(pages)], axis=1).astype(np.int64)
 
-    def _start(self, job_id: int, transfer: _Transfer, pairs: np.ndarray) -> None:
+    def _start(
+        self,
+        job_id: int,
+        transfer: _Transfer,
+        move: Callable[[np.ndarray], SwapJob],
+        pairs: np.ndarray,
+    ) -> None:
         try:
-            move = self.swap.swap_in if transfer.is_load else self.swap.swap_out
             transfer.job = move(pairs)
         except (RuntimeError, ValueError, MemoryError) as error:
             transfer.error = error
