@@ -4,6 +4,9 @@
 These tests run in `make test-vllm` and are skipped where vLLM is not installed.
 """
 
+import time
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -12,8 +15,10 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
-from kvcache.plugins.vllm.offloading import HostWorker
+from kvcache.plugins.vllm.offloading import HostWorker, host_worker
 from kvcache.plugins.vllm.offloading.host_manager import HostChunks
+from kvcache.worker.swap import engine
+from tests.machinery.simulated_device import SimulatedStreams
 
 
 class TestWorker:
@@ -91,7 +96,7 @@ class TestWorker:
 
     @pytest.mark.parametrize("what", ["swap_out", "swap_in"])
     def test_failed_swap_is_reported_as_a_failed_load(self, what, monkeypatch):
-        def fail(pairs):
+        def fail(pairs, **options):
             raise RuntimeError("no luck")
 
         worker = self.worker(0)
@@ -108,8 +113,8 @@ class TestWorker:
         worker = self.worker(0)
         swap_in = worker.swap.swap_in
 
-        def late(pairs):
-            job = swap_in(pairs)
+        def late(pairs, **options):
+            job = swap_in(pairs, **options)
             job.fail(RuntimeError("the device is lost"))
             return job
 
@@ -143,7 +148,7 @@ class TestWorker:
         host = HostChunks(np.array([1], np.int32), [1])
         worker.submit_store(1, self.spec([([1, 2, 3], 0)]), host)
 
-        def fail(pairs):
+        def fail(pairs, **options):
             raise RuntimeError("no luck")
 
         monkeypatch.setattr(worker.swap, "swap_out", fail)
@@ -153,3 +158,120 @@ class TestWorker:
         worker.submit_load(3, host, self.spec([([4, 5, 6], 0)]))
         worker.get_finished()
         assert worker.take_failed_loads() == {3}
+
+
+class TestExpeditedLoads:
+    """One tensor and one block per chunk, on a simulated device. Chunk n contains block n's number.
+
+    While the worker waits, the device executes its work, except on the streams that are held.
+    """
+
+    @pytest.fixture
+    def worker(self, monkeypatch):
+        self.streams = SimulatedStreams(0)
+        monkeypatch.setattr(engine, "streams_of", lambda device: self.streams)
+        clock = SimpleNamespace(**{**vars(time), "sleep": self.execute})
+        monkeypatch.setattr(host_worker, "time", clock)
+        self.blocks = torch.arange(20, dtype=torch.int8).repeat_interleave(64).view(20, 64)
+        caches = CanonicalKVCaches([CanonicalKVCacheTensor(self.blocks, 64)], [])
+        worker = HostWorker(caches, num_chunks=9, blocks_per_chunk=1)
+        worker.submit_store(0, self.blocks_of(*range(1, 10)), self.chunks(*range(1, 10)))
+        worker.wait({0})
+        assert [result.transfer_size for result in worker.get_finished()] == [9 * 64]
+        return worker
+
+    def execute(self, seconds):
+        """Execute one item of the device's work. Fails if none can run."""
+        before = sum(map(len, self.streams._streams))
+        assert self.streams.advance(1) < before, "the worker waits for work that cannot run"
+
+    def hold(self, worker, *names):
+        self.streams.held = [worker.swap._swap_streams[name].stream for name in names]
+
+    @staticmethod
+    def chunks(*chunks):
+        return HostChunks(np.array(chunks, np.int32), [len(chunks)])
+
+    @staticmethod
+    def blocks_of(*blocks):
+        return GPULoadStoreSpec(list(blocks), [len(blocks)], [0])
+
+    def values(self, *blocks):
+        assert all(len(self.blocks[block].unique()) == 1 for block in blocks)
+        return [int(self.blocks[block][0]) for block in blocks]
+
+    @staticmethod
+    def finished(worker):
+        return {result.job_id: result.transfer_size for result in worker.get_finished()}
+
+    def test_expedited_load_overtakes_a_regular_load(self, worker):
+        self.hold(worker, "in")
+        worker.submit_load(1, self.chunks(1, 2, 3), self.blocks_of(11, 12, 13))
+        worker.submit_load(2, self.chunks(3, 4), self.blocks_of(14, 15), expedited=True)
+        worker.wait({2})
+        assert self.values(14, 15) == [3, 4] and self.values(11, 12, 13) == [11, 12, 13]
+        assert self.finished(worker) == {2: 2 * 64}
+        self.hold(worker)
+        worker.wait({1})
+        assert self.values(11, 12, 13) == [1, 2, 3] and self.finished(worker) == {1: 3 * 64}
+        assert worker.take_failed_loads() == set()
+
+    def test_regular_load_queues_behind_a_regular_load(self, worker):
+        self.hold(worker, "in")
+        worker.submit_load(1, self.chunks(1), self.blocks_of(11))
+        worker.submit_load(2, self.chunks(3), self.blocks_of(14))
+        with pytest.raises(AssertionError, match="waits for work that cannot run"):
+            worker.wait({2})
+
+    def test_loads_into_the_same_block_run_in_order(self, worker):
+        self.hold(worker, "in")
+        worker.submit_load(1, self.chunks(1), self.blocks_of(11))
+        worker.submit_load(2, self.chunks(2), self.blocks_of(11), expedited=True)
+        with pytest.raises(AssertionError, match="waits for work that cannot run"):
+            worker.wait({2})
+        self.hold(worker)
+        worker.wait({2})
+        assert self.values(11) == [2] and set(self.finished(worker)) == {1, 2}
+
+    def test_store_to_a_chunk_waits_for_an_expedited_load_of_it(self, worker):
+        """After a reset, vLLM reassigns a chunk whose load is still in flight."""
+        self.hold(worker, "expedited")
+        worker.submit_load(1, self.chunks(1), self.blocks_of(11), expedited=True)
+        worker.submit_store(2, self.blocks_of(12), self.chunks(1))
+        with pytest.raises(AssertionError, match="waits for work that cannot run"):
+            worker.wait({2})
+        self.hold(worker)
+        worker.shutdown()
+        assert self.values(11) == [1] and set(self.finished(worker)) == {1, 2}
+        worker.submit_load(3, self.chunks(1), self.blocks_of(13), expedited=True)
+        worker.wait({3})
+        assert self.values(13) == [12] and worker.take_failed_loads() == set()
+
+    def test_failed_expedited_load_is_reported(self, worker):
+        self.hold(worker, "in")
+        worker.submit_load(1, self.chunks(1), self.blocks_of(11))
+        self.streams.fails = {self.streams.launches + 1}
+        worker.submit_load(2, self.chunks(2), self.blocks_of(12), expedited=True)
+        worker.wait({2})
+        assert self.finished(worker) == {2: None} and worker.take_failed_loads() == {2}
+        self.hold(worker)
+        worker.wait({1})
+        assert self.finished(worker) == {1: 64} and worker.take_failed_loads() == set()
+
+    def test_expedited_load_of_a_chunk_being_stored_fails_without_waiting(self, worker):
+        self.hold(worker, "in", "out")
+        worker.submit_load(1, self.chunks(1), self.blocks_of(11))
+        worker.submit_store(2, self.blocks_of(12), self.chunks(2))
+        worker.submit_load(3, self.chunks(2), self.blocks_of(13), expedited=True)
+        worker.wait({3})
+        assert self.finished(worker) == {3: None} and worker.take_failed_loads() == {3}
+        assert self.values(13) == [13]
+
+    def test_shutdown_waits_for_expedited_loads(self, worker):
+        self.hold(worker, "expedited")
+        worker.submit_load(1, self.chunks(1), self.blocks_of(11), expedited=True)
+        with pytest.raises(AssertionError, match="waits for work that cannot run"):
+            worker.shutdown()
+        self.hold(worker)
+        worker.shutdown()
+        assert self.values(11) == [1]
