@@ -173,12 +173,12 @@ def fail_some(fail_every):
     for name in SWAPS:
         swap = getattr(SwapEngine, name)
 
-        def failing(self, pairs, swap=swap):
+        def failing(self, pairs, swap=swap, **options):
             count[0] += 1
             if count[0] % (fail_every + 1) == 0:
                 failed.append(len(pairs))
                 raise RuntimeError("no luck")
-            return swap(self, pairs)
+            return swap(self, pairs, **options)
 
         setattr(SwapEngine, name, failing)
     return failed
