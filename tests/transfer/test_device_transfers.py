@@ -238,9 +238,9 @@ def test_unpinned_staging_transfers_correct_bytes(why, monkeypatch):
             side.register([(beside.ctypes.data, beside.nbytes)])
             if why != "registered later" or side is sides[1]:
                 side.register(own)
-        peer = sides[0].connect(sides[1].metadata())
         if why != "registered later":
             stack.enter_context(pytest.warns(RuntimeWarning, match="could not be pinned"))
+        peer = sides[0].connect(sides[1].metadata())
         ends = [np.array([each.ctypes.data]) for each in words]
         sides[0].read(peer, *ends, np.array([64])).wait(20)
         sides[0].register(pages[0])

@@ -585,6 +585,21 @@ def test_failed_transfer_is_released_after_its_job_stops(monkeypatch):
         assert seen == [False] and transfer.is_released
 
 
+@pytest.mark.parametrize("is_registered_first", [True, False])
+def test_gloo_pins_when_the_connection_opens(monkeypatch, is_registered_first):
+    """Not in the first transfer, unless device memory is registered after the connection."""
+    pinned = []
+    monkeypatch.setattr(lane, "pin", lambda memory, *_: pinned.append(memory.numel()) or object())
+    device = torch.device("cuda:0")
+    memory = SimpleNamespace(cuda_device=device if is_registered_first else None)
+    opened = gloo._GlooLane(None, 1, 1 << 16, memory)
+    assert pinned == [lane.PIECES_AHEAD << 16] * (2 if is_registered_first else 0)
+    memory.cuda_device = device
+    found = [opened.staging(is_outgoing=is_outgoing)[1] for is_outgoing in (True, False)]
+    assert found[0] is not found[1] and all(staging.is_pinned for staging in found)
+    assert len(pinned) == 2
+
+
 def test_request_larger_than_memory_is_rejected():
     with Side("gloo") as side, Side("gloo") as other:
         peer = side.transport.connect(other.transport.metadata())

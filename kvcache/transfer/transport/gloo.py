@@ -119,10 +119,20 @@ class _GlooLane(Lane):
     ) -> None:
         self._group: dist.ProcessGroupGloo | None = group
         self._other, self._piece_bytes, self._memory = other, piece_bytes, memory
+        # Pinning takes longer than a short transfer, so it is done when the connection opens. Memory
+        # that is not pinned costs nothing until it is used.
+        is_pinned = memory.cuda_device is not None
+        self._pinned = [self._new_staging() for _ in range(2)] if is_pinned else []
 
     def staging(self, *, is_outgoing: bool) -> tuple[Sequence[torch.Tensor], PieceStaging]:
-        staging = PieceStaging(PIECES_AHEAD, self._piece_bytes, self._memory.cuda_device)
+        try:
+            staging = self._pinned.pop()
+        except IndexError:  # device memory was registered later, or the connection has ended
+            staging = self._new_staging()
         return list(staging.pieces), staging
+
+    def _new_staging(self) -> PieceStaging:
+        return PieceStaging(PIECES_AHEAD, self._piece_bytes, self._memory.cuda_device)
 
     def send(self, piece: torch.Tensor, tag: int) -> _GlooWork:
         return _GlooWork(self._alive().send([piece], self._other, tag))
@@ -132,6 +142,7 @@ class _GlooLane(Lane):
 
     def close(self) -> None:
         self._group = None  # the group's sockets are closed once no piece is in flight
+        self._pinned.clear()
 
     def _alive(self) -> dist.ProcessGroupGloo:
         group = self._group
