@@ -123,7 +123,7 @@ def _environment() -> Path:
     """Return the Python in `environment_folder()`. Creates the environment on first use."""
     folder = environment_folder()
     python = folder / "bin" / "python"
-    if not python.exists() or not _has_torch(python):
+    if not has_torch(python):
         _install_torch(folder, python)
     with contextlib.suppress(Unavailable):
         _call([str(python), "-m", "pip", "install", "--quiet", "--retries", "1", *EXTRAS])
@@ -138,9 +138,9 @@ def _install_torch(folder: Path, python: Path) -> None:
     # The default index has a CUDA build for most machines. The other index is a fallback.
     with contextlib.suppress(Unavailable):
         _call([*pip, TORCH])
-    if not _has_torch(python):
+    if not has_torch(python):
         _call([*pip, "--force-reinstall", "--extra-index-url", TORCH_INDEX, TORCH])
-    if not _has_torch(python):
+    if not has_torch(python):
         raise Unavailable(f"{TORCH} in {folder} is not a build for CUDA 13")
 
 
@@ -152,7 +152,7 @@ def _call(command: list[str]) -> None:
         raise Unavailable(f"cannot install {TORCH}: {shlex.join(command)}: {last}")
 
 
-def _has_torch(python: Path) -> bool:
+def has_torch(python: Path) -> bool:
     """Whether torch is installed with a matching major version of the CUDA runtime.
 
     Does not import torch.
@@ -161,6 +161,8 @@ def _has_torch(python: Path) -> bool:
         "from importlib.metadata import version; version('torch'); "
         "print(version('nvidia-cuda-runtime'))"
     )
+    if not python.exists():
+        return False
     done = subprocess.run([str(python), "-c", program], capture_output=True, text=True)
     return done.returncode == 0 and done.stdout.startswith("13.")
 
