@@ -30,6 +30,7 @@ _ops = torch.ops.kvcache
 
 # Values of the argument `engine` of `copy_blocks`.
 KERNEL, COPY_ENGINE, COPY_ENGINE_SINGLY, COPY_ENGINE_SETTLED = range(4)
+LOCATED = -1  # a value of the argument `pages_per_run` of `copy_blocks`
 
 
 def _named(op: Callable[..., None]) -> Callable[..., None]:
@@ -369,7 +370,9 @@ def copy_blocks(
             COPY_ENGINE, but may read the host pages before the stream's earlier work has run, so no
             work in flight may write these pages.
         pages_per_run: Number of host pages that were pinned by each call. 0: a single call pinned all
-            pages.
+            pages. LOCATED: like 0, but the driver is not queried whether each region is pinned,
+            because a call with KERNEL and the same memory and regions has succeeded, and the memory
+            has been pinned since.
         num_thread_blocks: Number of thread blocks for KERNEL. 0: a small default.
         owners: A list or tuple of all other tensors that contain regions. Needed if an engine's layers
             are separate tensors. Do not compile calls with `owners`, because `torch.compile` does not

@@ -196,7 +196,7 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
   };
   check_count(num_sources, "num_src_blocks");
   check_count(num_destinations, "num_dst_blocks");
-  check_count(pages_per_run, "pages_per_run");
+  if (pages_per_run != kLocated) check_count(pages_per_run, "pages_per_run");
   check_count(num_thread_blocks, "num_thread_blocks");
   BlockCopy c{};
   c.within = !source.has_value();
@@ -210,7 +210,8 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
   c.num_sources = num_sources;
   c.num_destinations = num_destinations;
   c.engine = static_cast<CopyEngine>(engine);
-  c.pages_per_run = pages_per_run;
+  c.pages_per_run = std::max<int64_t>(pages_per_run, 0);
+  c.is_located = pages_per_run == kLocated;
   c.num_thread_blocks = num_thread_blocks;
   check_regions(c, regions, pairs, Reach({{"src", source}, {"dst", destination}}, owners));
   if (c.pairs_on_cpu) check_pairs(c);

@@ -8,6 +8,9 @@
 
 namespace kvcache {
 
+// A value of the op's pages_per_run: like 0, and a call with the same host memory and regions has
+// succeeded, so that the driver is not queried about each region again.
+constexpr int64_t kLocated = -1;
 constexpr int32_t kCleared = -1;  // source id that fills the destination with zeros
 
 // A region on both sides. This struct is a row in the op's table, which is passed to a kernel
@@ -40,6 +43,7 @@ struct BlockCopy {
   int64_t num_sources, num_destinations;  // pages
   CopyEngine engine;
   int64_t pages_per_run;      // number of pages in each pinned host range; 0: one range
+  bool is_located;            // whether all regions are known to be in the range of the first byte
   int64_t num_thread_blocks;  // number of thread blocks; 0: chosen by direction
   bool within;                // whether both sides share pages
 

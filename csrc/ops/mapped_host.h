@@ -66,7 +66,7 @@ void with_mapped_host(const BlockCopy& c, bool is_source, int32_t device, Copy&&
   // Each region may be in separate memory (`Pages.over`). Regions that are not pinned are rejected,
   // because a kernel that accesses them would break the process's CUDA context.
   bool is_one_range = true;
-  for (int64_t i = 0; i < c.num_regions; ++i) {
+  for (int64_t i = 0; i < (c.is_located ? 0 : c.num_regions); ++i) {
     const std::optional<int64_t> of_region =
         shift_to_device(device, base + offset(c.regions[i], 0));
     if (of_region == shift) continue;

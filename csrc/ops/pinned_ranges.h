@@ -11,7 +11,8 @@ namespace kvcache {
 
 // Caches the result of the driver query for each pinned range as long as the range is registered. A
 // query takes about a microsecond, and a copy may have a hundred regions. Results for memory that
-// other libraries pinned are not cached, because this library would not learn of its unpinning.
+// other libraries pinned are not cached here, because this library would not learn of its
+// unpinning. `PageCopy`, which keeps such memory alive, avoids repeated queries with kLocated.
 class PinnedRanges {
  public:
   static PinnedRanges& instance() {

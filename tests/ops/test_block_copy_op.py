@@ -352,7 +352,7 @@ BAD = {
     r"engine is 4: expected 0 \(kernel\), 1 \(copy engine\), 2 .* or 3": {"engine": 4},
     "num_src_blocks is -1: expected 0 or more": {"num_src_blocks": -1},
     "num_dst_blocks is -1: expected 0 or more": {"num_dst_blocks": -1},
-    "pages_per_run is -1: expected 0 or more": {"pages_per_run": -1},
+    "pages_per_run is -2: expected 0 or more": {"pages_per_run": -2},
     "num_thread_blocks is -1: expected 0 or more": {"num_thread_blocks": -1},
 }  # fmt: skip
 

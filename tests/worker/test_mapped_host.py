@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pinned host memory that has different addresses on the device and on the host."""
 
+import numpy as np
 import pytest
 import torch
 
+import kvcache
+from kvcache import Pages
+from kvcache.ops import LOCATED
+from kvcache.worker.pages.page_copy import PageCopy
 from tests.machinery.emulation import emulated_ops
 
 PAGES, BYTES = 8, 16
@@ -77,6 +82,58 @@ def test_pieces_with_different_addresses_are_rejected(ops):
     with pytest.raises(RuntimeError, match=r"src has regions\[1\] outside the pinned range of"):
         copy(ops, host, device, ids([3, 0]), table=two)
     assert not device.any()
+
+
+def test_located_regions_are_not_queried_again(ops):
+    """The address of the first byte is queried by each call, so that pages in other memory are
+    copied from there.
+    """
+    host, seen, device = sides()
+    half = len(host) // 2
+    two = torch.tensor([[0, 8, 0, 8, 8], [half, 8, half, 8, 8]])
+    ops.map_host(host.data_ptr() + half, half, 0)  # if it is queried, the second region is rejected
+    copy(ops, host, device, ids([3, 0]), LOCATED, two)
+    assert device.view(2, PAGES, 8)[:, 0, 0].tolist() == [1, 1]
+    ops.map_host(0, 0, 0)
+    ops.map_host(host.data_ptr(), len(host), seen.data_ptr())
+    copy(ops, host, device, ids([3, 1]), LOCATED, two)
+    assert device.view(2, PAGES, 8)[:, 1, 0].tolist() == [11, 15]
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_regions_are_queried_until_a_kernel_has_copied_them(monkeypatch, by_layer):
+    asked = []
+
+    def copy_blocks(*args):
+        asked.append(args[7] != LOCATED)
+        if fails:
+            raise RuntimeError("not pinned")
+
+    monkeypatch.setattr(kvcache.ops, "copy_blocks", copy_blocks)
+    fails = False
+    device = Pages.allocate(4, [[8], [8]], device="meta")
+    host = Pages.over([torch.zeros(4, 8, dtype=torch.uint8), torch.zeros(4, 8, dtype=torch.uint8)])
+    page_copy = PageCopy(device, host, by_layer=by_layer)
+    one, none = np.array([[1, 2]]), np.zeros((0, 2), np.int64)
+    fails = True
+    with pytest.raises(RuntimeError):
+        page_copy.copy(one)
+    fails = False
+    del asked[:]
+    page_copy.copy(none)  # an empty copy and a copy engine do not query regions
+    page_copy.copy(one, engine=kvcache.ops.COPY_ENGINE)
+    if by_layer:
+        page_copy.copy(one, layers=slice(0, 1))
+        page_copy.copy(one, layers=slice(0, 1))
+        page_copy.copy(one)
+        assert asked == [True, True, True, False, True]
+    else:
+        page_copy.copy(one)
+        assert asked == [True, True, True]
+    page_copy.copy(one)
+    assert asked[-1] is False
+    PageCopy(device, host, by_layer=by_layer).copy(one)  # another object may be for other memory
+    assert asked[-1] is True
 
 
 @pytest.mark.parametrize("side", ["src", "dst"])

@@ -47,6 +47,10 @@ class PageCopy:
         self.is_dense = bool(((table[:, 1] == table[:, 4]) & (table[:, 3] == table[:, 4])).all())
         on_host = source if source.device.type == "cpu" else destination
         self._pages_per_run = on_host.pages_per_chunk
+        # Regions in host memory pinned by others that a kernel has copied, which are thus pinned. This
+        # object keeps their memory alive, so no other memory can take over their addresses.
+        is_asked = source.device.type != destination.device.type and self._pages_per_run == 0
+        self._is_located = np.zeros(len(table), bool) if is_asked else None
         self._by_layer = by_layer
         self._others = destination.others if self._within else source.others + destination.others
 
@@ -62,14 +66,17 @@ class PageCopy:
 
         See `ops.copy_blocks`.
         """
-        regions = self.regions
+        regions, part = self.regions, slice(None)
         if layers is not None and not self._by_layer:
             raise ValueError(
                 "layers is given: expected None, unless PageCopy was created with by_layer"
             )
         if layers is not None:
-            first, last = np.searchsorted(self._layers, [layers.start, layers.stop])
-            regions = regions[first:last]
+            part = slice(*np.searchsorted(self._layers, [layers.start, layers.stop]))
+            regions = regions[part]
+        pages_per_run = self._pages_per_run
+        if self._is_located is not None and self._is_located[part].all():
+            pages_per_run = ops.LOCATED
         source, destination = self.source, self.destination
         ops.copy_blocks(
             None if self._within else source.memory,
@@ -79,10 +86,12 @@ class PageCopy:
             source.num_blocks,
             destination.num_blocks,
             engine,
-            self._pages_per_run,
+            pages_per_run,
             num_thread_blocks,
             self._others,
         )
+        if self._is_located is not None and engine == ops.KERNEL and len(pairs) > 0:
+            self._is_located[part] = True
 
     def zero(self, ids: np.ndarray) -> None:
         """Zero whole pages in the destination. `ids`: int32[n]."""

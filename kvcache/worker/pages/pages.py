@@ -106,9 +106,10 @@ class Pages(PageMemory):
         """Create pages over an engine's own tensors.
 
         Any dtypes and strides are accepted. If a block is not contiguous in its tensor, it is
-        divided into several regions. Host memory must not be pinned in several chunks, because
-        copies across an unknown chunk boundary fail. Since `on_host` pins large memory in chunks,
-        use the pages that it returns and do not wrap their memory.
+        divided into several regions. Pinned host memory must stay pinned as long as the pages are
+        used. It must not be pinned in several chunks, because copies across an unknown chunk
+        boundary fail. Since `on_host` pins large memory in chunks, use the pages that it returns
+        and do not wrap their memory.
 
         Args:
             layers: For each layer, one tensor or several tensors (such as K and V, or states).
