@@ -829,7 +829,7 @@ def test_compute_swap_out_reuse_swap_in_on_a_device(form, backend):
                     storage.key_cache(layer)[page] = -number
                     storage.value_cache(layer)[page] = -number
             back = chance.choices(sorted(hosted), k=3)
-            job = swap.swap_in(pairs(*zip(back, chosen[3:])))
+            job = swap.swap_in(pairs(*zip(back, chosen[3:])), expedited=chance.random() < 0.4)
             for page, target in zip(back, chosen[3:]):
                 device[target] = hosted[page]
             swap.before_read(job)
