@@ -153,6 +153,11 @@ class TestRefusals:
             ({"store": None}, ValueError, "store is None: expected 'through' or 'selective'"),
             ({"num_requests_to_store": 0}, ValueError, "num_requests_to_store is 0: expected 1"),
             ({"eviction_policy": "lru"}, ValueError, "has 'eviction_policy': expected eviction"),
+            (
+                {"sync_load_budget_bytes": 1},
+                ValueError,
+                "has 'sync_load_budget_bytes': expected nothing, because a failed load",
+            ),
             ({"blocks": 4}, ValueError, "has 'blocks': expected one of cpu_bytes_to_use"),
         ],
     )

@@ -22,6 +22,7 @@ _INSTEAD = {
     "store_threshold": 'store "selective" with num_requests_to_store',
     "cache_policy_module_path": "eviction",
     "max_tracker_size": "nothing",
+    "sync_load_budget_bytes": "nothing, because a failed load within a step is not recomputed",
     "host_eviction": "eviction",
     "host_write": "store",
 }
