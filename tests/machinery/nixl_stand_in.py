@@ -20,6 +20,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+
+from tests.machinery.gpu_less import counts
 
 _agents: dict[str, nixl_agent] = {}
 _moved: list[
@@ -108,8 +111,8 @@ class nixl_agent:
                 if move(file, [memory], there) != size:
                     raise RuntimeError("NIXL_ERR_BACKEND")
                 continue
-            ends = (_reached(here, kind), _reached(there, other_kind))
-            ctypes.memmove(*(ends if operation == "READ" else ends[::-1]), size)
+            ends = (here, kind), (there, other_kind)
+            _copy(*(ends if operation == "READ" else ends[::-1]), size)
             _moved.append((operation, kind, other_kind, size))
         return "DONE"
 
@@ -118,6 +121,23 @@ class nixl_agent:
 
     def release_xfer_handle(self, handle: tuple) -> None:
         return
+
+
+def _copy(to: tuple[int, str], source: tuple[int, str], size: int) -> None:
+    """Copy bytes between addresses, each with its kind of memory, in no stream's order."""
+    if "VRAM" not in (to[1], source[1]) or counts.is_available():
+        ctypes.memmove(_reached(*to), _reached(*source), size)
+        return
+    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")  # torch has loaded it
+    stream = torch.cuda.Stream()
+    addresses = (ctypes.c_void_p(address) for address, _ in (to, source))
+    any_direction = 4  # cudaMemcpyDefault
+    error = runtime.cudaMemcpyAsync(
+        *addresses, ctypes.c_size_t(size), any_direction, ctypes.c_void_p(stream.cuda_stream)
+    )
+    if error != 0:
+        raise RuntimeError(f"NIXL_ERR_BACKEND: CUDA error {error}")
+    stream.synchronize()
 
 
 def _reached(address: int, kind: str) -> int:

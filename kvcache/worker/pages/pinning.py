@@ -47,7 +47,8 @@ def allocate_host(
     Args:
         num_blocks: Number of blocks.
         block_bytes: Bytes per block, a multiple of 64.
-        pin_for: The device for which the memory is pinned. None: the memory is not pinned.
+        pin_for: The device for which the memory is pinned; without an index, the current one. None:
+            the memory is not pinned.
         progress: Called as `progress(done, total)`, in bytes.
 
     Returns:
@@ -63,6 +64,8 @@ def allocate_host(
     memory, mapping = _mapped(total)
     if pin_for is None or total == 0:
         return memory, 0, None
+    if pin_for.type == "cuda" and pin_for.index is None:
+        pin_for = torch.device("cuda", torch.cuda.current_device())
     steps = max(_CHUNK_BYTES // (block_bytes * _PAGES_PER_STEP), 1)
     per_chunk = steps * _PAGES_PER_STEP
     keep = pin(memory, mapping, pin_for, per_chunk * block_bytes, progress)

@@ -34,7 +34,7 @@ FRAGMENTS = tuple(2**n for n in range(12, 23))  # sizes from 4 KiB to 4 MiB
 BOTH, HOST = "both", "host"  # "both": both directions concurrently; "host": within host memory
 # Size of the pools over which pages are scattered. It exceeds the memory that a device's TLBs cover.
 POOL_BYTES = 2 << 30
-_COUNTS = (32, 256, 2048)  # numbers of fragments per swap to measure in a calibration
+_COUNTS = (32, 256, 2048, 16384)  # numbers of fragments per swap to measure in a calibration
 _THREAD_BLOCKS = (1, 2, 4, 8, 12, 16, 24, 32)
 # Upper bound on any device's clock rate. With this value, `hold` never blocks for too short a time.
 _MOST_CYCLES_PER_S = 2e9
@@ -70,6 +70,16 @@ class Rate:
     num_fragments: int | None = None
     submit_us: float | None = None
     submission_is_hidden: bool | None = None
+
+    @property
+    def sustained_gb_per_s(self) -> float:
+        """Bandwidth of many such swaps one after another, which the host may limit: the submission
+        of small fragments to the copy engine takes longer than their transfer.
+        """
+        if not self.submit_us or self.num_fragments is None:
+            return self.gb_per_s
+        moved = self.num_fragments * self.fragment
+        return min(self.gb_per_s, moved / self.submit_us / 1e3)
 
     @property
     def share(self) -> float:
@@ -284,8 +294,8 @@ def device_rates(
 
 
 def calibrate(pools: Pools, progress: Callable[[Rate], None] = lambda rate: None) -> Calibration:
-    """Determine the fastest copy methods, and the smallest number of thread blocks that reaches nearly
-    the maximum bandwidth.
+    """Determine the copy methods with the highest sustained bandwidth, and the smallest number of
+    thread blocks that reaches nearly the maximum bandwidth.
 
     Args:
         pools: The memory on both sides.
@@ -308,7 +318,7 @@ def calibrate(pools: Pools, progress: Callable[[Rate], None] = lambda rate: None
         progress(rate)
         case = (rate.direction, rate.fragment, rate.num_fragments)
         # Select another method only if it is clearly faster, so that noise does not create steps.
-        if case not in best or rate.gb_per_s > 1.03 * best[case].gb_per_s:
+        if case not in best or rate.sustained_gb_per_s > 1.03 * best[case].sustained_gb_per_s:
             best[case] = rate
 
     def method(direction: str, size: int, count: int) -> str:
