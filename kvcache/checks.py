@@ -273,9 +273,12 @@ def check_range(name: str, what: str, ids: np.ndarray, least: int, size: int) ->
 
 def check_once(what: str, ids: np.ndarray) -> None:
     """Raise ValueError if an id is repeated."""
-    found, counts = np.unique(ids, return_counts=True)
-    if len(found) and counts.max() > 1:
-        raise ValueError(f"{what} {found[counts.argmax()]} twice: expected one write per page")
+    ordered = np.sort(ids)
+    is_repeated = ordered[1:] == ordered[:-1]
+    if np.count_nonzero(is_repeated):
+        raise ValueError(
+            f"{what} {ordered[is_repeated.argmax()]} twice: expected one write per page"
+        )
 
 
 def integers(values: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
