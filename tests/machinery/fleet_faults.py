@@ -60,7 +60,7 @@ class Answer:
 
     prompt: list[int]
     text: str
-    num_cached: int
+    num_hits: int  # prompt tokens that the server had cached, or loaded from the prefill server
     ended: float
     seconds: float
     is_counted: bool  # whether the request is included in the hit rate
@@ -70,7 +70,7 @@ def hit_rate(answers: Iterable[Answer]) -> float | None:
     """Return the fraction of prompt tokens that were hits, or None if there are no requests."""
     answers = [each for each in answers if each.is_counted]
     total = sum(len(each.prompt) for each in answers)
-    return sum(each.num_cached for each in answers) / total if total else None
+    return sum(each.num_hits for each in answers) / total if total else None
 
 
 class Server:
@@ -151,6 +151,7 @@ class Fleet:
         self.rows: list[dict] = []
         self._model = tiny_model("llama", dtype=torch.float64)
         self._turn, self._running = 0, False
+        self._num_loaded, self._lock = 0, threading.Lock()
         # Prompts that the router falsely lists as cached.
         self._lies: dict[tuple[int, ...], None] = {}
         self._untold: Iterator[tuple[int, ...]] = iter(())
@@ -234,11 +235,25 @@ class Fleet:
         if reply.status != 200:
             return False
         value = json.loads(reply.body)
-        cached = value["usage"]["prompt_tokens_details"]["cached_tokens"]
         now = time.monotonic()
+        if server is self.decode:
+            num_hits = self.new_loads()
+        else:
+            num_hits = value["usage"]["prompt_tokens_details"]["cached_tokens"]
         text = value["choices"][0]["text"]
-        self.answers.append(Answer(prompt, text, cached, now, now - began, is_counted))
+        self.answers.append(Answer(prompt, text, num_hits, now, now - began, is_counted))
         return True
+
+    def new_loads(self) -> int:
+        """Return the number of tokens that the decode server has loaded since the last call.
+
+        They are not part of an answer's cached tokens. The loads of requests that are answered at
+        the same time may be counted with either answer.
+        """
+        with self._lock:
+            (source,) = self.decode.state()["sources"]
+            before, self._num_loaded = self._num_loaded, source["counts"]["loaded_tokens"]
+            return self._num_loaded - before
 
     def scores(self, prompt: list[int]) -> dict[int, int]:
         """Query the router for the number of prompt tokens that each replica has cached. The result
@@ -352,6 +367,9 @@ class Fleet:
         try:
             began = time.monotonic()
             time.sleep(self.seconds)
+            while len(self.answers) < WINDOW:
+                assert time.monotonic() < began + 60, f"{len(self.answers)} requests are answered"
+                time.sleep(0.05)
             before = time.monotonic()
             fault()
             faulted = time.monotonic()
