@@ -25,7 +25,7 @@ from kvcache.router_events.translator import EventTranslator
 from kvcache.sources.base import LoadStats
 from kvcache.sources.disaggregation.offer import digest_of
 from kvcache.sources.loads import SourceLoads
-from tests.machinery.shared import sampled
+from tests.machinery.shared import sampled, seed_of_test
 
 ALPHA, BETA = ("alpha", "/adapters/alpha"), ("beta", "/adapters/beta")
 TOKENS = list(range(64))
@@ -429,7 +429,7 @@ class Driver:
 
 @pytest.mark.parametrize("num_operations", sampled([200, 20_000]))
 def test_random_requests_never_read_kv_of_forgotten_weights(num_operations):
-    seed = random.randrange(2**32)
+    seed = seed_of_test()
     print(f"seed {seed}")
     rng, num_hits = random.Random(seed), 0
     for _ in range(0, num_operations, 100):

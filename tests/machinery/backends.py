@@ -7,7 +7,6 @@ The emulator runs threads and blocks in a random order, or in ascending order un
 from __future__ import annotations
 
 import os
-import zlib
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 
 import kvcache.ops  # noqa: F401  (registers torch.ops.kvcache)
 from tests.machinery.emulation import ASAN, emulated_ops
+from tests.machinery.shared import seed_of_test
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,13 @@ class Backend:
         if self.name != "emulated":
             return torch.ops.kvcache
         if self.any_order:
-            os.environ["KVCACHE_EMUL_SEED"] = str(_seed())
+            os.environ["KVCACHE_EMUL_SEED"] = str(seed_of_test())
         else:
             os.environ.pop("KVCACHE_EMUL_SEED", None)
         return emulated_ops()
 
     def tensor(self, *args, **kwargs) -> torch.Tensor:
         return torch.tensor(*args, **kwargs, device=self.device)
-
-
-def _seed() -> int:
-    """Return a seed derived from the test's name, so that failures reproduce.
-
-    KVCACHE_TEST_SEED=<number> changes the seed.
-    """
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
-    return zlib.crc32(f"{os.environ.get('KVCACHE_TEST_SEED', '')}{test}".encode())
 
 
 _CPU = pytest.param(Backend("cpu", "cpu"), id="cpu")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,15 @@ def manager_of(
     """Return a manager for these groups, by default without preallocation."""
     options = {"num_preallocate_tokens": 0, **options}
     return KVCacheManager.for_groups(groups, num_blocks, max_model_len, **options)
+
+
+def seed_of_test() -> int:
+    """Return a seed derived from the test's name, so that failures reproduce.
+
+    KVCACHE_TEST_SEED=<number> changes the seed.
+    """
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
+    return zlib.crc32(f"{os.environ.get('KVCACHE_TEST_SEED', '')}{test}".encode())
 
 
 def run_seeds(run, seeds):

@@ -18,7 +18,7 @@ from kvcache.replay import (
 )
 from kvcache.replay.content import prefix_keys
 from kvcache.replay.groups import parse_groups
-from tests.machinery.shared import sampled
+from tests.machinery.shared import sampled, seed_of_test
 
 # 1 ms per prompt token and 10 ms per answer token
 SERVICE = Service(prefill_speed=1_000, decode_speed=100)
@@ -103,7 +103,7 @@ HYBRIDS = ["full_attention,sliding_window:window=16", "full_attention,recurrent"
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", sampled([HYBRIDS[0], None, HYBRIDS[1]]))
 def test_random_workloads_release_all_blocks(groups):
-    seed = random.randrange(2**32)
+    seed = seed_of_test()
     print(f"seed {seed}")
     rng = random.Random(seed)
     for _ in range(5):

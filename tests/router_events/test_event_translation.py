@@ -31,7 +31,7 @@ from kvcache.router_events.wire import (
 )
 from tests.machinery.allocator_driver import MIXES, Chooser, Driver
 from tests.machinery.cache_user import cached, shown
-from tests.machinery.shared import sampled
+from tests.machinery.shared import sampled, seed_of_test
 
 SEED = "vllm-none-hash"
 
@@ -566,7 +566,7 @@ def test_block_stored_twice_by_another_publisher_stays_until_its_second_removal(
 
 def test_view_counts_blocks_as_a_publisher_with_duplicates_does():
     """Compare random announcements with a counter. The publisher has several blocks per hash."""
-    seed = random.randrange(2**32)
+    seed = seed_of_test()
     print(f"seed {seed}")
     choose, view, blocks = random.Random(seed), CacheView(), Counter()
     for _ in range(3000):

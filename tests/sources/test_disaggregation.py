@@ -40,7 +40,7 @@ from kvcache.sources.disaggregation.steps import RankHandshake, Results, Step
 from kvcache.transfer import CacheDescription, make_transport
 from tests.machinery.disaggregation_engine import Engine, EngineProcess
 from tests.machinery.disaggregation_faults import Faults
-from tests.machinery.shared import sampled
+from tests.machinery.shared import sampled, seed_of_test
 
 FULL, HYBRID, STATES = ["full"], ["full", "window"], ["full", "window", "state"]
 TRANSPORTS = [
@@ -123,7 +123,7 @@ SIDES = [
 @pytest.mark.parametrize("pair", sampled([[(4, 2)], [(0, 1), (3, 1)], None]), ids=str)
 def test_transfers_between_different_engines(pair, kinds, engines):
     pairs = pair or [(a, b) for a in range(len(SIDES)) for b in range(len(SIDES))]
-    seed = random.randrange(2**32)
+    seed = seed_of_test()
     print(f"seed {seed}")
     rng = random.Random(seed)
     for here, there in pairs:
@@ -914,7 +914,7 @@ def test_sender_can_be_killed_and_restarted_under_its_name(engines):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_random_faults_change_no_answer(transport):
     """`python -m benchmarks.disaggregation` runs a longer version of this test."""
-    seed = random.randrange(2**32)
+    seed = seed_of_test()
     print(f"seed {seed}")
     counts = {"num_requests": 12, "num_kills": 1, "num_stops": 1}
     found = Faults(seed, **counts, transport=transport, margin_s=8.0).run()

@@ -32,7 +32,7 @@ from kvcache.transfer import (
     plan_states,
     plan_transfer,
 )
-from tests.machinery.shared import sampled
+from tests.machinery.shared import sampled, seed_of_test
 from tests.machinery.stores import MemoryStore
 
 STATE = [StateTensor(sections=[(6, 4)], row_size=5, dtype="float32")]
@@ -133,7 +133,7 @@ def check_plans(stages, plans, budget):
 
 @pytest.mark.parametrize("num_cases", sampled([60, 10_000]))
 def test_plans_of_stages_have_equal_groups_and_pages_and_each_layer_once(num_cases):
-    seed = random.randrange(2**32)
+    seed = seed_of_test()
     print(f"seed {seed}")
     rng = random.Random(seed)
     for _ in range(num_cases):
@@ -287,7 +287,7 @@ def test_stages_and_tensor_parallel_ranks_can_be_combined():
 @pytest.mark.slow
 @pytest.mark.parametrize("num_cases", sampled([25, 500]))
 def test_random_stages_load_every_layer(num_cases):
-    seed = random.randrange(2**32)
+    seed = seed_of_test()
     print(f"seed {seed}")
     rng = random.Random(seed)
     for _ in range(num_cases):

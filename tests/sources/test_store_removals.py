@@ -23,6 +23,7 @@ from kvcache.sources.store import DiskStore, MooncakeStore, StoreError, removals
 from kvcache.sources.store.removals import PendingRemovals
 from tests.machinery import mooncake_master
 from tests.machinery.nixl_stand_in import stand_in
+from tests.machinery.shared import seed_of_test
 from tests.machinery.stores import StoreUser, patient
 from tests.replay.test_replay import as_workload
 
@@ -272,7 +273,7 @@ def test_removed_values_never_return_in_random_runs(
     kind, num_cases, tmp_path, monkeypatch, request
 ):
     client = resources(kind, request)
-    seed = random.randrange(2**32)
+    seed = seed_of_test()
     print(f"seed {seed}, {num_cases} cases")
     choose = random.Random(seed)
     for case in range(num_cases):
@@ -414,7 +415,7 @@ class UnsyncedFile:
 def test_removed_values_never_return_after_a_power_loss(
     num_cases, tmp_path, monkeypatch, without_nixl
 ):
-    seed = random.randrange(2**32)
+    seed = seed_of_test()
     print(f"seed {seed}, {num_cases} cases")
     for case in range(num_cases):
         choose, folder = random.Random(f"{seed} {case}"), tmp_path / f"{case}"

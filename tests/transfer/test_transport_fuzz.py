@@ -20,6 +20,7 @@ from kvcache.transfer.transport.channel import receive_frame
 from kvcache.transfer.transport.factory import make_transport
 from kvcache.transfer.transport.metadata import parse_metadata
 from kvcache.transfer.transport.spans import Spans
+from tests.machinery.shared import seed_of_test
 from tests.transfer.test_transports import NAMES
 
 NUM_BYTES = 1 << 16
@@ -54,7 +55,7 @@ def name(request):
 
 @pytest.fixture
 def rng():
-    seed = random.randrange(2**32)
+    seed = seed_of_test()
     print(f"seed {seed}")
     return random.Random(seed)
 

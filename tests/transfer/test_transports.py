@@ -30,7 +30,7 @@ from kvcache.transfer.transport.metadata import TRANSPORT_VERSION
 from kvcache.transfer.transport.registered import RegisteredMemory
 from kvcache.transfer.transport.spans import Spans
 from tests.machinery.reconnects import curve
-from tests.machinery.shared import sampled
+from tests.machinery.shared import sampled, seed_of_test
 from tests.machinery.transport_peer import POOL_BYTES, Peer, pattern
 
 NAMES = [
@@ -146,7 +146,7 @@ def copied(destination, source, to, at, length):
 
 @pytest.mark.slow
 def test_both_directions_write_exactly_the_requested_bytes(side, name):
-    seed = random.randrange(2**32)
+    seed = seed_of_test()
     print(f"seed {seed}")
     rng = random.Random(seed)
     with Peer(name) as peer:
@@ -460,7 +460,7 @@ def test_peer_that_holds_a_transfer_is_disconnected(name):
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_cancelled_transfer_does_not_affect_others(name, size):
     """Transfers with many pieces are cancelled at any point, in both directions."""
-    seed = random.randrange(2**32)
+    seed = seed_of_test()
     print(f"seed {seed}")
     rng = random.Random(seed)
     part = POOL_BYTES // 4
