@@ -162,7 +162,34 @@ def token_io(
     for name, calls in (("write_kv", writes), ("gather_kv", gathers)):
         us = graph_us(calls)
         fact = {"kernel": name, "case": case, "input_sets": sets}
-        yield {**fact, **rate(moved, us, limit)}
+        yield {**fact, **rate(moved, us, limit), **plain_token_io(name, caches, tokens, slots, us)}
+
+
+def plain_token_io(
+    name: str,
+    caches: list[torch.Tensor],
+    tokens: list[list[torch.Tensor]],
+    slots: torch.Tensor,
+    us: float,
+) -> dict:
+    """Measure torch's indexing, if the cache is a plain array of slots of the tokens' dtype."""
+    if (
+        caches[0].dim() != 4
+        or caches[0].dtype != tokens[0][0].dtype
+        or not caches[0].is_contiguous()
+    ):
+        return {}
+    flat = [each.flatten(0, 1) for each in caches]
+
+    def one(pair: list[torch.Tensor], at: torch.Tensor) -> None:
+        for side, token in zip(flat, pair):
+            if name == "write_kv":
+                side.index_copy_(0, at, token)
+            else:
+                torch.index_select(side, 0, at, out=token)
+
+    plain_us = graph_us([partial(one, *each) for each in zip(tokens, slots)])
+    return {"plain_us": plain_us, "times_plain": plain_us / us}
 
 
 def cache(

@@ -10,7 +10,9 @@ the first lease.
 from __future__ import annotations
 
 import os
+import statistics
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -27,6 +29,7 @@ from kvcache.worker.pages.pinning import allocate_host
 from kvcache.worker.swap import bandwidth, calibration
 from kvcache.worker.swap.bandwidth import Pools
 from kvcache.worker.swap.calibration import DEFAULT, Calibration
+from kvcache.worker.swap.engine import SwapEngine
 
 _BYTES = 256 << 20  # bytes moved per measurement
 _LEAST_S = 1.0  # minimum time left to start a measurement
@@ -57,6 +60,8 @@ def main(arguments: list[str]) -> int:
         if found:
             report_swaps(pools, found[0])
     stream = torch.cuda.Stream()
+    with say.attempt("beside a loop of copies"):
+        beside_a_loop(pools, stream)
     with say.attempt("batches"):
         batches(pools, stream)
     with say.attempt("thread blocks"):
@@ -121,6 +126,42 @@ def calibrated() -> Calibration:
     """Return the calibration saved by this lease or the first, or the built-in calibration."""
     path = Path(os.environ.get("KVCACHE_CALIBRATION_TO", ""))
     return calibration.load(path) if path.is_file() else calibration.DEFAULT
+
+
+def beside_a_loop(pools: Pools, stream: torch.cuda.Stream) -> None:
+    """Measure 16 MiB in fragments of 16 KiB, from the call to the end, by a swap and by one torch copy
+    per fragment.
+    """
+    pages, host = pools.pages(16 << 10)
+    pairs = pools.pairs(pages)[: max(sizes.scaled(16 << 20) // pages.page_bytes, 1)]
+    fragments = [(pages.fragment(r), host.fragment(r)) for r in range(len(pages.sizes))]
+    engine = SwapEngine(pages, host)
+
+    def loop() -> None:
+        for there, here in pairs.tolist():
+            for on_device, on_host in fragments:
+                on_host[here].copy_(on_device[there], non_blocking=True)
+
+    def swap() -> None:
+        engine.before_read(engine.swap_out(pairs))
+
+    found = {}
+    with torch.cuda.stream(stream):
+        for name, call in {"swap": swap, "loop": loop}.items():
+            times = []
+            for _ in range(1 + sizes.repeats(7)):
+                start = time.perf_counter()
+                call()
+                stream.synchronize()
+                times.append(time.perf_counter() - start)
+            found[name] = statistics.median(times[1:])
+    engine.wait(20)
+    num_bytes = len(pairs) * pages.page_bytes
+    say.row(kind="loop", bytes=num_bytes, swap_s=found["swap"], loop_s=found["loop"])
+    say.learned(
+        f"{num_bytes >> 20:,} MiB out in 16 KiB: {num_bytes / found['swap'] / 1e9:.1f} GB/s, one torch "
+        f"copy per fragment {num_bytes / found['loop'] / 1e9:.2f} GB/s"
+    )
 
 
 def batches(pools: Pools, stream: torch.cuda.Stream) -> None:

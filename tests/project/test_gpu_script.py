@@ -706,6 +706,7 @@ def fake_bench(monkeypatch):
     monkeypatch.setattr(bandwidth, "device_rates", device_rates)
     monkeypatch.setattr(bandwidth, "calibrate", calibrate)
     monkeypatch.setattr(swaps, "make_pools", lambda num_bytes: calls.append("pools"))
+    monkeypatch.setattr(swaps, "beside_a_loop", lambda *_: calls.append("loop"))
     monkeypatch.setattr(swaps, "batches", lambda *_: calls.append("batches"))
     monkeypatch.setattr(swaps, "sweep", lambda *_: iter([calls.append("sweep")] * 0))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
@@ -718,7 +719,8 @@ def test_swaps_are_measured_before_and_after_the_calibration_with_the_same_pools
     assert swaps.main([]) == 0
     built_in = swaps.DEFAULT.machine
     assert fake_bench == [
-        "pools", ("swaps", built_in), "calibrate", ("swaps", "measured"), "batches", "sweep",
+        "pools", ("swaps", built_in), "calibrate", ("swaps", "measured"), "loop", "batches",
+        "sweep",
     ]  # fmt: skip
 
 
@@ -735,7 +737,7 @@ def test_calibration_ends_at_the_time_limit_and_the_rest_runs(fake_bench, monkey
     monkeypatch.setattr(say, "seconds_left", lambda: next(left))
     assert swaps.main([]) == 1
     swapped = ("swaps", swaps.DEFAULT.machine)
-    assert fake_bench == ["pools", swapped, "calibrate", "batches", "sweep"]
+    assert fake_bench == ["pools", swapped, "calibrate", "loop", "batches", "sweep"]
     assert "calibration: TimeoutError: no time left" in capsys.readouterr().out
 
 
