@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import as_array, check_range, integers
+from kvcache.checks import MAX_INT32, as_array, check_range, integers
 from kvcache.worker.pages.memory import PageMemory
 
 
@@ -113,11 +113,10 @@ def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
         array = array.reshape(0, 2)
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"pairs has dtype {array.dtype}: expected integers")
-    limits = np.iinfo(np.int32)
     if array.dtype != np.int32 and array.size:
-        out_of_range = np.argwhere((array < limits.min) | (array > limits.max))
-        if len(out_of_range):
-            i, j = out_of_range[0]
+        are_wrong = (array < -MAX_INT32 - 1) | (array > MAX_INT32)
+        if np.count_nonzero(are_wrong):
+            i, j = np.argwhere(are_wrong)[0]
             raise ValueError(f"pairs[{i}] has page {array[i, j]}: expected int32")
     # Copy the array, because torch aborts the process if memory runs out within `from_numpy`.
     tensor = torch.empty(array.shape, dtype=torch.int32, device="cpu")
