@@ -2,25 +2,23 @@
 """Stage: measures how much swaps and bf16 matrix multiplications slow each other down.
 
 Both are timed with CUDA events. The matrix multiplications run on one stream, like the kernels of
-an engine. Several swaps are in flight at any time until the multiplications are done. With `--bulk`,
-the kernel's usual copies and bulk copies are compared, with few thread blocks.
+an engine. Several swaps are in flight at any time until the multiplications are done.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import torch
 
-from benchmarks.gpu import say, sizes, switches
+from benchmarks.gpu import say, sizes
 from benchmarks.gpu.swaps import calibrated
 from benchmarks.gpu.timing import stream_seconds
 from kvcache.worker.pages.pages import Pages
-from kvcache.worker.swap.calibration import KERNEL, METHODS
+from kvcache.worker.swap.calibration import METHODS
 from kvcache.worker.swap.engine import SwapEngine
 
 _WIDTH = 8192  # size of the square matrices
@@ -29,10 +27,9 @@ _FRAGMENT, _LAYERS = 16 << 10, 16
 _SWAPPED = 64 << 20  # bytes per swap
 _IN_FLIGHT = 3
 _DIRECTIONS = ("out", "in", "both")
-_FEW = (2, 4, 8)  # thread blocks
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     with say.timed("matmul"):
         products = Products()
     say.row(kind="matmul", width=products.width, tflop_per_s=products.tflop_per_s)
@@ -45,19 +42,13 @@ def main(arguments: list[str]) -> int:
         host.memory.fill_(7)
     count = min(max(sizes.scaled(_SWAPPED) // page_bytes, 2), num_blocks - 1)
     used = calibrated()
-    trials = [(method, used, False) for method in METHODS]
-    if arguments == ["--bulk"]:
-        few = [replace(used, num_thread_blocks=number) for number in _FEW]
-        trials = [(KERNEL, each, bulk) for each in few for bulk in (False, True)]
-    for (method, trial, bulk), direction in product(trials, _DIRECTIONS):
-        name = f"{method}, bulk copies" if bulk else method
-        name += f", {trial.num_thread_blocks} blocks" if arguments else ""
+    for method, direction in product(METHODS, _DIRECTIONS):
         if say.seconds_left() < 3:
-            say.skipped(f"{name} {direction}: no time left")
+            say.skipped(f"{method} {direction}: no time left")
             continue
-        with say.attempt(f"{name} {direction}"), switches.bulk_copies(bulk):
-            engine = SwapEngine(pages, host, method=method, calibration=trial)
-            measure(Swaps(engine, direction, count), products, name)
+        with say.attempt(f"{method} {direction}"):
+            engine = SwapEngine(pages, host, method=method, calibration=used)
+            measure(Swaps(engine, direction, count), products, method)
     return say.exit_code()
 
 
@@ -153,4 +144,4 @@ def measure(swaps: Swaps, products: Products, method: str) -> None:
 
 if __name__ == "__main__":
     say.ready()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -13,36 +13,28 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.gpu import say
-from benchmarks.gpu.op_cases import CASES, EXPERIMENTAL, Case, size_for
+from benchmarks.gpu.op_cases import CASES, Case, size_for
 from kvcache.worker.pages.pages import Pages
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", help="run only cases with one of these in their name")
     parser.add_argument(
-        "--only",
-        nargs="+",
-        help="run only cases with one of these in their name; default: all except experimental ones",
-    )
-    parser.add_argument("--size", type=int, default=1, help="size factor of the cases")
-    parser.add_argument(
-        "--bytes", type=int, help="bytes that a case should read and write, instead of --size"
+        "--bytes", type=int, default=0, help="bytes that a case should read and write"
     )
     parser.add_argument("--no-compare", action="store_true", help="run the cases only on the GPU")
     args = parser.parse_args()
     parts = args.only or [""]
     chosen = [name for name in CASES if any(part in name for part in parts)]
-    if args.only is None:
-        chosen = [name for name in chosen if name not in EXPERIMENTAL]
     if args.no_compare:
         for name in chosen:
             with say.attempt(name):
-                size = args.size if args.bytes is None else size_for(name, args.bytes)
-                CASES[name]("cuda", size)
+                CASES[name]("cuda", size_for(name, args.bytes))
                 torch.cuda.synchronize()
         say.learned(f"ran {len(chosen)} op cases")
         return say.exit_code()
-    num_good = check_cases(chosen, args.size)
+    num_good = check_cases(chosen)
     if args.only is None:
         with say.attempt("host.is_pinned"):
             check_pinned()
@@ -51,20 +43,20 @@ def main() -> int:
     return say.exit_code()
 
 
-def check_cases(names: Sequence[str], size: int) -> int:
+def check_cases(names: Sequence[str]) -> int:
     """Compare these cases on both devices, report each, and return the number of equal results."""
     num_good = 0
     for name in names:
         with say.attempt(name):
-            compare(CASES[name], size)
-            say.row(op=name, size=size, same=True)
+            compare(CASES[name])
+            say.row(op=name, same=True)
             num_good += 1
     return num_good
 
 
-def compare(case: Case, size: int = 1) -> None:
+def compare(case: Case) -> None:
     """Raise AssertionError with the first differing byte if the results of both devices differ."""
-    results = zip(case("cuda", size), case("cpu", size), strict=True)
+    results = zip(case("cuda", 1), case("cpu", 1), strict=True)
     for number, (found, wanted) in enumerate(results):
         if not torch.equal(found, wanted):
             differing = (found != wanted).flatten().nonzero().flatten()

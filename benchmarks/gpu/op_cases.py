@@ -2,7 +2,7 @@
 """Calls each op once on seeded random inputs, so that results can be compared between devices.
 
 A case takes a device and a size factor relative to the smallest case, and returns tensors on the CPU.
-The stages first-contact, checks, bulk and counters share these cases.
+The stages first-contact, checks and counters share these cases.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from benchmarks.gpu import switches
 from kvcache import ops
 from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.pages.pages import Pages
@@ -173,10 +172,8 @@ def copy_within(fragment: int, ids_there: bool, device: str, size: int) -> list[
     return [pages.memory.cpu()]
 
 
-def copy_host(
-    direction: str, engine: int, device: str, size: int, *, bulk: bool = False
-) -> list[torch.Tensor]:
-    """Copy pages to or from pinned host memory. `bulk`: use the kernel's bulk copies."""
+def copy_host(direction: str, engine: int, device: str, size: int) -> list[torch.Tensor]:
+    """Copy pages to or from pinned host memory."""
     pages = _filled(device, size, 4096)
     num_blocks = pages.num_blocks
     host = pages.on_host(num_blocks)
@@ -187,7 +184,7 @@ def copy_host(
     stream = torch.cuda.Stream() if device == "cuda" else None  # batched copies need a stream
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), switches.bulk_copies(bulk):
+    with torch.cuda.stream(stream):
         PageCopy(source, target).copy(_pairs(num_blocks), engine=engine)
     if stream is not None:
         stream.synchronize()
@@ -226,8 +223,6 @@ CASES: dict[str, Case] = {
     "copy_blocks 24 bytes": partial(copy_within, 24, False),
     "copy_blocks to the host, kernel": partial(copy_host, "out", ops.KERNEL),
     "copy_blocks from the host, kernel": partial(copy_host, "in", ops.KERNEL),
-    "copy_blocks to the host, bulk copies": partial(copy_host, "out", ops.KERNEL, bulk=True),
-    "copy_blocks from the host, bulk copies": partial(copy_host, "in", ops.KERNEL, bulk=True),
     "copy_blocks to the host, copy engine": partial(copy_host, "out", ops.COPY_ENGINE),
     "copy_blocks from the host, copy engine": partial(copy_host, "in", ops.COPY_ENGINE),
     "permute_blocks_ HND of 16": partial(permute_blocks, "HND", 2),
@@ -235,9 +230,6 @@ CASES: dict[str, Case] = {
     "permute_blocks_ NHD of 64": partial(permute_blocks, "NHD", -2),
     "permute_blocks_ NHD of 128": partial(permute_blocks, "NHD", -4),
 }
-
-# Cases of code that is disabled by default. An error in it could affect all later cases of a process.
-EXPERIMENTAL = tuple(name for name in CASES if "bulk copies" in name)
 
 # Bytes moved by a case of size 1, per byte of element size.
 _TOKEN_BYTES = 24 * 2 * _HEADS * _HEAD_SIZE

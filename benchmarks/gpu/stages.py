@@ -106,16 +106,6 @@ STAGES = (
         "swaps-again", 60, module("benchmarks.gpu.swaps", "--again"), "rates",
         "how much do the bandwidths of swaps vary between two more runs", leases=(SECOND,),
     ),
-    # Experimental code comes last, because an error in it could affect the device.
-    Stage(
-        "bulk", 60, module("benchmarks.gpu.bulk"), "rates",
-        "do bulk copies give the same bytes; how fast are they, with how many thread blocks",
-    ),
-    Stage(
-        "bulk-beside-matmul", 40, module("benchmarks.gpu.beside_matmul", "--bulk"), "rates",
-        "how much do bulk copies with few thread blocks and a matrix product slow each other down",
-        leases=(SECOND,),
-    ),
     # Stages that need packages or minutes that a lease does not have.
     Stage(
         "jit", 250, module("benchmarks.gpu.jit_and_replay", "jit"), "tools",

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import say, sizes, switches
+from benchmarks.gpu import say, sizes
 from benchmarks.gpu.timing import stream_seconds, stream_timing
 from kvcache import ops
 from kvcache.worker.pages.page_copy import PageCopy
@@ -187,7 +187,7 @@ def batches(pools: Pools, stream: torch.cuda.Stream) -> None:
             )
 
 
-def sweep(pools: Pools, stream: torch.cuda.Stream, bulk: bool = False) -> Iterator[dict]:
+def sweep(pools: Pools, stream: torch.cuda.Stream) -> Iterator[dict]:
     """Measure the kernel on the bus for all fragment sizes and numbers of thread blocks."""
     for fragment in SWEPT:
         pages, host = pools.pages(fragment)
@@ -199,16 +199,10 @@ def sweep(pools: Pools, stream: torch.cuda.Stream, bulk: bool = False) -> Iterat
                 return
             # Pages are random on both sides, so both directions can use the same list.
             page_copy = PageCopy(pages, host) if direction == "out" else PageCopy(host, pages)
-            with switches.bulk_copies(bulk):
-                copy = partial(page_copy.copy, pairs, num_thread_blocks=blocks)
-                rate = len(pairs) * pages.page_bytes / stream_seconds(copy, stream, 3) / 1e9
+            copy = partial(page_copy.copy, pairs, num_thread_blocks=blocks)
+            rate = len(pairs) * pages.page_bytes / stream_seconds(copy, stream, 3) / 1e9
             limit = pools.contiguous_gb_per_s(direction)
-            row = {
-                "direction": direction,
-                "fragment": fragment,
-                "bulk": bulk,
-                "thread_blocks": blocks,
-            }
+            row = {"direction": direction, "fragment": fragment, "thread_blocks": blocks}
             row |= {"gb_per_s": rate, "of_contiguous": rate / limit}
             say.row(kind="sweep", **row)
             yield row
@@ -216,14 +210,14 @@ def sweep(pools: Pools, stream: torch.cuda.Stream, bulk: bool = False) -> Iterat
 
 def report_sweep(rows: list[dict]) -> None:
     """Report the fastest number of thread blocks for each direction and fragment size."""
-    for direction, fragment, bulk in product(DIRECTIONS, SWEPT, (False, True)):
-        case = {"direction": direction, "fragment": fragment, "bulk": bulk}
+    for direction, fragment in product(DIRECTIONS, SWEPT):
+        case = {"direction": direction, "fragment": fragment}
         found = [row for row in rows if case.items() <= row.items()]
         if found:
             best = max(found, key=lambda row: row["gb_per_s"])
             few = next(r for r in found if r["gb_per_s"] >= 0.97 * best["gb_per_s"])
             say.learned(
-                f"{'bulk copies' if bulk else 'kernel'} {direction}, {fragment >> 10} KiB: at most "
+                f"kernel {direction}, {fragment >> 10} KiB: at most "
                 f"{best['gb_per_s']:.1f} GB/s, {best['of_contiguous']:.0%}; within 3 % of it from "
                 f"{few['thread_blocks']} thread blocks"
             )

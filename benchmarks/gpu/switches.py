@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 # What each switch enables. All are off by default.
 SWITCHES = {
-    "KVCACHE_BULK_COPIES": "bulk copies in the kernel between device and host",
     "KVCACHE_PDL": "programmatic dependent launch of the small kernels of a step",
 }
 
@@ -30,11 +29,6 @@ def switched(name: str, on: bool) -> Iterator[None]:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
-
-
-def bulk_copies(on: bool) -> contextlib.AbstractContextManager[None]:
-    """Enable or disable bulk copies in the kernel between device and host, within the block."""
-    return switched("KVCACHE_BULK_COPIES", on)
 
 
 def dependent_launches(on: bool) -> contextlib.AbstractContextManager[None]:

@@ -15,7 +15,6 @@
 #include "emul/alignment.h"
 #include "emul/async_copy.h"
 #include "emul/atomics.h"
-#include "emul/bulk_copy.h"
 #include "emul/cluster.h"
 #include "emul/dependent_launch.h"
 #include "emul/intrinsics.h"

@@ -93,30 +93,6 @@ struct AsyncCopies {
   }
 };
 
-// See bulk_copy.h.
-struct BulkLoad {
-  void* shared;
-  uint64_t* barrier;
-  std::vector<char> bytes;
-};
-
-struct BulkStore {
-  void* global;
-  const void* shared;
-  size_t num_bytes;
-};
-
-struct BulkCopies {
-  std::vector<BulkLoad> loads;
-  std::vector<BulkStore> stores;
-
-  bool empty() const { return loads.empty() && stores.empty(); }
-  void clear() {
-    loads.clear();
-    stores.clear();
-  }
-};
-
 struct Thread {
   uint3 index;
   unsigned block;         // rank of the thread's block in its cluster; 0 without clusters
@@ -130,7 +106,6 @@ struct Thread {
   uint64_t published;     // operand of the last completed operation, which other lanes read
   unsigned participants;  // lanes in the last completed warp operation
   AsyncCopies async_copies;
-  BulkCopies bulk_copies;
   bool is_after_previous_kernel;  // see dependent_launch.h
 
   unsigned lane() const { return linear % kWarpLanes; }

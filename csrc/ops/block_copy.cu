@@ -3,7 +3,6 @@
 
 #include <type_traits>
 
-#include "ops/bulk_block_copy.h"
 #include "ops/copy_engine.h"
 #include "ops/copy_launch.h"
 #include "ops/device.h"
@@ -93,21 +92,14 @@ __global__ void __launch_bounds__(kWarps * 32, kWide ? 1 : 2)
   }
 }
 
-// `most`: the number of thread blocks, or 0 for as many as can be resident. `bulk`: whether to use
-// bulk copies if all regions have 16-byte vectors.
+// `most`: the number of thread blocks, or 0 for as many as can be resident.
 template <size_t kBytes>
 void launch_shares(const BlockCopy& c, const std::vector<VectorRegion>& regions, int64_t most,
-                   bool bulk, const OnDevice& device) {
+                   const OnDevice& device) {
   static_assert(sizeof(CopyLaunch<kBytes>) <= kBytes, "a launch's parameters");
   CopyLaunch<kBytes> launch;
   for_each_share<kBytes>(c, regions, [&](const CopyShare& share) {
     fill(launch, c, share);
-    if (bulk && share.is_wide()) {
-      const auto blocks = static_cast<unsigned>(std::min<int64_t>(launch.head.num_tasks, most));
-      KV_LAUNCH(copy_blocks_bulk_kernel<kBytes>, dim3(blocks), dim3(kBulkThreads),
-                size_t{kBulkStages * kBulkBytes}, device.stream, launch);
-      return;
-    }
     const int64_t needed = (launch.head.num_tasks + int64_t{kWarps} - 1) / kWarps;
     const auto launch_as = [&](auto wide) {
       constexpr auto kKernel = copy_blocks_kernel<kBytes, wide>;
@@ -125,13 +117,12 @@ void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) 
   const std::vector<VectorRegion> regions = vector_regions(c);
   const int64_t usual = with_host ? kHostThreadBlocks : 0;
   const int64_t most = c.num_thread_blocks > 0 ? c.num_thread_blocks : usual;
-  const bool bulk = is_bulk(c, with_host, device);
   const bool fits = CopyLaunch<kSmallParameterBytes>::holds(static_cast<int64_t>(regions.size()),
                                                             c.pairs_on_cpu ? c.num_pairs : 0);
   if (fits || !takes_large_parameters()) {
-    launch_shares<kSmallParameterBytes>(c, regions, most, bulk, device);
+    launch_shares<kSmallParameterBytes>(c, regions, most, device);
   } else {
-    launch_shares<kLargeParameterBytes>(c, regions, most, bulk, device);
+    launch_shares<kLargeParameterBytes>(c, regions, most, device);
   }
 }
 

@@ -351,54 +351,6 @@ TEST(invalid_launches_are_rejected) {
   launch(dim3(1), dim3(1), 227 * 1024);
 }
 
-// Doubles ints in chunks of 16 bytes, through one buffer in shared memory.
-__global__ void double_by_bulk_copies(const int* from, int* to, int count, bool waits_for_reads) {
-  KV_DYN_SHARED(int, buffer);
-  uint64_t barrier = 0;
-  for (int i = 0; i < count; i += 4) {
-    emul::bulk_load(buffer, from + i, 16, &barrier);
-    emul::bulk_wait(&barrier, uint32_t(i / 4));
-    for (int k = 0; k < 4; ++k) buffer[k] *= 2;
-    emul::bulk_store(to + i, buffer, 16);
-    if (waits_for_reads) emul::wait_bulk_stores(0);
-  }
-  emul::wait_bulk_stores(0);
-}
-
-TEST(bulk_copies_arrive_at_their_wait) {
-  alignas(16) int from[16], to[16] = {};
-  std::iota(from, from + 16, 1);
-  const auto run = [&](bool waits_for_reads) {
-    emul::launch(dim3(1), dim3(1), 16,
-                 [&] { double_by_bulk_copies(from, to, 16, waits_for_reads); });
-  };
-  run(true);
-  for (int i = 0; i < 16; ++i) CHECK_EQ(to[i], 2 * from[i]);
-  run(false);  // the buffer is overwritten before it has been read
-  CHECK_EQ(to[0], 2 * from[12]);
-}
-
-TEST(invalid_uses_of_bulk_copies_are_reported) {
-  alignas(16) int memory[8] = {};
-  const auto run = [&](auto&& kernel) {
-    emul::launch(dim3(1), dim3(1), 32, [&] {
-      KV_DYN_SHARED(int, buffer);
-      uint64_t barrier = 0;
-      kernel(buffer, &barrier);
-    });
-  };
-  CHECK_THROWS(run([&](int* b, uint64_t* p) { emul::bulk_load(b, memory, 8, p); }), "misaligned");
-  CHECK_THROWS(run([&](int* b, uint64_t*) { emul::bulk_store(memory + 1, b, 16); }), "misaligned");
-  CHECK_THROWS(run([&](int*, uint64_t* p) { emul::bulk_wait(p, 0); }), "that was not begun");
-  CHECK_THROWS(run([&](int* b, uint64_t*) { emul::bulk_store(memory, b, 16); }),
-               "ended with bulk copies under way");
-  CHECK_THROWS(run([&](int* b, uint64_t* p) {
-                 emul::bulk_load(b, memory, 16, p);
-                 emul::bulk_load(b + 4, memory, 16, p);
-               }),
-               "another one has this barrier");
-}
-
 __global__ void wait_in_some_threads(unsigned num_waiting) {
   if (threadIdx.x < num_waiting) emul::begin_after_previous_kernel();
 }

@@ -26,11 +26,6 @@ def ids_from(where: str):
     return switched("KVCACHE_EMUL_DEVICE_IDS", where == "device")
 
 
-def bulk_copies():
-    """Make the kernel that copies between device and host use bulk copies where possible."""
-    return switched("KVCACHE_BULK_COPIES", True)
-
-
 def parameters(small: bool):
     """Limit the kernel parameters to 4 KiB, as with older drivers, or permit the full size."""
     return switched("KVCACHE_SMALL_PARAMETERS", small)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.machinery.backends import each_backend, each_device_backend, each_real_backend
 from tests.machinery.emulation import ASAN
-from tests.machinery.switches import bulk_copies, ids_from, parameters
+from tests.machinery.switches import ids_from, parameters
 
 
 @dataclass
@@ -192,35 +192,6 @@ def test_copy_engine_moves_the_same_bytes_as_the_kernel(backend, case, pages_per
     case = (*rest, pairs[pairs[:, 0] >= 0].contiguous())
     found, _ = run(backend, case, engine=1, pages_per_run=pages_per_run)
     assert torch.equal(found, reference(*case))
-
-
-# Bytes per page of each region, all multiples of 16, the size of a vector.
-WIDE = {
-    "one vector": [16],
-    "a chunk and a part of one": [4096 + 2048],
-    "more chunks than a thread block holds": [4096 * 11 + 16, 64],
-    "many regions": [48 * (i + 1) for i in range(30)],
-}
-
-
-@each_device_backend
-@pytest.mark.parametrize("num_thread_blocks", [0, 1, 3])
-@pytest.mark.parametrize("name", WIDE)
-def test_bulk_copies_move_the_same_bytes_as_the_kernel(backend, name, num_thread_blocks):
-    """Bulk copies are emulated, so all memory is host memory. `test_swap.py` covers bulk copies on
-    a device.
-    """
-    sizes, num_blocks = WIDE[name], 23
-    generator = torch.Generator().manual_seed(len(sizes))
-    offsets = [sum(sizes[:i]) * num_blocks for i in range(len(sizes))]
-    memory = torch.randint(1, 256, (sum(sizes) * num_blocks,), generator=generator).to(torch.uint8)
-    src, dst = (Side(each, offsets, sizes, num_blocks) for each in (memory, memory.flip(0)))
-    chosen = torch.stack([torch.randperm(num_blocks, generator=generator)[:20] for _ in range(2)])
-    for pairs in (chosen.T.to(torch.int32).contiguous(), ids([4, 0], [-1, 2], [1, 4])):
-        case = (sizes, src, dst, False, pairs)
-        with bulk_copies():
-            found, _ = run(backend, case, num_thread_blocks=num_thread_blocks)
-        assert torch.equal(found, reference(*case))
 
 
 # Numbers of (pages, pairs, regions) below and above the capacity of one launch, with kernel

@@ -458,11 +458,11 @@ def test_list_names_every_stage_in_its_order(capsys):
     assert command.main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "facts", "build", "first-contact", "checks", "kernels", "swaps", "beside-matmul",
-        "load-beside-step", "gloo", "endurance", "counters", "replay", "bulk",
+        "load-beside-step", "gloo", "endurance", "counters", "replay",
     ]  # fmt: skip
     assert command.main(["--lease", "2", "--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
-        "facts", "build", "failed-tests", "swaps-again", "bulk-beside-matmul",
+        "facts", "build", "failed-tests", "swaps-again",
     ]  # fmt: skip
 
 

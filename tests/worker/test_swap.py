@@ -841,15 +841,12 @@ def test_compute_swap_out_reuse_swap_in_on_a_device(form, backend):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["kernel", "bulk copies", "copy_engine", "staging"])
-def test_immediate_swap_in_reads_new_bytes(method, monkeypatch):
+@pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
+def test_immediate_swap_in_reads_new_bytes(method):
     """The caller does not wait between the two calls.
 
     Host pages must not be read before they are filled.
     """
-    if method == "bulk copies":
-        monkeypatch.setenv("KVCACHE_BULK_COPIES", "1")
-        method = "kernel"
     pages = Pages.allocate(9, [[4096, 4096]] * 2, device="cuda")
     swap = SwapEngine(pages, pages.on_host(9), method=method)
     for number in range(1, 21):
