@@ -116,11 +116,31 @@ def processor() -> str:
 
 
 def write_results(path: Path, contents: Mapping[str, object]) -> None:
-    """Write JSON with one line per key and, in lists of rows, one line per row."""
-    lines = []
-    for key, value in contents.items():
-        text = json.dumps(value)
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
-        lines.append(f" {json.dumps(key)}: {text}")
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    """Write JSON with one line per key and, in lists of rows, one line per row. Dictionaries that
+    contain such lists are written in the same way.
+    """
+    path.write_text(_text(contents, 0) + "\n")
+
+
+def _text(value: object, depth: int) -> str:
+    inner, outer = "\n" + " " * (depth + 1), "\n" + " " * depth
+    if isinstance(value, Mapping) and (depth == 0 or _has_rows(value)):
+        lines = [f"{json.dumps(key)}: {_text(each, depth + 1)}" for key, each in value.items()]
+        return "{" + inner + ("," + inner).join(lines) + outer + "}"
+    if _is_rows(value):
+        return "[" + inner + ("," + inner).join(map(_row, value)) + outer + "]"
+    return _row(value)
+
+
+def _row(value: object) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _is_rows(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def _has_rows(value: Mapping) -> bool:
+    return any(
+        _is_rows(each) or (isinstance(each, Mapping) and _has_rows(each)) for each in value.values()
+    )

@@ -9,6 +9,8 @@ import os
 import time
 from pathlib import Path
 
+from benchmarks.gpu import machine
+
 # Limits per stage: characters at the beginning and at the end of its log, and number of rows.
 _LOG_HEAD, _LOG_TAIL = 1 << 20, 1 << 18
 _MAX_ROWS = 20_000
@@ -39,7 +41,7 @@ class Report:
         """Write the JSON file atomically."""
         draft = self.path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            draft.write_text(json.dumps(self.contents, indent=1, allow_nan=False) + "\n")
+            machine.write_results(draft, self.contents)
             draft.replace(self.path)
         finally:  # if the disk is full, the earlier file stays
             draft.unlink(missing_ok=True)
