@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks import attention_metadata as metadata
-from benchmarks.gpu import say, sizes, switches
+from benchmarks.gpu import say, sizes
 from benchmarks.gpu.timing import graph_us, num_rotated, stream_seconds
 from benchmarks.receive import plain
 from kvcache import AttentionMetadataBuilder, BlockTables, Pages, TableShape, ops
@@ -244,13 +244,6 @@ def receive(limit: float | None, block_size: int, layout: str, ratio: int) -> It
     }
 
 
-def dependent(case: Callable[[], Iterator[dict]]) -> Iterator[dict]:
-    """Measure a case of small kernels with dependent launches."""
-    with switches.dependent_launches(True):
-        for row in case():
-            yield {**row, "dependent": True}
-
-
 def rate(moved: int, us: float, limit: float | None) -> dict:
     """Return the time, the GB/s read and written, and the ratio to a device copy if one was measured."""
     gb_per_s = moved / us / 1e3
@@ -261,9 +254,7 @@ def rate(moved: int, us: float, limit: float | None) -> dict:
 def cases(limit: float | None) -> Iterator[tuple[str, Callable[[], Iterator[dict]]]]:
     """Yield all cases with their names. Cases with a target come first."""
     yield from cases_of_memory(limit)
-    for name, case in cases_of_tables():
-        yield name, case
-        yield f"{name}, dependent launches", partial(dependent, case)
+    yield from cases_of_tables()
 
 
 def cases_of_memory(limit: float | None) -> Iterator[tuple[str, Callable[[], Iterator[dict]]]]:
@@ -327,27 +318,15 @@ def main() -> int:
 
 
 def summary(rows: list[dict]) -> Iterator[str]:
-    """Yield one line per kernel with its slowest and its fastest case, and what dependent launches
-    change.
-    """
-    usual = [row for row in rows if not row.get("dependent")]
-    for kernel in dict.fromkeys(row["kernel"] for row in usual):
-        found = [row for row in usual if row["kernel"] == kernel]
+    """Yield one line per kernel with its slowest and its fastest case."""
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        found = [row for row in rows if row["kernel"] == kernel]
         key = "of_copy" if "of_copy" in found[0] else "us"
         found = [row for row in found if key in row]
         low, high = (choose(found, key=lambda row: row[key]) for choose in (min, max))
         form = "{:.0%} of the copy" if key == "of_copy" else "{:.1f} us"
         text = f"{kernel}, {len(found)} cases: {form.format(low[key])} ({low['case']})"
         yield f"{text} to {form.format(high[key])} ({high['case']})"
-    times = {_identity(row): row["us"] for row in usual}
-    for row in rows:
-        if row.get("dependent") and _identity(row) in times:
-            before = times[_identity(row)]
-            yield f"{row['kernel']}, {row['case']}: {before:.1f} us, {row['us']:.1f} us dependent"
-
-
-def _identity(row: dict) -> tuple:
-    return tuple(row.get(name) for name in ("kernel", "case", "groups", "form"))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Programmatic dependent launch (PDL): a kernel launched with KV_LAUNCH_DEPENDENT may start while
 // the stream's previous kernel is still running, which hides the launch latency of small kernels.
-// Hardware support starts with sm_90. KVCACHE_PDL=1 enables such launches; by default, they are
-// disabled until `make gpu` has shown that they are faster.
+// Requires sm_90 and a driver for CUDA 12.3; otherwise, the kernel starts after the previous one.
 #pragma once
 
-#include <cstdint>
+#include <cstddef>
+#include <vector>
 
 #include "ops/device.h"
 
@@ -34,19 +34,22 @@ __device__ __forceinline__ void begin_after_previous_kernel() {
 }
 
 #ifdef __CUDACC__
-// Returns whether dependent launches are enabled and supported by the device and by the driver. A
-// graph can capture them from CUDA 12.3 on.
+// Returns whether the device and the driver support dependent launches. A graph can capture them
+// from CUDA 12.3 on. The driver is asked once.
 inline bool launches_dependent(const OnDevice& device) {
-  if (!switched_on("KVCACHE_PDL")) return false;
-  static const bool by_driver = [] {
-    int version = 0;
+  static const std::vector<bool> supported = [] {  // indexed by device
+    int version = 0, num_devices = 0;
     KV_CUDA_CHECK(cudaDriverGetVersion(&version));
-    return version >= 12030;
+    KV_CUDA_CHECK(cudaGetDeviceCount(&num_devices));
+    std::vector<bool> found;
+    for (int i = 0; i < num_devices; ++i) {
+      int capability = 0;
+      KV_CUDA_CHECK(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, i));
+      found.push_back(version >= 12030 && capability >= 9);
+    }
+    return found;
   }();
-  int capability = 0;
-  KV_CUDA_CHECK(
-      cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device.index));
-  return by_driver && capability >= 9;
+  return supported[static_cast<size_t>(device.index)];
 }
 
 inline cudaLaunchAttribute dependent_launch() {
