@@ -180,6 +180,11 @@ def checked(tool: str | None, check: str, limit_s: float, arguments: tuple[str, 
     prefix += ("--report-api-errors", "no") if check == "memcheck" else ()
     # Caching is disabled, because the caching allocator's large blocks hide accesses outside a tensor.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    if check == "racecheck":
+        # Clusters are disabled: racecheck reports each read of another thread block's shared memory
+        # that follows an asynchronous copy, even after cluster.sync() of cooperative groups. The
+        # interpreter of the PTX checks these reads (docs/gpu_less.md).
+        environment["KVCACHE_CLUSTERS"] = "0"
     command = [*(prefix if tool else ()), *SMOKE, *arguments]
     ended = process.run(command, limit_s, take, environment=environment)
     text = "\n".join(lines)

@@ -17,11 +17,10 @@ namespace kvcache {
 constexpr int kMostClusterBlocks = 8;
 
 // Waits for all threads in the cluster. Their earlier writes to shared memory are visible
-// afterwards. The barrier of the thread block adds nothing to that of the cluster, but racecheck does
-// not order asynchronous copies by the latter.
+// afterwards.
 __device__ __forceinline__ void cluster_sync() {
 #ifdef KV_HAS_CLUSTERS
-  __syncthreads();
+  __syncwarp();
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n\t"
       "barrier.cluster.wait.acquire.aligned;" ::
