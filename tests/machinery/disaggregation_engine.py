@@ -78,7 +78,7 @@ class Engine:
         self.plan = plan_cache(layers, page * num_blocks, max_model_len=max_model_len)
         self.tp, self.per_stage, self.num_ranks = tp, num_layers // pp, tp * pp
         self.kinds = [group.layers[0].split(".")[0] for group in self.plan.groups]
-        options = ConnectorOptions(**{"transport": "gloo", **(options or {})})
+        options = ConnectorOptions(**{"transport": "gloo", "timeout_s": 60.0, **(options or {})})
         self.storages = [
             KVStorage.for_plan(self.plan, backend=backend, layout=layout, device=device)
             for _ in range(self.num_ranks)
@@ -260,7 +260,7 @@ class Engine:
         self.connector.begin(request)
         return True
 
-    def loaded(self, request, timeout_s=30):
+    def loaded(self, request, timeout_s=100):
         """Wait until a load has ended, and return its result."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -281,7 +281,7 @@ class Engine:
         self.apply(plan)
         self.compute(request, loaded.num_computed_tokens, request.num_tokens)
 
-    def drained(self, timeout_s=30):
+    def drained(self, timeout_s=100):
         """Wait up to `timeout_s` until no request, reader or transport holds a block.
 
         Return False after a timeout.

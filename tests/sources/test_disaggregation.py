@@ -829,7 +829,7 @@ def test_stopped_sender_delays_a_load_only_until_the_deadline(engines):
         begun, request = time.monotonic(), Request("r1", range(1, 62))
         assert receiver.admit(request, offers[1])
         loaded = receiver.loaded(request)
-        assert loaded.error and time.monotonic() - begun < 8  # the default timeout is 10 s
+        assert loaded.error and time.monotonic() - begun < 30  # other engines have 60 s
         receiver.recompute(request, loaded)
         assert receiver.wrong(request, 61) is None
         receiver.manager.free(request)
