@@ -13,10 +13,8 @@
 #pragma once
 
 #include "emul/alignment.h"
-#include "emul/async_copy.h"
 #include "emul/atomics.h"
 #include "emul/cluster.h"
-#include "emul/dependent_launch.h"
 #include "emul/intrinsics.h"
 #include "emul/launch.h"
 #include "emul/runtime.h"

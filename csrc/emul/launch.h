@@ -5,6 +5,9 @@
 #include <cstddef>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <typeinfo>
+#include <vector>
 
 #include "emul/scheduler.h"
 #include "emul/shared_limits.h"
@@ -67,18 +70,56 @@ void launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes, F&& kernel_call)
   launch_clusters(grid, block, dynamic_shared_bytes, 1, kernel_call);
 }
 
-// Launches `kernel`, after checking its shared memory against SharedLimits.
-template <class Kernel, class F>
-void launch_kernel_clusters(Kernel* kernel, dim3 grid, dim3 block, size_t dynamic_shared_bytes,
-                            unsigned cluster, F&& kernel_call) {
-  SharedLimits::instance().check(reinterpret_cast<const void*>(kernel), dynamic_shared_bytes);
-  launch_clusters(grid, block, dynamic_shared_bytes, cluster, kernel_call);
+// A launch, as passed to a function that runs it in place of the emulator.
+struct Launch {
+  const char* kernel;  // mangled name of the type Named<kernel>
+  unsigned grid[3], block[3], cluster;
+  bool is_dependent;  // may start before the stream's previous kernel has ended
+  size_t dynamic_shared_bytes, parameter_bytes;
+  const void* parameters;  // in the layout of CUDA's parameter memory
+};
+using LaunchHook = void (*)(const Launch*);
+inline LaunchHook& launch_hook() {
+  static LaunchHook hook = nullptr;
+  return hook;
+}
+template <auto kKernel>
+struct Named {};
+
+template <class T>
+void append_parameter(std::vector<char>& parameters, const T& value) {
+  parameters.resize((parameters.size() + alignof(T) - 1) / alignof(T) * alignof(T));
+  const char* bytes = reinterpret_cast<const char*>(&value);
+  parameters.insert(parameters.end(), bytes, bytes + sizeof(T));
 }
 
-template <class Kernel, class F>
-void launch_kernel(Kernel* kernel, dim3 grid, dim3 block, size_t dynamic_shared_bytes,
-                   F&& kernel_call) {
-  launch_kernel_clusters(kernel, grid, block, dynamic_shared_bytes, 1, kernel_call);
+template <auto kKernel, bool kDependent, class... P>
+void launch_with(void (*)(P...), dim3 grid, dim3 block, size_t dynamic_shared_bytes,
+                 unsigned cluster, const std::common_type_t<P>&... arguments) {
+  SharedLimits::instance().check(reinterpret_cast<const void*>(kKernel), dynamic_shared_bytes);
+  if (launch_hook() == nullptr) {
+    launch_clusters(grid, block, dynamic_shared_bytes, cluster, [&] { kKernel(arguments...); });
+    return;
+  }
+  std::vector<char> parameters;
+  (append_parameter(parameters, arguments), ...);
+  const Launch launch{typeid(Named<kKernel>).name(),
+                      {grid.x, grid.y, grid.z},
+                      {block.x, block.y, block.z},
+                      cluster,
+                      kDependent,
+                      dynamic_shared_bytes,
+                      parameters.size(),
+                      parameters.data()};
+  launch_hook()(&launch);
+}
+
+// Launches a kernel, after checking its shared memory against SharedLimits.
+template <auto kKernel, bool kDependent = false, class... A>
+void launch_kernel(dim3 grid, dim3 block, size_t dynamic_shared_bytes, unsigned cluster,
+                   const A&... arguments) {
+  launch_with<kKernel, kDependent>(kKernel, grid, block, dynamic_shared_bytes, cluster,
+                                   arguments...);
 }
 
 template <class T>

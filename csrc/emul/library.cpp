@@ -49,6 +49,12 @@ void map_host(int64_t host, int64_t num_bytes, int64_t device) {
 
 }  // namespace
 
+// Makes `hook` run all later launches of the ops, or the emulator if `hook` is null.
+extern "C" __attribute__((visibility("default"))) void kv_emul_hook_launches(
+    emul::LaunchHook hook) {
+  emul::launch_hook() = hook;
+}
+
 STABLE_TORCH_LIBRARY(kvcache_emul, m) {
   kvcache::define_schemas(m);
   m.def("overflow_(Tensor(a!) x) -> ()");

@@ -186,8 +186,6 @@ class Emulator {
              runnable_[next_runnable_]->wait == Wait::kNotBegun) {
         set_current(*runnable_[next_runnable_++]);
         current_->wait = Wait::kNone;
-        current_->async_copies.clear();
-        current_->is_after_previous_kernel = false;
         call_(argument_);
         current_->wait = Wait::kExited;
         --num_live_;

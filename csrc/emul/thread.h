@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
-#include <vector>
 
 #include "emul/fiber.h"
 #include "emul/types.h"
@@ -75,24 +74,6 @@ inline const char* wait_name(Wait wait) {
   }
 }
 
-// See async_copy.h.
-struct AsyncCopy {
-  void* shared;
-  const void* global;
-  size_t num_bytes;
-  char bytes[16];
-};
-
-struct AsyncCopies {
-  std::vector<AsyncCopy> begun;    // copies that have not arrived, in order
-  std::vector<size_t> group_ends;  // number of copies in each group and all earlier groups
-
-  void clear() {
-    begun.clear();
-    group_ends.clear();
-  }
-};
-
 struct Thread {
   uint3 index;
   unsigned block;         // rank of the thread's block in its cluster; 0 without clusters
@@ -105,8 +86,6 @@ struct Thread {
   uint64_t offered;       // operand of a shuffle or vote
   uint64_t published;     // operand of the last completed operation, which other lanes read
   unsigned participants;  // lanes in the last completed warp operation
-  AsyncCopies async_copies;
-  bool is_after_previous_kernel;  // see dependent_launch.h
 
   unsigned lane() const { return linear % kWarpLanes; }
 };

@@ -31,10 +31,8 @@ __device__ __forceinline__ void async_copy(Vector* shared, const Vector* global)
                  "n"(sizeof(Vector))
                  : "memory");
   }
-#elif defined(__CUDACC__)
-  *shared = *global;
 #else
-  emul::begin_async_copy(shared, global, sizeof(Vector));
+  *shared = *global;
 #endif
 }
 
@@ -42,8 +40,6 @@ __device__ __forceinline__ void async_copy(Vector* shared, const Vector* global)
 __device__ __forceinline__ void async_copy_commit() {
 #ifdef KV_HAS_CP_ASYNC
   asm volatile("cp.async.commit_group;" ::: "memory");
-#elif !defined(__CUDACC__)
-  emul::commit_async_copies();
 #endif
 }
 
@@ -53,8 +49,6 @@ template <int kGroups>
 __device__ __forceinline__ void async_copy_wait() {
 #ifdef KV_HAS_CP_ASYNC
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
-#elif !defined(__CUDACC__)
-  emul::wait_async_copies(kGroups);
 #endif
 }
 

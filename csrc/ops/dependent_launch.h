@@ -28,8 +28,6 @@ __device__ __forceinline__ void begin_after_previous_kernel() {
       "griddepcontrol.wait;\n\t"
       "griddepcontrol.launch_dependents;" ::
           : "memory");
-#elif !defined(__CUDACC__)
-  emul::begin_after_previous_kernel();
 #endif
 }
 
@@ -73,7 +71,7 @@ inline cudaLaunchAttribute dependent_launch() {
   KV_LAUNCH(kernel, grid, block, 0, (device).stream, __VA_ARGS__)
 #else
 #define KV_LAUNCH_DEPENDENT(kernel, grid, block, device, ...) \
-  emul::launch_dependent_kernel((kernel), grid, block, [&] { (kernel)(__VA_ARGS__); })
+  emul::launch_kernel<(kernel), true>(grid, block, 0, 1, __VA_ARGS__)
 #endif
 
 }  // namespace kvcache

@@ -53,10 +53,9 @@
   [[maybe_unused]] static const auto kv_compiled_##function = &function;
 #else
 #define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
-  emul::launch_kernel((kernel), grid, block, shared_bytes, [&] { (kernel)(__VA_ARGS__); })
+  emul::launch_kernel<(kernel)>(grid, block, shared_bytes, 1, __VA_ARGS__)
 #define KV_LAUNCH_CLUSTERS(kernel, grid, block, shared_bytes, stream, cluster, ...) \
-  emul::launch_kernel_clusters((kernel), grid, block, shared_bytes, cluster,        \
-                               [&] { (kernel)(__VA_ARGS__); })
+  emul::launch_kernel<(kernel)>(grid, block, shared_bytes, cluster, __VA_ARGS__)
 #define KV_CUDA_CHECK(call) emul::check(call)
 #define KV_REGISTER_CUDA(op, function) \
   STABLE_TORCH_LIBRARY_IMPL(kvcache_emul, CPU, m) { m.impl(op, TORCH_BOX(&function)); }

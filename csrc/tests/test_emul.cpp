@@ -351,19 +351,6 @@ TEST(invalid_launches_are_rejected) {
   launch(dim3(1), dim3(1), 227 * 1024);
 }
 
-__global__ void wait_in_some_threads(unsigned num_waiting) {
-  if (threadIdx.x < num_waiting) emul::begin_after_previous_kernel();
-}
-
-TEST(every_thread_of_a_dependent_launch_must_wait) {
-  const auto run = [](unsigned num_waiting) {
-    emul::launch_dependent_kernel(wait_in_some_threads, dim3(2), dim3(64),
-                                  [&] { wait_in_some_threads(num_waiting); });
-  };
-  run(64);
-  CHECK_THROWS(run(63), "did not wait for the previous kernel");
-}
-
 // Each block of the cluster stores one number per thread, and reads the numbers of the next block.
 __global__ void next_in_cluster(int* out, unsigned cluster) {
   KV_DYN_SHARED(int, buffer);
@@ -430,22 +417,26 @@ TEST(invalid_clusters_are_rejected) {
   launch(dim3(8), dim3(32), 8);
 }
 
+template <void (*kKernel)(int*)>
+void launch_with_shared(size_t bytes) {
+  std::vector<int> data = iota(32);
+  emul::launch_kernel<kKernel>(dim3(1), dim3(32), bytes, 1, data.data());
+}
+
 TEST(shared_memory_above_48_kib_needs_an_opt_in_of_the_kernel) {
-  const auto launch = [](void (*kernel)(int*), size_t bytes) {
-    std::vector<int> data = iota(32);
-    emul::launch_kernel(kernel, dim3(1), dim3(32), bytes, [&] { kernel(data.data()); });
-  };
   constexpr int kOptIn = 100 * 1024;
   const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-  launch(reverse_in_dynamic_shared, 48 * 1024);
-  CHECK_THROWS(launch(reverse_in_dynamic_shared, 48 * 1024 + 1), "this kernel may have 49152");
+  launch_with_shared<reverse_in_dynamic_shared>(48 * 1024);
+  CHECK_THROWS(launch_with_shared<reverse_in_dynamic_shared>(48 * 1024 + 1),
+               "this kernel may have 49152");
   CHECK_EQ(cudaFuncSetAttribute(reverse_in_dynamic_shared, attribute, kOptIn), cudaSuccess);
-  launch(reverse_in_dynamic_shared, kOptIn);
-  CHECK_THROWS(launch(reverse_in_dynamic_shared, kOptIn + 1), "this kernel may have 102400");
-  CHECK_THROWS(launch(previous_without_barrier, kOptIn), "this kernel may have 49152");
+  launch_with_shared<reverse_in_dynamic_shared>(kOptIn);
+  CHECK_THROWS(launch_with_shared<reverse_in_dynamic_shared>(kOptIn + 1),
+               "this kernel may have 102400");
+  CHECK_THROWS(launch_with_shared<previous_without_barrier>(kOptIn), "this kernel may have 49152");
   CHECK_EQ(cudaFuncSetAttribute(reverse_in_dynamic_shared, attribute, 227 * 1024 + 1),
            cudaErrorInvalidValue);
-  launch(reverse_in_dynamic_shared, kOptIn);
+  launch_with_shared<reverse_in_dynamic_shared>(kOptIn);
 }
 
 TEST(misaligned_access_ends_the_launch_and_the_next_one_works) {

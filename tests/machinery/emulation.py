@@ -64,9 +64,9 @@ def _built(sources: list[Path], asan: bool, name: str) -> Path:
     flags += ["-fno-sanitize-recover=all"] if asan else []
     folder = REPO / "build" / "emul"
     (folder / "objects").mkdir(parents=True, exist_ok=True)
-    shared = _digest(*flags, torch.__version__, *_headers(root))
-    objects = {s: folder / "objects" / f"{s.stem}-{_digest(shared, s)}.o" for s in sources}
-    library = folder / _digest(*map(str, objects.values())) / f"libkvcache_{name}.so"
+    shared = digest(*flags, torch.__version__, *_headers(root))
+    objects = {s: folder / "objects" / f"{s.stem}-{digest(shared, s)}.o" for s in sources}
+    library = folder / digest(*map(str, objects.values())) / f"libkvcache_{name}.so"
     with (folder / f"lock_{name}").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
@@ -98,7 +98,7 @@ def _headers(root: Path) -> list[Path]:
     return sorted(path for name in ("ops", "emul", "worker") for path in (root / name).glob("*.h"))
 
 
-def _digest(*parts: str | Path) -> str:
+def digest(*parts: str | Path) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.read_bytes() if isinstance(part, Path) else part.encode())
