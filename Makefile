@@ -19,7 +19,7 @@ THREAD_TESTS := test_threads test_call_guard
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-slow test-vllm test-sglang test-real bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz wheel prebuilt repair-wheel test-wheel bench docs gpu gpu-libraries gpu-rehearsal clean
+.PHONY: demo test test-slow test-vllm test-sglang test-real bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less ptx sanitize sanitize-thread soak fuzz wheel prebuilt repair-wheel test-wheel bench docs gpu gpu-libraries gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -133,15 +133,20 @@ fuzz: setup
 	$(BIN)/python -m tests.machinery.wrong_calls --seconds $(SECONDS) $(CALLS:%=--calls %) \
 	  $(SEED:%=--seed %) $(SCENES:%=--scene=%)
 
-# Compile every kernel and check the machine code. Requires nvcc and cuobjdump, but no GPU.
+# Compile every kernel, with warnings and register spills as errors. Requires nvcc, but no GPU.
 cuda-check: setup
 	$(BIN)/python -m benchmarks.cuda_check
 
 # Run the tests marked gpu on a CUDA runtime without a GPU (docs/gpu_less.md). Requires nvcc, and
 # downloads the CUDA build of torch (gigabytes) once. If nvcc or torch is unavailable, prints a message
 # and succeeds. Swaps are tested with SEEDS different orders of streams.
-gpu-less:
+gpu-less: ptx
 	$(PYTHON) -m tests.machinery.gpu_less test $(SEEDS:%=--seeds %)
+
+# Interpret the PTX of the kernels: results, data races and memory transactions, and mutants without a
+# barrier, wait or fence (docs/gpu_less.md). Requires nvcc. PTX=--all-mutants interprets all mutants.
+ptx: setup
+	$(BIN)/python -m tests.machinery.ptx $(PTX)
 
 # Build a source distribution and, from that distribution alone, a wheel with all native libraries
 # (docs/building.md#wheels). The CUDA library is included if nvcc is found, unless KVCACHE_CUDA overrides

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operator cases that run every kernel which has a barrier, wait or fence.
+
+`CASES` contains the cases of `op_cases`, and small cases for other instantiations of the kernels.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from benchmarks.gpu import op_cases
+from kvcache import ops
+
+
+def _random_bytes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0)).byte()
+
+
+def permute(num_heads: int, row_bytes: int, ratio: int, device: str, size: int):
+    """Permute blocks of 32 tokens. The widest vectors have as many bytes as a row, at most 16."""
+    cache = _random_bytes(4 * size, 32, num_heads, row_bytes)
+    ids = torch.arange(2 * size, dtype=torch.int32).view(-1, max(1, -ratio)) * 2
+    remote = 32 // ratio if ratio > 0 else 32 * -ratio
+    ops.permute_blocks_(cache, torch.tensor([0]), ids, remote, True)
+    return [cache]
+
+
+def tokens(
+    write: bool, element: torch.dtype, page: torch.dtype, width: int, device: str, size: int
+):
+    """Write or gather tokens with one head of this width."""
+    key = [_random_bytes(12 * size, 1, width).float().to(element) for _ in range(2)]
+    caches = [_random_bytes(size, 16, 1, width).float().to(page) for _ in range(2)]
+    slots = torch.arange(12 * size) * 5 % (16 * size)
+    scales = [torch.tensor([0.75])] * 2 if element != page else []
+    if write:
+        ops.write_kv(*key, *caches, slots, *scales)
+    else:
+        ops.gather_kv(*caches, slots, *key, *scales)
+    return [each.view(torch.uint8) for each in (*key, *caches)]
+
+
+def slots(by_request: bool, dtype: torch.dtype, device: str, size: int):
+    groups = torch.tensor([[0, 32, 16, 1, 0, 1, 0, 0]])
+    tables = torch.arange(32 * 8, dtype=torch.int32)
+    start = torch.arange(0, 57, 7, dtype=torch.int32)
+    positions = torch.arange(56) * 9 % 512
+    out = torch.full((1, 60), -7, dtype=dtype)
+    rows = torch.arange(8 if by_request else 56, dtype=torch.int32) % 8
+    query_start = start if by_request else None
+    ops.slot_mapping(tables, groups, 8, rows, query_start, positions, None, out)
+    return [out]
+
+
+CASES = {name: case for name, case in op_cases.CASES.items() if "copy engine" not in name}
+CASES |= {
+    f"permute_blocks_ rows of {row_bytes} bytes, NHD of {32 * max(1, -ratio)}": partial(
+        permute, 8, row_bytes, ratio
+    )
+    for row_bytes in (8, 4, 2, 1)
+    for ratio in (1, -2)
+}
+CASES["permute_blocks_ 32 heads, NHD of 32"] = partial(permute, 32, 256, 1)
+CASES |= {
+    f"slot_mapping {dtype}, by request {by_request}": partial(slots, by_request, dtype)
+    for dtype in (torch.int32, torch.int64)
+    for by_request in (True, False)
+}
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)
+_FORMS = [(element, page, width) for element in _ELEMENTS for page in _FP8 for width in (16, 1)]
+_FORMS += [(torch.bfloat16, torch.bfloat16, width) for width in (8, 4, 2, 1)]
+_FORMS.append((_FP8[0], _FP8[0], 1))
+CASES |= {
+    f"{'write' if write else 'gather'}_kv {element} {page} {width}": partial(
+        tokens, write, element, page, width
+    )
+    for element, page, width in _FORMS
+    for write in (True, False)
+}
+
+
+def size_of(name: str) -> int:
+    """Return a size at which each warp repeats its loop over chunks, and each thread its loops."""
+    return 9 if "host" in name else 2  # 288 chunks, for 128 warps
