@@ -144,9 +144,9 @@ gpu-less: ptx
 	$(PYTHON) -m tests.machinery.gpu_less test $(SEEDS:%=--seeds %)
 
 # Interpret the PTX of the kernels: results, data races and memory transactions, and mutants without a
-# barrier, wait or fence (docs/gpu_less.md). Requires nvcc. PTX=--all-mutants interprets all mutants.
+# barrier, wait or fence (docs/gpu_less.md). Requires nvcc. SEED selects a random order of threads.
 ptx: setup
-	$(BIN)/python -m tests.machinery.ptx $(PTX)
+	$(BIN)/python -m tests.machinery.ptx $(SEED:%=--seed %)
 
 # Build a source distribution and, from that distribution alone, a wheel with all native libraries
 # (docs/building.md#wheels). The CUDA library is included if nvcc is found, unless KVCACHE_CUDA overrides
