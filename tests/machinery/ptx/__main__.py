@@ -25,7 +25,6 @@ from tests.machinery.ptx.run import Interpreter, compiled_kernels
 
 # Instructions without which a kernel is equally correct.
 EQUIVALENT = {
-    "griddepcontrol.launch_dependents": "the next kernel only starts later",
     "bar.warp": "barrier.cluster, which follows, also waits for the warp and orders its accesses",
 }
 KERNELS: dict[str, Kernel] = {}

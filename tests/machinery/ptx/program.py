@@ -17,7 +17,7 @@ _WAITS = {"bar.sync": "block", "bar.warp": "warp", "shfl": "warp", "vote": "warp
 _WAITS["barrier.cluster.wait"] = "cluster"
 # Instructions that order memory accesses. Mutants lack one of them.
 ORDERS = re.compile(
-    r"(bar|barrier|mbarrier|fence|membar|griddepcontrol)\.|cp\.async\.\S*(commit|wait)_group"
+    r"(bar|barrier|mbarrier|fence|membar)\.|griddepcontrol\.wait|cp\.async\.\S*(commit|wait)_group"
 )
 
 
