@@ -37,11 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if args.rehearse and not rehearsal.is_inside():
         return rehearsal.again_inside(args, results_of(args))
-    lacking = machine.lacks(needs_build=args.libraries is None)
+    lacking = machine.lacks(needs_build=not has_libraries(args))
     facts, lines = Outcome(), []
     if not lacking:
         lines, status = look_at(facts, started)
         lacking = [text for row in facts.rows for text in row.get("lacks", ())]
+        if not lacking and not any(row.get("fact") == "device" for row in facts.rows):
+            reason = next(reversed(facts.failed + facts.last), "no output")
+            lacking = [f"a device that can be used: the facts ended with {status}: {reason}"]
     if lacking:
         print("make gpu: this machine lacks " + "; ".join(lacking), file=sys.stderr)
         return 1
@@ -55,6 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, shutil.Error) as error:  # for example, a full disk; earlier results are kept
         print(f"make gpu: {' '.join(str(error).split())[:500]}", file=sys.stderr)
         return 1
+
+
+def has_libraries(args: argparse.Namespace) -> bool:
+    """Return whether there are libraries that were built from these sources, so that nothing is built."""
+    if args.libraries is None:
+        return False
+    try:
+        return bool(workspace.carried(args.libraries))
+    except ValueError as error:
+        printed(f"the libraries are not used: {error}")
+        return False
 
 
 def look_at(facts: Outcome, started: float) -> tuple[list[str], str]:
@@ -142,7 +156,9 @@ def measure(
     about |= {"sources": machine.sources_digest(), "device": known.get("device")}
     if args.rehearse:
         about["note"] = "a rehearsal without a GPU: its figures are not measurements"
-    report = Report(results_of(args), report_name(args, about["device"]), about)
+    report = Report(
+        results_of(args), report_name(args, about["device"]), about, args.only is not None
+    )
     workspace.make(folder)
     if args.rehearse:
         printed(f"REHEARSAL: {about['note']}")

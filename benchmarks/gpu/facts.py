@@ -10,6 +10,7 @@ import os
 import platform
 import resource
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,8 +28,18 @@ def main() -> int:
         lacking.append(f"torch 2.10 or newer (this is {torch.__version__})")
     if not torch.version.cuda:
         lacking.append(f"a CUDA build of torch (this is {torch.__version__})")
-    elif not torch.cuda.is_available():
-        lacking.append("a CUDA device that torch can use")
+    else:
+        with warnings.catch_warnings(
+            record=True
+        ) as told:  # for example, that the driver is too old
+            warnings.simplefilter("always")
+            is_available = torch.cuda.is_available()
+        if not is_available:
+            reason = "".join(
+                f" ({' '.join(str(each.message).split())[:300]})" for each in told[-1:]
+            )
+            driver = machine.driver()
+            lacking.append(f"a CUDA device that torch can use; driver {driver}{reason}")
     if lacking:
         say.row(lacks=lacking)
         return 1

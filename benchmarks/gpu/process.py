@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MAX_LINE = 1 << 20  # bytes; longer lines are split
+_KILL_S = 5.0  # time to wait for a killed process to end
 _DRAIN_S = 2.0  # time to wait for output after the process has ended
 
 
@@ -72,10 +73,13 @@ def run(
             timed_out = time.monotonic() - start > limit_s
     finally:
         _kill(_family(child.pid))
-        child.wait()
+        # A process that waits for a hung driver cannot be killed. The run continues without it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_KILL_S)
         output.drain(_DRAIN_S)
         child.stdout.close()
-    return Ended(child.returncode, timed_out, time.monotonic() - start)
+    returncode = -signal.SIGKILL if child.returncode is None else child.returncode
+    return Ended(returncode, timed_out, time.monotonic() - start)
 
 
 class _Lines:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -22,18 +23,29 @@ class Report:
     `path`: the JSON file. Logs are written next to it.
     """
 
-    def __init__(self, folder: Path, name: str, facts: dict) -> None:
+    def __init__(self, folder: Path, name: str, facts: dict, adds: bool = False) -> None:
+        """`adds`: whether the stages of an existing file are kept unless they are run again.
+        Otherwise, an existing file is kept as `NAME-before.json`.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.name = folder, name
+        self.folder, self.name, self._adds = folder, name, adds
         self.path = folder / f"{name}.json"
         self.contents: dict = {**facts, "stages": {}}
         self._logs_begun: set[str] = set()
+        if not self.path.exists():
+            return
+        if adds:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                self.contents["stages"] = dict(json.loads(self.path.read_text())["stages"])
+        else:
+            self.path.replace(folder / f"{name}-before.json")
 
     def log(self, section: str, stage: str, command: str) -> StageLog:
         """Create a stage's log, which becomes a part of the section's file."""
         path = self.folder / f"{self.name}-{section}.log"
         if section not in self._logs_begun:
-            path.write_bytes(b"")
+            if not self._adds:
+                path.write_bytes(b"")
             self._logs_begun.add(section)
         return StageLog(path, f"== {stage}: {command}")
 

@@ -114,7 +114,7 @@ class Run:
         self.report.contents["stages"][stage.name] = outcome.as_dict(status, seconds, limit_s)
         self.report.contents["seconds"] = round(self.seconds, 1)
         self.report.save()
-        if not good and not outcome.failed:
+        if not good and (not outcome.failed or stage.name == "build"):
             for line in outcome.last:
                 self._say(f"   | {line}")
         self._say(f"   {status}, {seconds:.1f} s of {limit_s:.0f}")

@@ -125,7 +125,10 @@ def report(found: Calibration) -> None:
 def calibrated() -> Calibration:
     """Return the calibration saved by this lease or the first, or the built-in calibration."""
     path = Path(os.environ.get("KVCACHE_CALIBRATION_TO", ""))
-    return calibration.load(path) if path.is_file() else calibration.DEFAULT
+    if path.is_file():
+        return calibration.load(path)
+    say.learned(f"no calibration in {path}: the built-in one is used")
+    return calibration.DEFAULT
 
 
 def beside_a_loop(pools: Pools, stream: torch.cuda.Stream) -> None:

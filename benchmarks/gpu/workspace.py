@@ -141,12 +141,16 @@ def build_for(folder: Path, python: str, archs: str) -> None:
         command = [python, "setup.py", "-q", "build_ext", "--inplace"]
         if subprocess.run(command, cwd=tree, env=environment).returncode != 0:
             raise RuntimeError("the build failed (its output is above); nothing was replaced")
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("*.so"):
-            old.unlink()
-        for library in (tree / "kvcache").glob("*.so"):
-            shutil.copy2(library, folder)
-        write_manifest(folder, tree, environment=environment)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".libraries-", dir=folder.parent) as beside:
+            new = Path(beside, "new")
+            new.mkdir()
+            for library in (tree / "kvcache").glob("*.so"):
+                shutil.copy2(library, new)
+            write_manifest(new, tree, environment=environment)
+            if folder.exists():
+                folder.rename(Path(beside, "old"))
+            new.rename(folder)
 
 
 def python_with_headers(version: str) -> str:

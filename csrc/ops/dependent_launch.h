@@ -32,9 +32,20 @@ __device__ __forceinline__ void begin_after_previous_kernel() {
 }
 
 #ifdef __CUDACC__
-// Returns whether the device and the driver support dependent launches. A graph can capture them
-// from CUDA 12.3 on. The driver is asked once.
+// Whether this library has code for sm_90 or later. Code that the driver compiles from the PTX of
+// an older architecture does not wait for the previous kernel.
+constexpr bool has_waiting_code() {
+  constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
+  for (const int arch : kArchs) {
+    if (arch >= 900) return true;
+  }
+  return false;
+}
+
+// Returns whether the code, the device and the driver support dependent launches. A graph can
+// capture them from CUDA 12.3 on. The driver is asked once.
 inline bool launches_dependent(const OnDevice& device) {
+  if constexpr (!has_waiting_code()) return false;
   static const std::vector<bool> supported = [] {  // indexed by device
     int version = 0, num_devices = 0;
     KV_CUDA_CHECK(cudaDriverGetVersion(&version));

@@ -145,3 +145,26 @@ def test_toolkit_without_the_runtime_is_reported(tmp_path):
         RuntimeError, match=rf"no libcudart\.so in {tmp_path}: .*lib64, .*CUDA_HOME"
     ):
         build.cudart_folder(tmp_path, tmp_path / "scratch")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("archs", "is_dependent"), [(["80"], False), (["80", "90"], True)])
+def test_only_libraries_with_code_for_sm_90_launch_dependents(tmp_path, archs, is_dependent):
+    """A driver compiles the PTX of sm_80 for newer devices, where its kernels do not wait for the
+    previous kernel.
+    """
+    if build.cuda_home() is None:
+        pytest.skip("no nvcc")
+    source = """
+        #include "ops/dependent_launch.h"
+        static_assert(kvcache::has_waiting_code() == (EXPECTED != 0));
+    """
+    (tmp_path / "check.cu").write_text(source)
+    flags = [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in archs]
+    command = [
+        str(build.cuda_home() / "bin" / "nvcc"), "-std=c++17", f"-D{build.TORCH_TARGET}", "-isystem",
+        str(build.torch_dir() / "include"), f"-I{build.source_root()}", "-DUSE_CUDA", *flags,
+        f"-DEXPECTED={int(is_dependent)}", "-c", str(tmp_path / "check.cu"), "-o", str(tmp_path / "check.o"),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from benchmarks.gpu import build as build_stage
 from benchmarks.gpu import (
     checks,
     counters,
+    facts,
     machine,
     op_cases,
     process,
@@ -561,6 +563,107 @@ def test_failed_build_keeps_the_libraries_of_an_earlier_one(tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["old.so"]
 
 
+def test_libraries_of_an_earlier_build_are_kept_if_the_disk_is_full(tmp_path, monkeypatch):
+    folder = tmp_path / "libraries"
+    folder.mkdir()
+    (folder / "old.so").touch()
+
+    def full(source, target):
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(workspace, "make", lambda tree: (tree / "kvcache").mkdir(parents=True))
+    monkeypatch.setattr(workspace.shutil, "copy2", full)
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\ntouch kvcache/new.so\n")
+    program.chmod(0o755)
+    with pytest.raises(OSError, match="No space left"):
+        workspace.build_for(folder, str(program), "90")
+    assert [path.name for path in folder.iterdir()] == ["old.so"]
+    monkeypatch.undo()
+    monkeypatch.setattr(workspace, "make", lambda tree: (tree / "kvcache").mkdir(parents=True))
+    monkeypatch.setattr(workspace, "write_manifest", lambda *args, **options: None)
+    workspace.build_for(folder, str(program), "90")
+    assert [path.name for path in folder.iterdir()] == ["new.so"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["libraries", "python"]
+
+
+def test_chosen_stages_are_added_to_the_results_and_a_new_run_keeps_them_aside(tmp_path):
+    report = Report(tmp_path, "gpu", {})
+    report.contents["stages"] = {"kernels": {"rows": [1]}, "nixl": {"rows": [2]}}
+    report.save()
+    log = report.log("rates", "kernels", "")
+    log.close("ok")
+    only = Report(tmp_path, "gpu", {}, True)
+    only.contents["stages"]["nixl"] = {"rows": [3]}
+    only.save()
+    only.log("rates", "nixl", "").close("ok")
+    stages = {"kernels": {"rows": [1]}, "nixl": {"rows": [3]}}
+    assert json.loads(report.path.read_text())["stages"] == stages
+    assert (tmp_path / "gpu-rates.log").read_text().count("== ok") == 2
+    Report(tmp_path, "gpu", {}).save()
+    assert json.loads(report.path.read_text())["stages"] == {}
+    assert json.loads((tmp_path / "gpu-before.json").read_text())["stages"] == stages
+
+
+def test_unusable_libraries_do_not_hide_what_a_build_lacks(tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(
+        machine, "lacks", lambda needs_build: asked.append(needs_build) or ["the program g++"]
+    )
+    assert command.main(["--libraries", str(tmp_path)]) == 1
+    assert asked == [True]
+    shown = capsys.readouterr()
+    assert shown.err == "make gpu: this machine lacks the program g++\n"
+    assert shown.out.startswith(f"the libraries are not used: {tmp_path} has no readable")
+
+
+def test_facts_that_crash_end_the_run_with_their_reason(tmp_path, monkeypatch, capsys):
+    def crashes(facts, started):
+        facts.take("ImportError: libcudart.so.13: cannot open shared object file")
+        return [], "exit code 1"
+
+    monkeypatch.setattr(machine, "lacks", lambda needs_build: [])
+    monkeypatch.setattr(command, "look_at", crashes)
+    assert command.main(["--results", str(tmp_path)]) == 1
+    assert "exit code 1: ImportError: libcudart.so.13" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_old_driver_is_named(monkeypatch, capsys):
+    def refuses():
+        warnings.warn(
+            "The NVIDIA driver on your system is too old (found version 12020)", stacklevel=1
+        )
+        return False
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", refuses)
+    monkeypatch.setattr(machine, "driver", lambda: "535.1")
+    assert facts.main() == 1
+    (row,) = (json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{"))
+    (text,) = row["lacks"]
+    assert "driver 535.1" in text and "too old (found version 12020)" in text
+
+
+def test_process_that_cannot_be_killed_does_not_stop_the_run(monkeypatch):
+    monkeypatch.setattr(process, "_kill", lambda family: None)
+    monkeypatch.setattr(process, "_KILL_S", 0.1)
+    monkeypatch.setattr(process, "_DRAIN_S", 0.1)
+    program = [sys.executable, "-c", "input()"]
+    started = []
+    popen = subprocess.Popen
+
+    def with_input(*args, **options):
+        started.append(popen(*args, **{**options, "stdin": subprocess.PIPE}))
+        return started[0]
+
+    monkeypatch.setattr(process.subprocess, "Popen", with_input)
+    ended = process.run(program, 0.1, lambda line: None)
+    assert ended.timed_out and started[0].poll() is None
+    started[0].kill()
+    started[0].wait()
+
+
 def test_full_disk_ends_the_run_in_one_line_and_keeps_earlier_results(tmp_path, monkeypatch):
     report = Report(tmp_path, "gpu", {"commit": "abc"})
     report.save()
@@ -584,7 +687,8 @@ def test_errors_of_files_are_reported_in_one_line(monkeypatch, tmp_path, capsys)
         raise OSError(28, "No space left on device", str(tmp_path))
 
     monkeypatch.setattr(machine, "lacks", lambda needs_build: [])
-    monkeypatch.setattr(command, "look_at", lambda facts, started: ([], "ok"))
+    device = json.dumps({"fact": "device", "value": "a GPU"})
+    monkeypatch.setattr(command, "look_at", lambda facts, _: (facts.take(device), ([], "ok"))[1])
     monkeypatch.setattr(command, "measure", full)
     assert command.main([]) == 1
     (line,) = capsys.readouterr().err.splitlines()

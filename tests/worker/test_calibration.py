@@ -44,10 +44,11 @@ def test_fragment_thresholds_lie_between_measured_counts():
     ("direction", "fragment", "number", "method"),
     [
         ("in", 4 * KIB, 1, "kernel"),
-        ("in", 128 * KIB - 1, 8191, "kernel"),
-        ("in", 128 * KIB - 1, 8192, "staging"),
-        ("in", 128 * KIB, 1, "copy_engine"),
-        ("in", 128 * KIB, 8192, "copy_engine"),
+        ("in", 64 * KIB - 1, 8191, "kernel"),
+        ("in", 64 * KIB - 1, 8192, "staging"),
+        ("in", 64 * KIB, 1, "copy_engine"),
+        ("in", 64 * KIB, 8192, "copy_engine"),
+        ("out", 128 * KIB - 1, 8192, "kernel"),
         ("out", 4 * KIB, 100_000, "kernel"),
         ("out", 1024 * KIB, 5000, "copy_engine"),
     ],
@@ -155,6 +156,18 @@ def test_method_depends_on_number_of_fragments():
     assert [swaps.num_fragments("in", pairs) for pairs in (few, many)] == [16, 32]
     assert [swaps.method_for("in", pairs) for pairs in (few, many)] == ["copy_engine", "kernel"]
     assert [swaps.method_for("out", pairs) for pairs in (few, many)] == ["copy_engine", "staging"]
+
+
+def test_method_of_both_directions_is_that_of_each_half(monkeypatch):
+    monkeypatch.setattr(bandwidth, "_contiguous_gb_per_s", lambda *args: 1.0)
+    monkeypatch.setattr(bandwidth, "_swap_timing", lambda *args: bandwidth.Timing(1.0, 0.1, True))
+    monkeypatch.setattr(
+        SwapEngine, "method_for", lambda self, direction, pairs: f"{direction} {len(pairs)}"
+    )
+    pools = cpu_pools()
+    count = len(pools.pairs(pools.pages(4 * KIB)[0]))
+    (rate,) = bandwidth.device_rates(pools, (4 * KIB,), directions=("both",))
+    assert rate.method == f"out {count // 2}, in {count - count // 2}"
 
 
 def test_slow_submission_limits_the_sustained_bandwidth():

@@ -49,7 +49,7 @@ class Rate:
     Attributes:
         direction: "out", "in", "both" or "host".
         fragment: Bytes per fragment.
-        method: The copy method.
+        method: The copy method. For "both", the methods out and in if they differ.
         gb_per_s: Measured bandwidth.
         contiguous_gb_per_s: Bandwidth of a contiguous copy.
         num_thread_blocks: Number of thread blocks in the kernel. None if no kernel accesses host
@@ -277,7 +277,7 @@ def device_rates(
             for direction, number in product(directions, sorted(numbers or {len(pairs)})):
                 some = pairs[:number]
                 timing = _swap_timing(engine, some, direction, rounds)
-                used = method or engine.method_for(IN if direction == BOTH else direction, some)
+                used = method or _methods(engine, some, direction)
                 yield Rate(
                     direction,
                     fragment,
@@ -335,6 +335,15 @@ def calibrate(pools: Pools, progress: Callable[[Rate], None] = lambda rate: None
     }
     name = torch.cuda.get_device_name(pools.device)
     return Calibration(name, tables[OUT], tables[IN], blocks)
+
+
+def _methods(engine: SwapEngine, pairs: np.ndarray, direction: str) -> str:
+    """Return the method of a swap or, for "both", the methods of both halves if they differ."""
+    if direction != BOTH:
+        return engine.method_for(direction, pairs)
+    half = len(pairs) // 2
+    out, into = engine.method_for(OUT, pairs[:half]), engine.method_for(IN, pairs[half:, ::-1])
+    return out if out == into else f"{out}, {into}"
 
 
 def _swap_timing(engine: SwapEngine, pairs: np.ndarray, direction: str, rounds: int) -> Timing:

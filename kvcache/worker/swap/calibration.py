@@ -42,7 +42,7 @@ class Calibration:
         num_thread_blocks: Number of thread blocks in a kernel that accesses host memory.
 
     Example:
-        >>> DEFAULT.method("in", 16 * 1024, 1000), DEFAULT.method("in", 128 * 1024, 1000)
+        >>> DEFAULT.method("in", 16 * 1024, 1000), DEFAULT.method("in", 64 * 1024, 1000)
         ('kernel', 'copy_engine')
         >>> DEFAULT.method("in", 16 * 1024, num_fragments=10_000)
         'staging'
@@ -103,18 +103,18 @@ def _last_up_to(steps: tuple, number: float) -> object:
     return steps[max(bisect_right([start for start, _ in steps], number) - 1, 0)][1]
 
 
-# Measured on an H200 (PCIe Gen5), benchmarks/results/gpu-nvidia-h200.json. A kernel with 2 or more thread
-# blocks reaches 93 to 95 % of the bus with fragments of any size, and its submission takes a constant
-# time. The copy engine reaches 99 %, but its submission takes 0.8 to 1 us per fragment, and up to 5 us
-# from host to device, so it reaches the kernel's bandwidth from 128 KiB on. Two kernels in opposite
-# directions reach only 58 % of both directions' bandwidth, and a kernel beside the copy engine 95 %,
-# so large swap-ins of small fragments are staged.
+# Measured on an H200 (PCIe Gen5), benchmarks/results/gpu-nvidia-h200-*.json. A kernel with 2 or more
+# thread blocks reaches 93 to 95 % of the bus with fragments of any size, and its submission takes a
+# constant time. The copy engine reaches 99 %, but its submission takes 0.8 to 1 us per fragment and, from
+# host to device, up to 5 us for fragments of 16 KiB. Two kernels in opposite directions reach only 61
+# of 101 GB/s, and a kernel that swaps out beside the copy engine 96, so large swap-ins of small
+# fragments are staged.
 DEFAULT = Calibration(
     machine="NVIDIA H200, PCIe Gen5",
     out=((0, ((0, KERNEL), (128 * 1024, COPY_ENGINE))),),
     in_=(
-        (0, ((0, KERNEL), (128 * 1024, COPY_ENGINE))),
-        (8192, ((0, STAGING), (128 * 1024, COPY_ENGINE))),
+        (0, ((0, KERNEL), (64 * 1024, COPY_ENGINE))),
+        (8192, ((0, STAGING), (64 * 1024, COPY_ENGINE))),
     ),
     num_thread_blocks=4,
 )

@@ -62,7 +62,19 @@ _TABLE |= {f"setp.{n}": ("p", "tt", f"~({{0}} {op} {{1}})") for n, op in _UNORDE
 _TABLE |= {"nop": ("", "", "pass"), "bar.sync": ("", "i", "pass")}
 _TABLE |= {"barrier.cluster.wait": ("", "", "pass")}
 _TABLE |= {"griddepcontrol.launch_dependents": ("", "", "pass")}
-_UNKNOWN = {"ftz", "sat", "approx", "hi", "cc"}  # modifiers that change the value
+_UNKNOWN = {
+    "ftz",
+    "sat",
+    "approx",
+    "hi",
+    "cc",
+    "rz",
+    "rm",
+    "rp",
+    "relu",
+    "full",
+    "NaN",
+}  # modifiers that change the value
 
 _FLOATS = {"f32": torch.float32, "f16": torch.float16, "f16x2": torch.float16}
 _FLOATS |= {"bf16": torch.bfloat16, "e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
@@ -137,10 +149,10 @@ class Code:
                 result = (
                     f"{self._read(i.guard, 'pred')}, {target}, {following}" if i.guard else target
                 )
-            elif i.name in ("ret", "exit"):
-                result = END
             elif i.guard:
                 raise Unknown(f"@{i.guard} {i.text}")
+            elif i.name in ("ret", "exit"):
+                result = END
             else:
                 try:
                     new = self._lines(i.name, i.operands)
