@@ -164,7 +164,8 @@ def test_only_libraries_with_code_for_sm_90_launch_dependents(tmp_path, archs, i
     command = [
         str(build.cuda_home() / "bin" / "nvcc"), "-std=c++17", f"-D{build.TORCH_TARGET}", "-isystem",
         str(build.torch_dir() / "include"), f"-I{build.source_root()}", "-DUSE_CUDA", *flags,
-        f"-DEXPECTED={int(is_dependent)}", "-c", str(tmp_path / "check.cu"), "-o", str(tmp_path / "check.o"),
+        f"-DEXPECTED={int(is_dependent)}", "-c", str(tmp_path / "check.cu"), "-o",
+        str(tmp_path / "check.o"),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
