@@ -452,7 +452,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("if number is None or isinstance(value, bool):", "if number is None:"),
             ("if not least <= number <= most:", "if not least <= number:"),
             ("(ids < least) | (ids >= size)", "ids < least"),
-            ("if len(found) and counts.max() > 1:", "if False:"),
+            ("if np.count_nonzero(is_repeated):", "if False:"),
         ],
     ),
     (
