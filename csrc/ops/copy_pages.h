@@ -8,8 +8,8 @@
 
 namespace kvcache {
 
-// A value of the op's pages_per_run: like 0, and a call with the same host memory and regions has
-// succeeded, so that the driver is not queried about each region again.
+// A value of the op's argument pages_per_run: a single call pinned all pages, and an earlier copy
+// with the same memory and regions has succeeded. The driver is not queried about each region.
 constexpr int64_t kLocated = -1;
 constexpr int32_t kCleared = -1;  // source id that fills the destination with zeros
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of `make gpu SECOND=1`, with stand-ins for NIXL and FlashInfer and with planted defects."""
+"""Stages of `make gpu` that move data between processes, load beside a step or use FlashInfer, with
+stand-ins for NIXL and FlashInfer and with planted defects.
+"""
 
 import contextlib
 import json

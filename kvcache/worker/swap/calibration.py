@@ -106,9 +106,9 @@ def _last_up_to(steps: tuple, number: float) -> object:
 # Measured on an H200 (PCIe Gen5), benchmarks/results/gpu-nvidia-h200-*.json. A kernel with 2 or more
 # thread blocks reaches 93 to 95 % of the bus with fragments of any size, and its submission takes a
 # constant time. The copy engine reaches 99 %, but its submission takes 0.8 to 1 us per fragment and, from
-# host to device, up to 5 us for fragments of 16 KiB. Two kernels in opposite directions reach only 61
-# of 101 GB/s, and a kernel that swaps out beside the copy engine 96, so large swap-ins of small
-# fragments are staged.
+# host to device, up to 5 us for fragments of 16 KiB. Two kernels that swap in
+# opposite directions reach only 61 of 101 GB/s together. A kernel that swaps out reaches 96 GB/s together
+# with the copy engine, which swaps in. Therefore, large swap-ins of small fragments are staged.
 DEFAULT = Calibration(
     machine="NVIDIA H200, PCIe Gen5",
     out=((0, ((0, KERNEL), (128 * 1024, COPY_ENGINE))),),

@@ -40,9 +40,8 @@ _EXPEDITED = "expedited"  # key of the expedited swap-ins' stream; their directi
 _NAMES = {OUT: "swap-out", IN: "swap-in", _EXPEDITED: "expedited swap-in"}
 # Number of thread blocks that gather pages into staging memory or scatter them from it. The engine's
 # streams have the highest priority, so a grid that fills the device would stop the model's kernels.
-# Each thread block has 64 KiB of loads in flight (512 threads with eight 16-byte loads), that is, at
-# least 20 GB/s if a load takes at most 3 us. By this estimate, which has not been measured, 16 thread
-# blocks are several times as fast as the bus (64 GB/s) and occupy an eighth of an H200.
+# With 16 thread blocks, an eighth of an H200, staged swaps reached 94 to 99 % of the bus
+# (benchmarks/results/gpu-nvidia-h200-copies.json).
 _STAGING_THREAD_BLOCKS = 16
 
 

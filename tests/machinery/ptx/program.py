@@ -15,7 +15,7 @@ _WORDS = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")  # operands
 # Which threads an instruction waits for. Such an instruction is a basic block by itself.
 _WAITS = {"bar.sync": "block", "bar.warp": "warp", "shfl": "warp", "vote": "warp"}
 _WAITS["barrier.cluster.wait"] = "cluster"
-# Instructions that order memory accesses. Mutants lack one of them.
+# Instructions that order memory accesses. Each mutant lacks one of them.
 ORDERS = re.compile(
     r"(bar|barrier|mbarrier|fence|membar)\.|griddepcontrol\.wait|cp\.async\.\S*(commit|wait)_group"
 )
