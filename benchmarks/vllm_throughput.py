@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.gpu.machine import write_results
+from tests.machinery import roots
 from tests.machinery.shared import REPO
 from tests.machinery.vllm_models import MODELS
 
@@ -83,7 +84,7 @@ def program(text: str, argument: str) -> list:
         capture_output=True,
         text=True,
         cwd=REPO,
-        env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": roots.python_path(), "OMP_NUM_THREADS": "1"},
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])

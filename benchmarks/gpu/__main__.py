@@ -20,6 +20,7 @@ from benchmarks.gpu.report import Outcome, Report
 from benchmarks.gpu.run import Run, printed
 from benchmarks.gpu.stages import FIRST, SECOND, STAGES, TOTAL_S, Stage, of_lease
 from benchmarks.gpu.table import bar_lines, bar_rows, stage_lines
+from tests.machinery import roots
 
 # For rehearsals, in which kernel threads run one after another on a few cores: a factor for the
 # time limits of stages, and the time limit of a run in seconds.
@@ -217,7 +218,7 @@ def environment(args: argparse.Namespace, folder: Path, report: Report) -> dict[
 
     The copy of the checkout comes first in PYTHONPATH, and user settings are removed.
     """
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [roots.python_path(folder), os.environ.get("PYTHONPATH")]))
     found = {
         **os.environ,
         "PYTHONPATH": path,

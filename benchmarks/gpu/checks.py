@@ -8,6 +8,7 @@ one after another.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -41,7 +42,7 @@ _CANNOT = ("Device not supported", "Unable to find injection library", "No attac
 def main(arguments: list[str]) -> int:
     if arguments == ["--failed"]:
         return again()
-    files = gpu_test_files(Path("tests"))
+    files = gpu_test_files(Path())
     if REHEARSAL:
         few = [path for path in files if path.name in _REHEARSED]
         say.skipped(
@@ -83,7 +84,7 @@ def again() -> int:
         if row.get("file") is None or row["status"] == "ok":
             continue
         names = [name.removeprefix("FAILED ").removeprefix("ERROR ") for name in row["names"]]
-        files = [path for path in gpu_test_files(Path("tests")) if path.name == row["file"]]
+        files = [path for path in gpu_test_files(Path()) if path.name == row["file"]]
         if names or files:
             found += 1
             tested(names or [str(files[0])], row["file"], _LIMIT_S)
@@ -93,8 +94,9 @@ def again() -> int:
 
 
 def gpu_test_files(folder: Path) -> list[Path]:
-    """Return the files with tests marked gpu. Tests of ops come first."""
-    paths = (path for path in folder.rglob("test_*.py") if path.name not in _LEFT_OUT)
+    """Return the files of a checkout with tests marked gpu. Tests of ops come first."""
+    tests = (folder / "tests").rglob("test_*.py"), folder.glob("packages/*/tests/**/test_*.py")
+    paths = (path for path in itertools.chain(*tests) if path.name not in _LEFT_OUT)
     found = [path for path in paths if _MARKS.search(path.read_text())]
     return sorted(found, key=lambda path: ("_op" not in path.stem, path.stem))
 

@@ -14,6 +14,7 @@ import pytest
 from kvcache import Admit, GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
 from kvcache.allocator import check_invariants
 from kvcache.compat import BlockSpaceManager
+from tests.machinery import roots
 from tests.machinery.sequence_driver import Group, Seq
 from tests.machinery.shared import REPO
 
@@ -170,7 +171,7 @@ def test_only_documented_modules_listen_and_none_unpickle_or_create_temporary_fi
     calls = {"eval", "exec"}
     # HTTP clients, which connect but do not listen
     clients = {REPO / "kvcache/sources/disaggregation/offer_calls.py"}
-    for path in (REPO / "kvcache").rglob("*.py"):
+    for path in roots.files(".py"):
         forbidden = modules - of_listeners if path in listeners else modules
         if path in clients:
             forbidden = forbidden - {"http"}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import tomllib
 
+from tests.machinery import roots
 from tests.machinery.shared import REPO
 
 TEST_NEEDS = ("pytest", "hypothesis", "xxhash")
@@ -82,10 +83,13 @@ class EngineEnvironment:
             Path(call([str(self.python), "-c", where]).strip()) / "kvcache_checkout-1.dist-info"
         )
         folder.mkdir(exist_ok=True)
-        groups = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["entry-points"]
-        lines = []
-        for group, entries in groups.items():
-            lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+        groups: dict[str, list[str]] = {}
+        for root in (REPO, *roots.PACKAGES):
+            project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+            for group, entries in project.get("entry-points", {}).items():
+                found = [f"{name} = {value}" for name, value in entries.items()]
+                groups.setdefault(group, []).extend(found)
+        lines = [line for group, found in groups.items() for line in (f"[{group}]", *found)]
         (folder / "METADATA").write_text(METADATA)
         (folder / "entry_points.txt").write_text("\n".join(lines) + "\n" + more)
 
@@ -104,9 +108,9 @@ class EngineEnvironment:
             The exit code.
         """
         if module == "pytest":
-            names_files = any(each.startswith("tests/") for each in arguments)
+            names_files = any(each.startswith(("tests/", "packages/")) for each in arguments)
             arguments = ["-p", "no:cacheprovider", *arguments, *([] if names_files else tests)]
-        path = os.pathsep.join([str(REPO), *filter(None, [settings.get("PYTHONPATH")])])
+        path = os.pathsep.join([roots.python_path(), *filter(None, [settings.get("PYTHONPATH")])])
         settings = {**os.environ, **settings, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             [str(self.python), "-m", module, *arguments], cwd=REPO, env=settings
@@ -126,8 +130,8 @@ def call(command: list[str]) -> str:
 
 
 def test_files(*patterns: str) -> list[str]:
-    """Return the test files that match glob patterns in `tests`, as paths relative to the
-    checkout.
+    """Return the test files that match glob patterns in the folders of tests, as paths relative to
+    the checkout.
     """
-    found = (each for pattern in patterns for each in (REPO / "tests").glob(pattern))
+    found = (each for root in roots.TESTS for pattern in patterns for each in root.glob(pattern))
     return sorted(str(each.relative_to(REPO)) for each in found)

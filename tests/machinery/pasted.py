@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from tests.machinery import roots
 from tests.machinery.ports import free_port
 from tests.machinery.shared import REPO
 
@@ -160,7 +161,7 @@ class Pages:
             (own / name).write_text(f"#!/bin/sh\n{line}\n")
             (own / name).chmod(0o755)
         path = os.pathsep.join([str(own), str(Path(sys.executable).parent), os.environ["PATH"]])
-        return os.environ | {"PATH": path, "PYTHONPATH": str(REPO)}
+        return os.environ | {"PATH": path, "PYTHONPATH": roots.python_path()}
 
     def command(self, block: Block) -> str:
         """Return the command with the tiny model and with free ports."""

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.machinery import roots
 from tests.machinery.mutants import MUTANTS, SURVIVORS
 from tests.machinery.shared import REPO
 
@@ -430,7 +431,11 @@ def _judge_all(defects: list[Defect]) -> int:
 def _judge() -> dict[str, object] | str:
     """Run an engine in the copy. Return the findings, or how the runs ended."""
     command = [sys.executable, "-m", "tests.machinery.engine_driver", "--judge", "--runs", "18"]
-    environment = {**os.environ, "PYTHONPATH": str(TREE), "KVCACHE_SANITIZE": "report"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": roots.python_path(TREE),
+        "KVCACHE_SANITIZE": "report",
+    }
     try:
         ended = subprocess.run(
             command,
@@ -460,7 +465,7 @@ def problem(defect: Defect) -> str | None:
 
 
 def _test_files(defect: Defect) -> list[str]:
-    found = {path.name: path for path in (REPO / "tests").rglob("test_*.py")}
+    found = {path.name: path for path in roots.test_files()}
     names = [f"test_{name}.py" for name in defect.tests.split()]
     return [str(found[name].relative_to(REPO)) if name in found else name for name in names]
 
@@ -509,7 +514,7 @@ def _run_tests(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-rN", *arguments],
         cwd=TREE,
-        env={**os.environ, "PYTHONPATH": str(TREE)},
+        env={**os.environ, "PYTHONPATH": roots.python_path(TREE)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.machinery import roots
 from tests.machinery.shared import REPO
 
 FOLDER = Path(os.environ.get("KVCACHE_REAL_PARTS") or "~/.cache/kvcache/real").expanduser()
@@ -105,7 +106,7 @@ def main(arguments: list[str]) -> int:
         return 0
     names_files = any(each.startswith("tests/") for each in arguments)
     command = [sys.executable, "-m", "tests.machinery.real_parts", "--here", *arguments]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(REPO)])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), roots.python_path()])}
     return subprocess.run(
         [*command, *([] if names_files else TESTS)], cwd=REPO, env=environment
     ).returncode

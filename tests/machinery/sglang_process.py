@@ -8,6 +8,7 @@ import asyncio
 import json
 import sys
 
+from tests.machinery import roots
 from tests.machinery.engine_process import DEADLINE_S, EngineInProcess, Lines, say
 from tests.machinery.shared import REPO
 
@@ -29,7 +30,7 @@ class SGLangEngine(EngineInProcess):
 
     def __init__(self, folder, *, extra=None, environment=None, python=sys.executable, **options):
         environment = {
-            **{"PYTHONPATH": f"{REPO}:{STUBS}", "SGLANG_USE_CPU_ENGINE": "1"},
+            **{"PYTHONPATH": f"{roots.python_path()}:{STUBS}", "SGLANG_USE_CPU_ENGINE": "1"},
             **{"OMP_NUM_THREADS": "1", "SGLANG_LOG_MS": "1"},
             **(environment or {}),
         }

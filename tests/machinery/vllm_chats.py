@@ -13,6 +13,7 @@ import sys
 import time
 
 from kvcache.allocator import check_invariants
+from tests.machinery import roots
 from tests.machinery.shared import REPO
 from tests.machinery.vllm_weights import fill_at_random
 
@@ -51,7 +52,7 @@ def chats_each(variants, python=sys.executable):
         capture_output=True,
         text=True,
         cwd=REPO,
-        env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": roots.python_path(), "OMP_NUM_THREADS": "1"},
         timeout=100 + 100 * len(variants),
     )
     if done.returncode:

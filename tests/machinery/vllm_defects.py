@@ -14,7 +14,10 @@ import subprocess
 import sys
 import tempfile
 
-from tests.machinery import vllm_schedulers  # noqa: F401  sets environment variables
+from tests.machinery import (
+    roots,
+    vllm_schedulers,  # noqa: F401  sets environment variables
+)
 from tests.machinery.shared import REPO
 from tests.machinery.vllm_models import ENGINES, OPTIONS, make_room, write_config
 from tests.machinery.vllm_weights import fill_at_random, without_checkpoints
@@ -818,7 +821,7 @@ def find_all(model, engine):
         capture_output=True,
         text=True,
         cwd=REPO,
-        env=os.environ | {"PYTHONPATH": str(REPO), "KVCACHE_SANITIZE": "0"},
+        env=os.environ | {"PYTHONPATH": roots.python_path(), "KVCACHE_SANITIZE": "0"},
         timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -9,13 +9,13 @@ import json
 import sys
 import time
 
+from tests.machinery import roots
 from tests.machinery.engine_process import DEADLINE_S, EngineInProcess, Lines, say
-from tests.machinery.shared import REPO
 
 ENVIRONMENT = {
     **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
     **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
-    **{"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0", "PYTHONPATH": str(REPO)},
+    **{"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0", "PYTHONPATH": roots.python_path()},
 }
 MODULE = "kvcache.plugins.vllm.disaggregation"
 

@@ -14,7 +14,10 @@ import subprocess
 import sys
 
 from kvcache.allocator import check_invariants
-from tests.machinery import vllm_schedulers  # noqa: F401  sets environment variables
+from tests.machinery import (
+    roots,
+    vllm_schedulers,  # noqa: F401  sets environment variables
+)
 from tests.machinery.shared import REPO
 from tests.machinery.vllm_schedulers import TINY, TINY_LLAMA
 from tests.machinery.vllm_weights import fill_at_random, without_checkpoints
@@ -148,7 +151,7 @@ def behaviours(model, engines, *, is_short=False, **options):
         capture_output=True,
         text=True,
         cwd=REPO,
-        env=os.environ | {"PYTHONPATH": str(REPO)},
+        env=os.environ | {"PYTHONPATH": roots.python_path()},
         timeout=1500,
     )
     assert done.returncode == 0, done.stderr[-3000:]

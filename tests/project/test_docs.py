@@ -8,15 +8,14 @@ import importlib
 import inspect
 import itertools
 import json
-import pkgutil
 import re
 from xml.etree import ElementTree
 
 import pytest
 
-import kvcache
 from benchmarks.gpu.machine import write_results
 from kvcache import ops
+from tests.machinery import roots
 from tests.machinery.forked import run_code
 from tests.machinery.shared import REPO
 
@@ -87,12 +86,9 @@ def public_packages() -> list[str]:
     """Return the packages with public names. Plug-ins are excluded, because they are used through
     entry points.
     """
-    found = ["kvcache"]
-    for each in pkgutil.walk_packages(kvcache.__path__, "kvcache."):
-        if each.ispkg and not each.name.startswith(("kvcache.plugins", "kvcache.csrc")):
-            text = (REPO.joinpath(*each.name.split(".")) / "__init__.py").read_text()
-            found += [each.name] * ("__all__" in text)
-    return found
+    packages = [path for path in roots.files("__init__.py") if "__all__" in path.read_text()]
+    names = [roots.module_name(path) for path in packages]
+    return [name for name in names if not name.startswith("kvcache.plugins")]
 
 
 @pytest.mark.parametrize("name", public_packages())

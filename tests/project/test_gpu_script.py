@@ -39,6 +39,7 @@ from benchmarks.gpu import (
 from benchmarks.gpu.report import Outcome, Report, StageLog
 from benchmarks.gpu.run import Run
 from benchmarks.gpu.stages import FIRST, SECOND, STAGES, TOTAL_S, Stage, of_lease
+from tests.machinery import roots
 from tests.machinery.shared import REPO, sampled
 
 
@@ -1001,12 +1002,12 @@ def test_rows_of_threads_are_whole_lines_without_buffering():
 
 
 def test_files_with_gpu_tests_are_found():
-    names = [path.name for path in checks.gpu_test_files(REPO / "tests")]
+    names = [path.name for path in checks.gpu_test_files(REPO)]
     assert {"test_token_io_op.py", *checks._REHEARSED} <= set(names)
     assert "test_hashing.py" not in names
     # The tests of these files are all skipped on a GPU, or test stages of the second run.
     left_out = {"test_gpu_less.py", "test_call_counts.py", "test_gpu_second_run.py"}
-    files = {path.name for path in (REPO / "tests").rglob("test_*.py")}
+    files = {path.name for path in roots.test_files()}
     assert not left_out & set(names) and left_out <= files
 
 

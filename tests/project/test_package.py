@@ -9,7 +9,7 @@ import pytest
 import tomllib
 
 import kvcache
-from tests.machinery import wheel_check
+from tests.machinery import roots, wheel_check
 from tests.machinery.shared import REPO
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())
@@ -55,7 +55,7 @@ NEW_IN_TYPING = {
 @pytest.mark.slow
 def test_imports_exist_in_python_3_10():
     """This is checked statically, because the tests run with a newer Python."""
-    for path in sorted((REPO / "kvcache").rglob("*.py")):
+    for path in roots.files(".py"):
         for node in ast.walk(ast.parse(path.read_text(), feature_version=(3, 10))):
             if isinstance(node, ast.ImportFrom) and node.module == "typing":
                 names = {alias.name for alias in node.names} & NEW_IN_TYPING
@@ -108,7 +108,7 @@ def test_wheel_check_fails_without_a_wheel(tmp_path, monkeypatch, capsys):
 
 
 def test_every_source_file_states_its_license():
-    folders = ("csrc", "kvcache", "tests", "benchmarks", "examples", "docs")
+    folders = ("csrc", "kvcache", "packages", "tools", "tests", "benchmarks", "examples", "docs")
     paths = [REPO / "setup.py", *(p for folder in folders for p in (REPO / folder).rglob("*"))]
     sources = [p for p in paths if p.suffix in {".py", ".pyi", ".h", ".cpp", ".cu"}]
     sources = [p for p in sources if REPO / "kvcache" / "csrc" not in p.parents]

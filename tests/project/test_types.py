@@ -14,10 +14,11 @@ import pytest
 import kvcache
 from kvcache import KVCacheManager, allocator, compat, transfer
 from kvcache.sources import store
+from tests.machinery import roots
 from tests.machinery.shared import REPO, sampled
 
 PACKAGE, TYPED = REPO / "kvcache", REPO / "tests" / "machinery" / "typed"
-STUBS = sorted(PACKAGE.rglob("*.pyi"))
+STUBS = roots.files(".pyi")
 
 
 @pytest.fixture(
@@ -89,8 +90,7 @@ def arguments_of(node):
 
 
 def module_of(stub):
-    parts = stub.relative_to(REPO).with_suffix("").parts
-    return importlib.import_module(".".join(p for p in parts if p != "__init__"))
+    return importlib.import_module(roots.module_name(stub))
 
 
 @pytest.mark.parametrize("stub", STUBS, ids=lambda p: str(p.relative_to(REPO)))

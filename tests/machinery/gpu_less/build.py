@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.machinery import roots
 from tests.machinery.gpu_less import limits
 
 REPO = Path(__file__).resolve().parents[3]
@@ -28,8 +29,9 @@ BUILD = REPO / "build" / "gpu-less"
 TREE = BUILD / "tree"
 # Files needed to build, test and measure in the tree.
 COPIED = [
-    *("csrc", "kvcache", "tests", "benchmarks", "examples", "docs"),
+    *("csrc", "kvcache", "packages", "tools", "tests", "benchmarks", "examples", "docs"),
     *("setup.py", "pyproject.toml", "README.md", "MANIFEST.in", "Makefile", "CMakeLists.txt"),
+    "conftest.py",
 ]
 LEFT_OUT = ("__pycache__", "*.so", "*.pyc", ".hypothesis")
 
@@ -71,7 +73,7 @@ class Built:
             "KVCACHE_GPULESS_KERNELS": str(self.kernels),
             "KVCACHE_GPULESS_LIMITS": str(self.limits or ""),
             "PYTHONPATH": os.pathsep.join(
-                [str(site), str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+                [str(site), roots.python_path(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
             ),
             "PATH": os.pathsep.join([str(self.python.parent), os.environ.get("PATH", "")]),
             "KVCACHE_CUDA_ARCHS": "90",

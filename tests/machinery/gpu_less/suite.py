@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
+from tests.machinery import roots
 from tests.machinery.gpu_less.build import TREE, Built
 
 # Number of parts that the test files are split into; each part runs in its own process.
@@ -54,12 +55,12 @@ def run_suite(built: Built, num_seeds: int) -> int:
     started = time.monotonic()
     swaps = sorted(
         str(path.relative_to(TREE))
-        for pattern in ("test_swap*.py", "test_worker*.py")
-        for path in (TREE / "tests").rglob(pattern)
+        for path in roots.test_files(TREE)
+        if path.name.startswith(("test_swap", "test_worker"))
     )
     files = sorted(
         str(path.relative_to(TREE))
-        for path in (TREE / "tests").rglob("test_*.py")
+        for path in roots.test_files(TREE)
         if _MARKED.search(path.read_text())
     )
     jobs = [

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from tests.machinery import roots
 from tests.machinery.shared import REPO
 
 _LIMIT_S = 900
@@ -47,7 +48,7 @@ def table(names: Sequence[str] = ()) -> list[Row]:
         "tests.machinery.other_device",
         "--child",
     ]
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": roots.python_path(), "OMP_NUM_THREADS": "1"}
     left = list(names) or all_names()
     while left:
         process = subprocess.run(

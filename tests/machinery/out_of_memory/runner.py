@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from kvcache.native import build
+from tests.machinery import roots
 from tests.machinery.out_of_memory.trial import BROKEN, Case, Trial, answer, plain
 from tests.machinery.shared import REPO
 
@@ -138,7 +139,7 @@ def survey(family: str, cases: list[Case], timeout_s: float) -> dict[str, collec
     Return the number of results of each kind per case, and print examples of faults.
     """
     counts = {case.name: collections.Counter() for case in cases}
-    environment = {**os.environ, "LD_PRELOAD": str(library()), "PYTHONPATH": str(REPO)}
+    environment = {**os.environ, "LD_PRELOAD": str(library()), "PYTHONPATH": roots.python_path()}
     first, first_n = 0, 1
     while True:
         command = [sys.executable, "-m", "tests.machinery.out_of_memory", "--child", family]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import itertools
 import os
 import pkgutil
 import re
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 import kvcache
+from tests.machinery import roots
 
 _REFERENCE = Path(__file__).parents[3] / "docs" / "reference"
 _SPECIAL = ("__getitem__", "__contains__", "__call__")
@@ -136,13 +138,18 @@ class Target:
 @functools.cache
 def modules() -> list[ModuleType]:
     """Return all modules of the package except the excluded ones."""
-    found = [kvcache]
+    packages = [importlib.import_module(root.name) for root in roots.SOURCES]
+    found = [*packages]
     extra = os.environ.get(
         "KVCACHE_FUZZ_PATH"
     )  # folder with additional modules, for tests of the fuzzer
     if extra is not None and extra not in kvcache.__path__:
         kvcache.__path__.append(extra)
-    for each in pkgutil.walk_packages(kvcache.__path__, "kvcache.", onerror=lambda name: None):
+    walked = (
+        pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=lambda name: None)
+        for package in packages
+    )
+    for each in itertools.chain.from_iterable(walked):
         if _is_excluded(each.name) or _is_excluded(each.name, LACKS):
             continue
         try:

@@ -26,6 +26,7 @@ pytest.importorskip("sglang")
 from kvcache.plugins.sglang.options import options_from_environment
 from kvcache.plugins.sglang.params import offer_in, offer_of, params_for
 from kvcache.sources.disaggregation.offer import sealed
+from tests.machinery import roots
 from tests.machinery.engine_process import some_prompts
 from tests.machinery.ports import free_port
 from tests.machinery.sglang_process import STUBS, SGLangEngine
@@ -531,7 +532,7 @@ def test_a_proxy_combines_both_servers(folders, tmp_path):
         )
         module = [sys.executable, "-m", "sglang.launch_server", "--model-path", folder]
         environment = {
-            **{"PYTHONPATH": f"{REPO}:{STUBS}", "SGLANG_USE_CPU_ENGINE": "1"},
+            **{"PYTHONPATH": f"{roots.python_path()}:{STUBS}", "SGLANG_USE_CPU_ENGINE": "1"},
             **{"KVCACHE_EXCHANGE": '{"transport": "gloo"}', "OMP_NUM_THREADS": "1"},
         }
         log = tmp_path / "sglang.log"
