@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `kvcache` command: replay, plan, bench, demo, serve, sanitize and doctor.
+"""The `kvcache` command: sanitize, doctor, and the subcommands of other packages (`parts`).
 
 Exit codes: 0 for success; 1 if a check fails (wrong KV, differing answers, a component that
 `doctor` rejects), a requirement is missing, or the output cannot be written; 2 for incorrect usage,
@@ -18,15 +18,11 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from kvcache import __version__
-from kvcache.cli.bench import add_bench_options, run_bench
-from kvcache.cli.demo import add_demo_options, run_demo
+from kvcache.cli import parts
 from kvcache.cli.errors import MissingError, OutputError, UsageError, quoted
 from kvcache.cli.output import say, show, writing
-from kvcache.cli.plan import add_plan_options, run_plan
-from kvcache.cli.replay import run_replay
-from kvcache.cli.replay_options import add_replay_options
+from kvcache.cli.parts import Command
 from kvcache.cli.sanitize import add_sanitize_options, run_sanitize
-from kvcache.cli.serve import add_serve_options, run_serve
 
 _INTERRUPTED = 130
 
@@ -53,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    if argv:
+        parts.require_command(argv[0])
     parser = _parser()
     try:
         args, unknown = parser.parse_known_args(argv)
@@ -79,53 +77,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser("kvcache", description="Command-line tools for the kvcache library.")
     parser.add_argument("--version", action="version", version=f"kvcache {__version__}")
     commands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
-    for name, text, run, add_options in (
-        (
-            "replay",
-            "replay a trace of requests, or generated chats, through the prefix cache",
-            run_replay,
-            add_replay_options,
-        ),
-        (
-            "plan",
-            "replay a trace through fleets of several sizes, and recommend the cheapest sufficient one",
-            run_plan,
-            add_plan_options,
-        ),
-        (
-            "bench",
-            "measure page copies on this machine, relative to one contiguous copy",
-            run_bench,
-            add_bench_options,
-        ),
-        (
-            "demo",
-            "serve chats with a real model from a small pool, and compare with a dense cache",
-            run_demo,
-            add_demo_options,
-        ),
-        (
-            "serve",
-            "serve a model with an OpenAI-compatible API and a cache page (reference server)",
-            run_serve,
-            add_serve_options,
-        ),
-        (
-            "sanitize",
+    found = {
+        **parts.commands(),
+        "sanitize": Command(
             "replay a record of the KV cache sanitizer, and print its reports",
             run_sanitize,
             add_sanitize_options,
         ),
-        (
-            "doctor",
-            "show installed packages, native libraries and devices",
-            _doctor,
-            add_doctor_options,
+        "doctor": Command(
+            "show installed packages, native libraries and devices", _doctor, add_doctor_options
         ),
-    ):
-        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        sub.set_defaults(command=run)
-        add_options(sub)
+    }
+    for name, command in found.items():
+        sub = commands.add_parser(
+            name, help=command.text, description=command.text, allow_abbrev=False
+        )
+        sub.set_defaults(command=command.run)
+        command.add_options(sub)
     return parser
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvcache.cli.errors import MissingError, OutputError, UsageError
 from kvcache.cli.output import say, show, writing
 from kvcache.cli.parsing import device_name, number
+from kvcache.cli.parts import Command
 
 if TYPE_CHECKING:
     import torch
@@ -170,3 +171,10 @@ def _table(rates: list[Rate]) -> object:
     for rate in rates:
         table.add_row(*_cells(rate))
     return table
+
+
+COMMAND = Command(
+    "measure page copies on this machine, relative to one contiguous copy",
+    run_bench,
+    add_bench_options,
+)

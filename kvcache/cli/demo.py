@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from kvcache.cli import parts
 from kvcache.cli.errors import OutputError, UsageError, quoted
 from kvcache.cli.models import end_token_ids, load_model, load_tokenizer
 from kvcache.cli.modules import require_module
 from kvcache.cli.output import progress_bars, show, writing
 from kvcache.cli.parsing import MAX_INT64, number, plot_file
-from kvcache.cli.replay import run_replay_demo
+from kvcache.cli.parts import Command
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -78,7 +79,7 @@ def run_demo(args: argparse.Namespace) -> int:
         others += ["--json"] if args.json else []
         if others:
             raise UsageError(f"{others[0]} cannot be combined with --replay")
-        return run_replay_demo()
+        return parts.part("replay_demo", "--replay")()
     if args.plot is not None:
         require_module("matplotlib", "--plot", "pip install 'torch-kvcache[cli]'")
     args.model = "llama" if args.model is None else args.model
@@ -187,3 +188,10 @@ def _progress(args: argparse.Namespace) -> Iterator[_Bars]:
         return
     with progress_bars() as bar:
         yield _Bars(bar, args.model)
+
+
+COMMAND = Command(
+    "serve chats with a real model from a small pool, and compare with a dense cache",
+    run_demo,
+    add_demo_options,
+)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import MissingError, UsageError
+from kvcache.cli.parts import part
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -72,7 +73,7 @@ def of_vllm(arguments: list[str]) -> list[tuple[str, str, bool]]:
     if not arguments:
         raise UsageError("--vllm: expected a model, or a folder with its config.json")
     try:
-        from kvcache.plugins.vllm.diagnosis import diagnose
+        diagnose = part("diagnose_vllm", "--vllm")
     except ImportError as error:
         raise MissingError(str(error)) from None
     return diagnose(arguments)

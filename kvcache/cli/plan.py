@@ -15,6 +15,7 @@ from kvcache.cli.errors import OutputError, UsageError, quoted
 from kvcache.cli.modules import import_module, require_module
 from kvcache.cli.output import progress_bars, say, show, writing
 from kvcache.cli.parsing import MAX_INT32, MAX_INT64, number, plot_file
+from kvcache.cli.parts import Command, part
 from kvcache.cli.replay import check_trace, read_workload, write_plot
 
 if TYPE_CHECKING:
@@ -238,9 +239,9 @@ def _hardware(path: str | None) -> Hardware | None:
 def _groups(name: str, block_size: int) -> dict[str, str | int]:
     """Return a model's groups and the size of their blocks in bytes, as arguments of `Fleet`."""
     from kvcache import plan_cache
-    from kvcache.cli.models import load_layers
     from kvcache.replay.groups import groups_text
 
+    load_layers = part("model_layers", "--model")
     layers, longest = load_layers(name, "--model", block_size)
     try:
         plan = plan_cache(layers, MAX_INT64, max_model_len=longest)
@@ -305,3 +306,10 @@ def _milliseconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise UsageError(f"--p99 is {quoted(text)}: expected more than 0 milliseconds")
     return value
+
+
+COMMAND = Command(
+    "replay a trace through fleets of several sizes, and recommend the cheapest sufficient one",
+    run_plan,
+    add_plan_options,
+)

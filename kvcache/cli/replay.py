@@ -24,6 +24,7 @@ from kvcache.cli.errors import OutputError, UsageError, quoted
 from kvcache.cli.events import events_published, open_publisher
 from kvcache.cli.modules import check_cuda, import_module, require_module
 from kvcache.cli.output import progress, say, show, writing
+from kvcache.cli.parts import Command
 from kvcache.cli.policies import policy_options
 
 if TYPE_CHECKING:
@@ -571,3 +572,10 @@ def _exit_code(report: ReplayReport) -> int:
         more = len(found) - _NUM_SHOWN_MISMATCHES
         say(f"wrong KV in {more} more requests")
     return 1 if found else 0
+
+
+COMMAND = Command(
+    "replay a trace of requests, or generated chats, through the prefix cache",
+    run_replay,
+    options.add_replay_options,
+)

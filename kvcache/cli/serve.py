@@ -16,6 +16,7 @@ from kvcache.cli.models import end_token_ids, load_model, load_tokenizer
 from kvcache.cli.modules import check_cuda, require_module
 from kvcache.cli.output import say
 from kvcache.cli.parsing import MAX_INT32, MAX_INT64, add_policy_options, device_name, number
+from kvcache.cli.parts import Command
 from kvcache.cli.policies import policy_options
 from kvcache.cli.sources import (
     add_source_options,
@@ -310,3 +311,10 @@ def _texts(name: str, model: PreTrainedModel) -> Texts:
         raise UsageError(f"MODEL is {name!r}: expected a tokenizer, or at least 256 tokens")
     say(f"{name} has no tokenizer: each byte is a token")
     return ByteTexts(ends)
+
+
+COMMAND = Command(
+    "serve a model with an OpenAI-compatible API and a cache page (reference server)",
+    run_serve,
+    add_serve_options,
+)

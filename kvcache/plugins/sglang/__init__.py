@@ -34,7 +34,7 @@ def register() -> None:
     if module is None:
         return
     from kvcache.plugins.sglang.weights import wrap_weight_updates
-    from kvcache.plugins.wrapping import wrap_once
+    from kvcache.sanitizer.wrapping import wrap_once
 
     wrap_weight_updates()  # the scheduler has not been created yet
     # SGLang ignores errors raised here, so `_starting` performs all other checks.

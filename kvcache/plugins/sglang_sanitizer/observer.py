@@ -26,10 +26,10 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from kvcache.plugins.sglang_sanitizer.pages import HandedOutPages
-from kvcache.plugins.wrapping import wrap_once
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache.sanitizer.environment import options_from_environment
 from kvcache.sanitizer.guard import ObserverGuard
+from kvcache.sanitizer.wrapping import wrap_once
 
 _log = logging.getLogger("kvcache.sanitizer")
 _VERSIONS = ("0.5.23",)

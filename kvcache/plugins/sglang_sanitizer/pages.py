@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.plugins.wrapping import wrap_once
 from kvcache.sanitizer import Sanitizer
 from kvcache.sanitizer.guard import ObserverGuard
+from kvcache.sanitizer.wrapping import wrap_once
 
 
 class HandedOutPages:

@@ -31,10 +31,10 @@ from vllm.v1.worker import gpu_model_runner, mamba_utils
 
 from kvcache.plugins.vllm_sanitizer.block_bytes import BlockBytes, has_host_tier
 from kvcache.plugins.vllm_sanitizer.holds import Holds
-from kvcache.plugins.wrapping import wrap_once
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache.sanitizer.environment import options_from_environment
 from kvcache.sanitizer.guard import ObserverGuard
+from kvcache.sanitizer.wrapping import wrap_once
 
 _log = logging.getLogger("kvcache.sanitizer")
 _HOOKS = ("execute_model", "_build_attention_metadata", "_zero_block_ids")

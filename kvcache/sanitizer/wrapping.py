@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps functions of an engine that loads kvcache's plug-ins."""
+"""Wraps functions of an engine, for plug-ins that observe it or change it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds what other packages add to the `kvcache` command, through entry points.
+
+The group `kvcache.commands` contains subcommands, each a `Command`. The group `kvcache.parts` contains
+functions that a command of one package takes from another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from kvcache.cli.errors import MissingError
+
+# Subcommands and parts of kvcache's own packages -> the extra that installs the package.
+_EXTRAS = {
+    **dict.fromkeys(("replay", "plan", "bench", "replay_demo"), "lab"),
+    **dict.fromkeys(("demo", "serve", "model_layers"), "serve"),
+    "diagnose_vllm": "vllm",
+}
+_COMMANDS = ("replay", "plan", "bench", "demo", "serve")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand of `kvcache`.
+
+    Args:
+        text: One line for `kvcache --help`.
+        run: Runs the command and returns the exit code.
+        add_options: Adds the options of the command to its parser.
+    """
+
+    text: str
+    run: Callable[[argparse.Namespace], int]
+    add_options: Callable[[argparse.ArgumentParser], None]
+
+
+def commands() -> dict[str, Command]:
+    """Return the subcommands of all installed packages."""
+    found = {each.name: each for each in entry_points(group="kvcache.commands")}
+    order = [*(name for name in _COMMANDS if name in found), *sorted({*found} - {*_COMMANDS})]
+    return {name: found[name].load() for name in order}
+
+
+def require_command(name: str) -> None:
+    """Raise MissingError if a subcommand belongs to a package of kvcache that is not installed."""
+    if name in _COMMANDS and not entry_points(group="kvcache.commands", name=name):
+        raise _missing(name, f"kvcache {name}")
+
+
+def part(name: str, purpose: str) -> Any:
+    """Return what a package provides for another one.
+
+    Args:
+        name: Name of an entry point in the group `kvcache.parts`.
+        purpose: What the part is needed for, for example "--model".
+
+    Raises:
+        MissingError: The package is not installed. The message names the extra that installs it.
+    """
+    for found in entry_points(group="kvcache.parts", name=name):
+        return found.load()
+    raise _missing(name, purpose)
+
+
+def _missing(name: str, purpose: str) -> MissingError:
+    extra = _EXTRAS[name]
+    return MissingError(
+        f"{purpose} needs kvcache-{extra}, which is not installed: "
+        f"pip install 'torch-kvcache[{extra}]'"
+    )
