@@ -129,7 +129,7 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
         const=1,
         type=number("--explain-misses", 1, MAX_INT32),
         help="log for each request why prompt tokens were not found in the cache, and count reasons in "
-        "/metrics and on the page; N: record one of N blocks that leave the cache; default 1",
+        "/metrics; N: record one of N blocks that leave the cache; default 1",
     )
     sub.add_argument(
         "--log-level",

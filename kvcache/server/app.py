@@ -6,7 +6,6 @@ page.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.resources import files
@@ -24,7 +23,6 @@ from kvcache.server.engine_loop import EngineLoop
 from kvcache.server.errors import add_error_handlers
 from kvcache.server.limits import Limits
 from kvcache.server.metrics import metrics_text
-from kvcache.server.openapi import openapi_document
 from kvcache.server.prefill import add_prefill
 from kvcache.server.request_log import RequestLog
 from kvcache.server.snapshot import sanitizer_reports
@@ -66,8 +64,8 @@ def make_app(
             servers read its events.
         transfer_secret: The secret of the transports. If given, only servers with the same secret can
             use `/prefill` and `/peer`, and their `cache_salt` is accepted.
-        api_key: The key that `/v1/...`, `/tokenize` and `/detokenize` require. Other paths do not
-            require a key, because they do not reveal prompts or answers. None: no key is required.
+        api_key: The key that `/v1/...` requires. Other paths do not require a key, because they do
+            not reveal prompts or answers. None: no key is required.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -112,7 +110,6 @@ def make_app(
     app = FastAPI(
         title="kvcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    app.openapi = lambda: openapi_document(app)
     admission = Admission(loop.engine.scheduler.max_num_rows, limits.max_waiting)
     log = RequestLog()
     app.state.loop, app.state.admission, app.state.limits = loop, admission, limits
@@ -148,14 +145,6 @@ def make_app(
     async def model(name: str) -> dict[str, Any]:
         endpoints.check_model(name)
         return entry
-
-    @guarded.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
-        return await endpoints.reader.tokenize(request, endpoints.max_body_bytes)
-
-    @guarded.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, Any]:
-        return await endpoints.reader.detokenize(request, endpoints.max_body_bytes)
 
     app.include_router(guarded)
     check = key_check(
@@ -195,16 +184,11 @@ def make_app(
         return Response(text, media_type="text/plain; version=0.0.4")
 
     @app.get("/state")
-    async def state(since: float | None = None) -> Response:
-        """Return the state of the cache, and its history after the time `since` (in seconds since
-        the epoch)."""
-        found = loop.state | {
-            **{"model": model_name, "now": time.time(), "requests": log.timeline()},
-        }
+    async def state() -> Response:
+        """Return the state of the cache, as the page shows it."""
+        found = loop.state | {"model": model_name}
         if peers is not None:
             found["peers"] = peers.errors
-        if since is not None:
-            found |= {"history": loop.history.since(since)}
         return JSONResponse(found)
 
     @app.get("/kvcache/sanitizer")

@@ -17,7 +17,6 @@ from kvcache.checks import instance
 from kvcache.engine import Delta, Engine, Generation, SamplingParams
 from kvcache.hints import Hint, Receipt
 from kvcache.metrics import CacheMetrics
-from kvcache.server.history import History
 from kvcache.server.snapshot import snapshot
 
 if TYPE_CHECKING:
@@ -89,8 +88,8 @@ class Answer:
 class EngineLoop:
     """Runs an engine in a separate thread, which makes all calls to the engine.
 
-    Call `start` once, and `stop` at the end. `state` is a recent snapshot of the cache, `history`
-    contains earlier snapshots, and `cache_metrics` contains the cache's counters.
+    Call `start` once, and `stop` at the end. `state` is a recent snapshot of the cache, and
+    `cache_metrics` contains the cache's counters.
 
     Args:
         engine: An engine that no thread has used yet.
@@ -108,7 +107,6 @@ class EngineLoop:
         self.engine, self.publisher = engine, publisher
         self._publisher = publisher  # None once the publisher has failed
         self.cache_metrics = CacheMetrics()
-        self.history = History()
         self._look()
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._answers: dict[str, Answer] = {}  # answers to requests being served
@@ -307,7 +305,6 @@ class EngineLoop:
 
     def _look(self) -> None:
         self.state: dict[str, Any] = snapshot(self.engine)
-        self.history.add(self.state)
         self.cache_metrics.observe(self.engine.cache.manager)
 
     def _hear(self, wait_s: float | None) -> None:

@@ -6,9 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -58,21 +56,6 @@ class AskError(Exception):
         self.status, self.headers, self.param, self.code = status, headers, param, code
 
 
-class ErrorObject(BaseModel):
-    """The description of an error."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorAnswer(BaseModel):
-    """The body of every response with a status of 400 or above."""
-
-    error: ErrorObject
-
-
 def error_body(
     message: str, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
@@ -102,12 +85,6 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ClientDisconnect)
     async def forget(_: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=CLOSED)
-
-    @app.exception_handler(RequestValidationError)
-    async def refuse_query(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        name = str(first["loc"][-1])
-        return _refusal(f"{name} is {shown(first['input'])}: {first['msg']}", 400, param=name)
 
     @app.exception_handler(HTTPException)
     async def refuse_http(request: Request, error: HTTPException) -> Response:

@@ -104,7 +104,7 @@ class _LoadCollector(Collector):
         self._state, self._admission, self._log = state, admission, log
 
     def collect(self) -> Iterator[Metric]:
-        admitted = [each.admitted_at is not None for each in self._log.running.values()]
+        admitted = [each.admitted_at is not None for each in self._log.running]
         num_waiting = self._admission.num_waiting + admitted.count(False)
         pool = self._state["pool"]
         num_held = pool["held"] + pool["held_cached"]

@@ -25,15 +25,9 @@ def snapshot(engine: Engine) -> dict[str, Any]:
     return {
         "pool": pool_states(manager)._asdict(),
         "host": None if host is None else pool_states(manager, "cpu")._asdict(),
-        "block_size": manager.block_sizes[0],
         "page_bytes": engine.cache.plan.page_bytes,
-        "groups": [
-            {"kind": group.kind, "layers": len(group.layers), "block_size": group.block_size}
-            for group in engine.cache.plan.groups
-        ],
         "hit_rate": stats.hit_rate,
         "recent_hit_rate": stats.recent.hit_rate,
-        "missed_tokens": stats.missed_tokens,
         "evicted": manager.pool.num_evicted,
         "host_evicted": 0 if host is None else host.num_evicted,
         "eviction": manager.options.eviction,

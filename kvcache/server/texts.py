@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizes and detokenizes texts with a checkpoint's tokenizer, or byte by byte without a
+"""Tokenizes prompts and decodes answers with a checkpoint's tokenizer, or byte by byte without a
 tokenizer.
 """
 
@@ -16,7 +16,7 @@ from kvcache.server.stops import StopTexts
 
 # Number of preceding tokens with which a token is decoded. One token would do, but special tokens, which
 # have no text, may precede it.
-NUM_BEFORE = 8
+_NUM_BEFORE = 8
 # The characters that stand for bytes in the vocabularies of byte-level tokenizers (GPT-2).
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
@@ -31,7 +31,7 @@ class Texts(Protocol):
     # Maximum number of characters per token. It implies a minimum number of tokens for a text.
     longest_token: int
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt."""
 
     def token(self, token_id: int, before: Sequence[int] = ()) -> tuple[str, bytes | None]:
@@ -40,9 +40,6 @@ class Texts(Protocol):
         The name is the text, or `bytes:\xNN` for each byte of a token that is a byte or a part of a
         character. The bytes are None if the token is not part of texts.
         """
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of an answer."""
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the tokens of a chat, up to the start of the answer."""
@@ -63,7 +60,7 @@ class ByteTexts:
     def __init__(self, end_token_ids: Sequence[int] = ()) -> None:
         self.end_token_ids = tuple(_checked_tokens(end_token_ids, "end_token_ids"))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Return the bytes of a text. There are no special tokens."""
         return list(checked_text(text, "text").encode())
 
@@ -111,15 +108,14 @@ class TokenizerTexts:
         self._names = {token: name for name, token in vocabulary.items()}
         self.longest_token = max(map(len, vocabulary))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt."""
-        text = checked_text(text, "text")
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._tokenizer.encode(checked_text(text, "text"))
 
     def token(self, token_id: int, before: Sequence[int] = ()) -> tuple[str, bytes | None]:
         """Return the name and the bytes of a token. Special tokens have no bytes."""
         (token_id,) = _checked_tokens([token_id])
-        before = _checked_tokens(before, "before")[-NUM_BEFORE:]
+        before = _checked_tokens(before, "before")[-_NUM_BEFORE:]
         alone = self._text([token_id], skip_special_tokens=False)
         data = self._bytes_of(token_id, alone)
         if data is not None:
@@ -153,21 +149,6 @@ class TokenizerTexts:
             skip_special_tokens=skip_special_tokens,
             clean_up_tokenization_spaces=False,
         )
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text without special tokens, and with spaces before punctuation.
-
-        Bytes that are no UTF-8 are replaced by the replacement character. All other characters are
-        kept, whereas a tokenizer with byte fallback replaces all bytes next to them.
-        """
-        token_ids = _checked_tokens(token_ids)
-        text = self._text(token_ids)
-        if "\ufffd" not in text:
-            return text
-        pieces = [
-            self.token(t, token_ids[max(i - NUM_BEFORE, 0) : i])[1] for i, t in enumerate(token_ids)
-        ]
-        return b"".join(piece or b"" for piece in pieces).decode(errors="replace")
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Apply the chat template, or encode each message as a line that starts with its role."""
@@ -225,7 +206,7 @@ class AnswerText:
     ) -> None:
         self._texts = texts
         self._stops = stops if isinstance(stops, StopTexts) else StopTexts(stops)
-        self.before = tuple(before[-NUM_BEFORE:])
+        self.before = tuple(before[-_NUM_BEFORE:])
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._state = self.num_decoded = 0
         self._held = self.text = self.piece = ""
@@ -240,7 +221,7 @@ class AnswerText:
             if self.is_stopped:
                 break
             self._decode(self._texts.token(token, self.before)[1] or b"")
-            self.before = (*self.before, token)[-NUM_BEFORE:]
+            self.before = (*self.before, token)[-_NUM_BEFORE:]
         return self.text[start:]
 
     def end(self) -> str:

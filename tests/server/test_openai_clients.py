@@ -334,8 +334,11 @@ def test_answer_continues_the_text_of_its_prompt(form):
         tokens = [rng.choice(FORMS[form].words[:4]) for _ in range(6)]
         answer = AnswerText(texts, [], prompt)
         found = "".join(answer.add([token]) for token in tokens) + answer.end()
-        whole = texts.decode([*prompt, *tokens])
-        assert found == answer.text == whole[len(texts.decode(prompt)) :]
+        whole = AnswerText(texts, [])
+        start = len(whole.add(prompt))
+        whole.add(tokens)
+        whole.end()
+        assert found == answer.text == whole.text[start:]
 
 
 def test_alternatives_of_equal_text_have_different_names(served):

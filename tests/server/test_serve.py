@@ -786,7 +786,7 @@ class TestProcess:
         with ServeProcess("--log-level", "info") as server:
             assert ask(server.port, "POST", "/v1/completions", b"{}").status == 400
             assert ask(server.port, "GET", "/health").status == 200
-            assert ask(server.port, "GET", "/state?since=0").status == 200
+            assert ask(server.port, "GET", "/state").status == 200
         loading, serving_at = server.start.splitlines()
         assert loading.endswith(": building llama with random weights on cpu")
         assert serving_at.startswith("kvcache: serving llama at http://127.0.0.1:")
@@ -822,46 +822,43 @@ def browser():
 
 
 @pytest.mark.slow
-def test_page_shows_requests_and_cache_in_a_browser(served, browser, tmp_path):
+def test_page_shows_requests_and_cache_in_a_browser(served, browser):
     page = browser.new_page()
     complaints = []
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(served.url)
-    page.wait_for_function("document.querySelectorAll('.tile').length === 11")
+    page.wait_for_function("document.querySelectorAll('.tile').length === 6")
     served.slow_seconds = 0.02
     asking = threading.Thread(
         target=lambda: served.complete(prompt=[chr(97 + i) * 90 for i in range(9)], max_tokens=150)
     )
     asking.start()
     page.wait_for_function("document.querySelectorAll('#sequences tr').length === 9")
-    page.wait_for_function("document.querySelectorAll('.swapped').length > 0")
+    page.wait_for_function("document.querySelector('#sequences').textContent.includes('swapped')")
     held = page.locator("#pool-key").inner_text()
     assert "held by sequences" in held and "cached, can be evicted" in held
     assert "KV" not in page.title() and page.title() == "kvcache"
-    assert "layers of full_attention in blocks of 16" in page.locator("#plan").inner_text()
     assert "Host tier" in page.locator("#host-title").inner_text()
     served.slow_seconds = 0.0
     asking.join()
     page.wait_for_function("document.querySelectorAll('#sequences tr').length === 0")
-    page.screenshot(path=tmp_path / "page.png", full_page=True)
-    page.wait_for_function("history.at(-1).num_sequences === 0")
     tiles = page.locator("#tiles").inner_text()
-    assert "generated tokens/s" in tiles and "time to first token" in tiles
+    assert "hit rate of prompt tokens" in tiles
     assert str(served.state()["metrics"]["finished_requests"]) in tiles
     assert complaints == []
     page.close()
 
 
-def test_reasons_of_misses_are_logged_counted_and_shown(caplog):
+def test_reasons_of_misses_are_logged_and_counted(caplog):
     with serving(explain_misses=1) as served, caplog.at_level(logging.INFO, "kvcache.engine"):
         for _ in range(2):
             served.complete(prompt=GREETING, max_tokens=3)
         served.wait_until_empty()
-        missed = served.state()["missed_tokens"]
         text = HTTP.get(f"{served.url}/metrics").text
-    assert missed["new"] == 32 and missed["tail"] == 2 * len(GREETING) - 64
-    assert f'kvcache_missed_tokens_total{{model_name="llama",reason="new"}} {missed["new"]}' in text
+    for reason, count in (("new", 32.0), ("tail", 2.0 * len(GREETING) - 64)):
+        labels = f'model_name="llama",reason="{reason}"'
+        assert f"kvcache_missed_tokens_total{{{labels}}} {count}" in text
     first, second = (
         each.getMessage() for each in caplog.records if "prompt tokens" in each.getMessage()
     )
@@ -870,50 +867,11 @@ def test_reasons_of_misses_are_logged_counted_and_shown(caplog):
 
 
 @pytest.mark.slow
-def test_page_shows_the_reasons_of_misses(browser):
-    with serving(explain_misses=1) as served:
-        served.complete(prompt=GREETING, max_tokens=3)
-        page = browser.new_page()
-        page.goto(served.url)
-        page.wait_for_function("document.querySelectorAll('#misses tr').length === 2")
-        assert "new" in page.locator("#misses").inner_text()
-        page.close()
-
-
-@pytest.mark.slow
-def test_reloading_the_page_keeps_its_history(served, browser):
-    served.complete(max_tokens=9)
-    served.wait_until_empty()
-    page = browser.new_page()
-    page.goto(served.url)
-    page.wait_for_function("document.querySelectorAll('.tile').length === 11")
-    times = page.evaluate("history.map(point => point.time)")
-    assert times and times == sorted(times)
-    page.reload()
-    page.wait_for_function("document.querySelectorAll('.tile').length === 11")
-    assert page.evaluate("history.map(point => point.time)") == times
-    assert page.locator("#timeline").bounding_box()["height"] > 40
-    page.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme,ground", [("light", 255), ("dark", 13)])
-def test_page_follows_the_color_scheme_and_fits_a_phone(served, browser, scheme, ground):
-    page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme=scheme)
-    page.goto(served.url)
-    page.wait_for_function("document.querySelectorAll('.tile').length === 11")
-    color = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert color.startswith(f"rgb({ground}, ")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    page.close()
-
-
-@pytest.mark.slow
 def test_page_reports_that_the_server_is_gone(browser):
     with serving() as served:
         page = browser.new_page()
         page.goto(served.url)
-        page.wait_for_function("document.querySelectorAll('.tile').length === 11")
+        page.wait_for_function("document.querySelectorAll('.tile').length === 6")
         assert not page.locator("#error").is_visible()
         served.stop()
         page.locator("#error").wait_for(state="visible", timeout=10_000)

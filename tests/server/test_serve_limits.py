@@ -742,7 +742,7 @@ class TestFraming:
     LATER = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
     def exchange(self, served, version, headers, body):
-        lines = [f"POST /tokenize {version}".encode(), b"Host: x", *headers]
+        lines = [f"POST /v1/completions {version}".encode(), b"Host: x", *headers]
         data = b"\r\n".join(lines) + b"\r\n\r\n" + body + self.LATER
         with socket.create_connection(served.listener.getsockname()) as connection:
             connection.settimeout(30)
@@ -806,7 +806,7 @@ class TestFraming:
 
     def test_ambiguous_request_after_another_one_is_rejected(self, served):
         both = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-        second = b"POST /tokenize HTTP/1.1\r\nHost: x\r\n" + both
+        second = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + both
         answer = self.exchange(served, "HTTP/1.1", [b"Content-Length: 2"], b"{}" + second)
         assert answer.count(b"HTTP/1.1 ") == 2 and b'"version"' not in answer
 
