@@ -20,7 +20,7 @@ from kvcache.cli.replay import check_trace, read_workload, write_plot
 
 if TYPE_CHECKING:
     from kvcache.replay import WorkloadRequest
-    from kvcache.replay.fleet import Failure, FleetPlan, FleetReport, Hardware
+    from kvcache.replay.fleet import FleetPlan, FleetReport, Hardware
 
 _ROUTERS = ("round_robin", "least_loaded", "session", "prefix")
 
@@ -89,23 +89,17 @@ def add_plan_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--hardware",
         metavar="FILE.json",
-        help="speeds and prices; without it, default speeds and the fewest replicas",
+        help="speeds of a replica; default: example speeds",
     )
     sub.add_argument(
         "--write-hardware", metavar="FILE.json", help="write an example for --hardware, and exit"
     )
-    sub.add_argument(
-        "--fail",
-        metavar="KIND[:N]@S[+S]",
-        action="append",
-        help="also simulate a failure of the best fleet of each router: replica:3@60s+30s (replica 3 "
-        "dies 60 s after the first arrival and restarts 30 s later), store@60s+30s, router@60s (a "
-        "restart), store_link:3@60s+30s or router_link:3@60s+30s (replica 3 cannot be reached); may be "
-        "repeated",
-    )
     sub.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     sub.add_argument(
-        "--plot", metavar="FILE.png", type=plot_file, help="plot times to first token by price"
+        "--plot",
+        metavar="FILE.png",
+        type=plot_file,
+        help="plot times to first token by number of replicas",
     )
 
 
@@ -121,7 +115,6 @@ def run_plan(args: argparse.Namespace) -> int:
     fleets = import_module("kvcache.replay.fleet")
     replay = import_module("kvcache.replay")
     hardware = _hardware(args.hardware)
-    failures = [_failure(text) for text in args.fail or ()]
     groups = {} if args.model is None else _groups(args.model, args.block_size)
     name, workload = read_workload(args)
     if args.trace is not None and not os.path.isfile(args.trace):
@@ -156,7 +149,6 @@ def run_plan(args: argparse.Namespace) -> int:
                 most_replicas=args.most_replicas,
                 hardware=hardware,
                 max_simulated=args.max_simulated,
-                failures=failures,
                 on_report=on_report,
             )
     except replay.TraceError as error:
@@ -175,8 +167,6 @@ def run_plan(args: argparse.Namespace) -> int:
             print(json.dumps(plan.to_dict()))
     else:
         show(fleets.fleet_plan_table(plan))
-        for found in plan.failures:
-            show(fleets.failure_table(found))
         if plan.recommended is not None:
             show(_recommendation(plan))
     if plan.recommended is None:
@@ -196,12 +186,7 @@ def _recommendation(plan: FleetPlan) -> str:
         parts.append(f"a store of {fleet['store_blocks']:,} blocks")
     if fleet["peers"]:
         parts.append("loads from peers")
-    end = ""
-    if report.price_per_hour is not None:
-        end = f", for {report.price_per_hour:,.2f} per hour"
-        if report.watts is not None:
-            end += f" and {report.watts / 1000:,.1f} kW"
-    return f"Choose {', '.join(parts)}{end}."
+    return f"Choose {', '.join(parts)}."
 
 
 @contextmanager
@@ -248,14 +233,6 @@ def _groups(name: str, block_size: int) -> dict[str, str | int]:
     except ValueError as error:
         raise UsageError(f"--model is {quoted(name)}: {error}") from None
     return {"groups": groups_text(plan.groups), "page_bytes": plan.page_bytes}
-
-
-def _failure(text: str) -> Failure:
-    fleets = import_module("kvcache.replay.fleet")
-    try:
-        return fleets.Failure.parse(text)
-    except ValueError as error:
-        raise UsageError(f"--fail: {error}") from None
 
 
 def _write_hardware(path: str) -> int:
@@ -309,7 +286,7 @@ def _milliseconds(text: str) -> float:
 
 
 COMMAND = Command(
-    "replay a trace through fleets of several sizes, and recommend the cheapest sufficient one",
+    "replay a trace through fleets of several sizes, and recommend the smallest sufficient one",
     run_plan,
     add_plan_options,
 )

@@ -15,7 +15,6 @@ from kvcache.checks import path as checked_path
 from kvcache.replay.comparison import Comparison
 from kvcache.replay.curve import HitRateCurve
 from kvcache.replay.disaggregation import DisaggregationReport, DisaggregationSeries
-from kvcache.replay.fleet.failures import Failure
 from kvcache.replay.fleet.planning import FleetPlan
 from kvcache.replay.replayer import Series
 from kvcache.replay.report import ReplayReport
@@ -201,28 +200,22 @@ def _finish_hit_rates(axes: Axes, block_size: int, title: str) -> None:
 
 
 def draw_fleet_plan(plan: FleetPlan, trace: str, path: str | os.PathLike) -> None:
-    """Plot the time to first token of all fleets by price or size. Raises the same errors as `draw`."""
+    """Plot the time to first token of all fleets by size. Raises the same errors as `draw`."""
     title = f"Fleets for {trace}: time to first token (dashed: required; circle: recommended)"
-    width, height = _ONE_PANEL
-    num_rows = 2 if plan.failures else 1
-    options = {"nrows": num_rows, "figsize": (width, height * num_rows), "squeeze": False}
-    with _figure(title, path, **options) as rows:
-        _draw_times(rows[0, 0], plan)
-        if plan.failures:
-            _draw_failures(rows[1, 0], plan)
+    with _figure(title, path, figsize=_ONE_PANEL) as axes:
+        _draw_times(axes, plan)
 
 
 def _draw_times(axes: Axes, plan: FleetPlan) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    has_prices = all(each.price_per_hour is not None for each in plan.reports)
     lines: dict[str, list[tuple[float, float]]] = {}
     for each in plan.reports:
         if each.rejected_requests:
             continue
-        at = each.price_per_hour if has_prices else _num_replicas(each.fleet)
+        count = each.fleet["replicas"] + each.fleet["decode_replicas"]
         points = lines.setdefault(_fleet_name(each.fleet), [])
-        points.append((at, max(each.p99_ms_to_first_token, 1.0)))
+        points.append((count, max(each.p99_ms_to_first_token, 1.0)))
         if each is plan.recommended:
             axes.plot(*points[-1], marker="o", markersize=14, color=_GRAY, fillstyle="none")
     for (name, points), color in zip(lines.items(), itertools.cycle(_COLORS)):
@@ -232,22 +225,8 @@ def _draw_times(axes: Axes, plan: FleetPlan) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("price per hour" if has_prices else "replicas")
+    axes.set_xlabel("replicas")
     _finish(axes, "p99 in ms")
-
-
-def _draw_failures(axes: Axes, plan: FleetPlan) -> None:
-    for found, color in zip(plan.failures, itertools.cycle(_COLORS)):
-        fleet = found.report.fleet
-        label = f"{_num_replicas(fleet):,} x {_fleet_name(fleet)}"
-        axes.plot(found.time_s, found.hit_rates, color=color, label=label)
-        axes.plot(found.time_s, found.undisturbed_hit_rates, color=color, linestyle=":")
-        for failure in map(Failure.parse, found.failures):
-            axes.axvline(failure.at_s, color=_GRAY, linewidth=1, linestyle="--")
-        axes.set_xlabel(
-            f"seconds (dashed: {', '.join(found.failures)}; dotted line: without failures)"
-        )
-        _finish(axes, "hit rate")
 
 
 _TIERS = ("host_blocks", "store_blocks")
@@ -258,10 +237,6 @@ def _fleet_name(fleet: dict[str, Any]) -> str:
     peers = ["peers"] if fleet["peers"] else []
     pools = ["decode replicas"] if fleet["decode_replicas"] else []
     return ", ".join([fleet["router"], *tiers, *peers, *pools])
-
-
-def _num_replicas(fleet: dict[str, Any]) -> int:
-    return fleet["replicas"] + fleet["decode_replicas"]
 
 
 def _title(report: ReplayReport) -> str:

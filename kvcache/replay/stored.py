@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kvcache.allocator import KVCacheManager, Request
@@ -25,16 +24,6 @@ class StoredBlock(NamedTuple):
 
     ready_ms: float
     owner: SimulatedStore
-
-
-class Outage(NamedTuple):
-    """A period in which a store cannot be reached. With `loses_content`, the store is empty
-    afterwards.
-    """
-
-    begin_ms: float
-    end_ms: float
-    loses_content: bool
 
 
 StoreContents = OrderedDict[BlockKey, StoredBlock]  # least recently used first
@@ -98,8 +87,6 @@ class SimulatedStore:
         self.num_stored = self.num_loaded = self.num_evicted = 0
         self._events: list[CacheEvent] = []
         self._incomplete: list[BlockKey] = []
-        self._now_ms = 0.0  # time of the last query
-        self.outages: Sequence[Outage] = ()  # used only in timed replays
 
     def hit_tokens(self, request: Request) -> int:
         """Return the number of the request's tokens that are cached in the other tiers."""
@@ -107,24 +94,12 @@ class SimulatedStore:
 
     def match(self, request: Request, now_ms: float = 0.0) -> int:
         """Return the number of tokens after the hit that the store contains at `now_ms`."""
-        self._now_ms = now_ms
-        if self._is_out(now_ms):
-            return 0
         first = self._prefixes.hit_tokens(request)
-        lost_ms = max(
-            (
-                each.begin_ms
-                for each in self.outages
-                if each.loses_content and each.begin_ms <= now_ms
-            ),
-            default=-1.0,
-        )
         found = [
             key
             for key in self._prefixes.candidates(request, first)
             if (block := self._blocks.get(key))
             and (block.owner is self or block.ready_ms <= now_ms)
-            and block.ready_ms > lost_ms
         ]
         return self._prefixes.reach(request, first, found) - first if found else 0
 
@@ -139,8 +114,7 @@ class SimulatedStore:
         events = self._manager.cache.drain_events()
         self._waiting.observe(events)
         changes = []
-        taken = self._waiting.take(self._manager, len(self._waiting))
-        for key, _, _ in () if self._is_out(self._now_ms) else taken:
+        for key, _, _ in self._waiting.take(self._manager, len(self._waiting)):
             if key not in self._blocks:
                 self.num_stored += 1
                 changes.append(stored_event(self._manager, key))
@@ -154,32 +128,15 @@ class SimulatedStore:
             self._events += [*events, *changes]
 
     def complete(self, ready_ms: float) -> None:
-        """Set the completion time of the blocks that were put since the last call.
-
-        Blocks that are completed during an outage are not stored.
-        """
-        is_out = self._is_out(ready_ms)
+        """Set the completion time of the blocks that were put since the last call."""
         for key in self._incomplete:
             block = self._blocks.get(key)
-            if block is None or ready_ms >= block.ready_ms:
-                continue
-            if not is_out:
+            if block is not None and ready_ms < block.ready_ms:
                 self._blocks[key] = StoredBlock(ready_ms, self)
-            elif block.ready_ms == math.inf:
-                del self._blocks[key]
         self._incomplete.clear()
-
-    def forget_incomplete(self, now_ms: float) -> None:
-        """Remove the blocks that this manager has put and that are not complete at `now_ms`."""
-        for key, block in [*self._blocks.items()]:
-            if block.owner is self and block.ready_ms > now_ms:
-                del self._blocks[key]
 
     def drain_events(self) -> list[CacheEvent]:
         """Return the events of the manager and of the store since the last call."""
         self.save()
         events, self._events = self._events, []
         return events
-
-    def _is_out(self, ms: float) -> bool:
-        return any(each.begin_ms <= ms < each.end_ms for each in self.outages)

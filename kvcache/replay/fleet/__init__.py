@@ -1,36 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays a trace through many replicas behind a router, and finds the cheapest fleet that
+"""Replays a trace through many replicas behind a router, and finds the smallest fleet that
 meets a latency target.
 """
 
-from kvcache.replay.fleet.failures import FAILURE_KINDS, Failure
 from kvcache.replay.fleet.hardware import Hardware, HardwareError, read_hardware
 from kvcache.replay.fleet.planning import FleetPlan, fleet_plan_table, plan_fleet
-from kvcache.replay.fleet.recovery import (
-    FailurePhase,
-    FailureReport,
-    failure_table,
-    simulate_failures,
-)
 from kvcache.replay.fleet.routers import ROUTERS
 from kvcache.replay.fleet.simulation import FleetReport, simulate_fleet
 from kvcache.replay.fleet.sizes import Fleet
 
 __all__ = [
-    "FAILURE_KINDS",
     "ROUTERS",
-    "Failure",
-    "FailurePhase",
-    "FailureReport",
     "Fleet",
     "FleetPlan",
     "FleetReport",
     "Hardware",
     "HardwareError",
-    "failure_table",
     "fleet_plan_table",
     "plan_fleet",
     "read_hardware",
-    "simulate_failures",
     "simulate_fleet",
 ]

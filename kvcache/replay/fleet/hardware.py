@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speeds and prices of a replica, read from a file that the user edits."""
+"""Speeds of a replica, read from a file that the user edits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HardwareError(ValueError):
 
 @dataclass(frozen=True)
 class Hardware:
-    """Speeds and prices of a replica.
+    """Speeds of a replica.
 
     Args:
         prefill_speed: Prompt tokens that a replica computes per second. Tokens found in the cache
@@ -41,10 +41,6 @@ class Hardware:
         store_gb_per_s: Bandwidth of loads from the store, per replica.
         peer_gb_per_s: Bandwidth of loads from other replicas' caches, per replica.
         transfer_gb_per_s: Bandwidth of transfers from prefill replicas, per decode replica.
-        price_per_hour: Price of a replica, in any currency. None: prices are not reported.
-        host_price_per_gib_hour: Price of host memory. Needed for fleets with a host tier.
-        store_price_per_gib_hour: Price of the store. Needed for fleets with a store.
-        watts: Power consumption of a replica. None: power is not reported.
 
     Raises:
         TypeError, ValueError: A value is not a number, or is out of range.
@@ -60,18 +56,11 @@ class Hardware:
     store_gb_per_s: float = 5.0
     peer_gb_per_s: float = 10.0
     transfer_gb_per_s: float = 10.0
-    price_per_hour: float | None = None
-    host_price_per_gib_hour: float | None = None
-    store_price_per_gib_hour: float | None = None
-    watts: float | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value = getattr(self, each.name)
-            if value is None and each.default is None:
-                continue
-            value = number(value, each.name)
-            may_be_zero = "price" in each.name or each.name in OTHER_FIELDS
+            value = number(getattr(self, each.name), each.name)
+            may_be_zero = each.name in OTHER_FIELDS
             most = 1 if each.name == "interference" else _MOST
             if value < 0 or not (value or may_be_zero) or not value <= most:
                 expected = f"0 to {most:g}" if may_be_zero else f"more than 0, at most {most:g}"
@@ -104,8 +93,7 @@ def read_hardware(path: str | os.PathLike) -> Hardware:
         path: The file.
 
     Raises:
-        HardwareError: The file does not contain a JSON object, a field is unknown or invalid, or
-            `price_per_hour` is missing.
+        HardwareError: The file does not contain a JSON object, or a field is unknown or invalid.
         OSError: The file cannot be read.
     """
     name = checked_path(path, "path")
@@ -122,10 +110,6 @@ def read_hardware(path: str | os.PathLike) -> Hardware:
             raise HardwareError(
                 f"path is {name!r}: {shown(entry)} is unknown: expected one of {', '.join(known)}"
             )
-    if entries.get("price_per_hour") is None:
-        raise HardwareError(
-            f"path is {name!r}: price_per_hour is missing: expected the price of a replica"
-        )
     try:
         return Hardware(**entries)
     except (TypeError, ValueError) as error:
@@ -133,13 +117,5 @@ def read_hardware(path: str | os.PathLike) -> Hardware:
 
 
 def example_hardware() -> str:
-    """Return the text of a file for `read_hardware` with all fields. The prices and the power are
-    examples.
-    """
-    example = Hardware(
-        price_per_hour=2.5,
-        host_price_per_gib_hour=0.004,
-        store_price_per_gib_hour=0.0002,
-        watts=900.0,
-    )
-    return json.dumps(asdict(example), indent=2) + "\n"
+    """Return the text of a file for `read_hardware`, with the default values of all fields."""
+    return json.dumps(asdict(Hardware()), indent=2) + "\n"

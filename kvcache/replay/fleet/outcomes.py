@@ -16,11 +16,7 @@ MOVED_FIELDS = ("loaded_bytes", "decode_hit_tokens", "transferred_bytes")
 
 
 class Outcomes:
-    """One entry per request, in order of arrival.
-
-    For a request that is resent to another replica, the hits are those on its last replica, and the
-    time of the first token is the earliest time at which any replica produced this token.
-    """
+    """One entry per request, in order of arrival."""
 
     def __init__(self) -> None:
         names = ("arrival_ms", "prompt_tokens", "answer_tokens", *HIT_FIELDS)
@@ -76,7 +72,7 @@ class Outcomes:
         and loads.
         """
         self._set(place, "answer_tokens", item.output_length)
-        self._first_ms[place] = min(self._first_ms[place], served.first_ms)
+        self._first_ms[place] = served.first_ms
         if served.item.num_tokens > item.num_tokens:
             self._set(place, "decode_hit_tokens", served.num_hit - served.num_store_hit)
             self._set(place, "transferred_bytes", served.num_loaded_bytes)
@@ -88,11 +84,6 @@ class Outcomes:
 
     def _set(self, place: int, name: str, value: int) -> None:
         self._columns[name][place] = value
-
-    def lose(self, place: int, now_ms: float) -> None:
-        """Record that the replica that served a request has died."""
-        if self._first_ms[place] > now_ms:
-            self._first_ms[place] = math.inf
 
 
 def percentile(times: np.ndarray, percent: float) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the cheapest fleet that meets a target for the time to first token."""
+"""Finds the smallest fleet that meets a target for the time to first token."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from kvcache.checks import (
     shown,
     text,
 )
-from kvcache.replay.fleet.failures import Failure, checked_failures
 from kvcache.replay.fleet.hardware import Hardware
-from kvcache.replay.fleet.recovery import FailureReport, simulate_failures
 from kvcache.replay.fleet.simulation import FleetReport, Workload, repeatable, simulate_fleet
 from kvcache.replay.fleet.sizes import Fleet, fleet_size
 
@@ -36,26 +34,21 @@ class FleetPlan:
     Attributes:
         p99_ms: The required 99th percentile of the time to first token.
         reports: One report per simulated fleet.
-        recommended: The cheapest fleet that meets `p99_ms` and serves all requests; without prices,
-            the fleet with the fewest replicas. None: no simulated fleet meets `p99_ms` and serves
-            all requests.
+        recommended: The fleet with the fewest replicas, and then with the smallest tiers, that
+            meets `p99_ms` and serves all requests. None: there is no such fleet.
         reason: Why no fleet is recommended. None if a fleet is recommended.
-        failures: One report per router and combination of tiers, with the failures simulated in the
-            cheapest fleet that meets `p99_ms` or, if no fleet meets it, in the fastest fleet.
     """
 
     p99_ms: float
     reports: list[FleetReport] = field(default_factory=list)
     recommended: FleetReport | None = None
     reason: str | None = None
-    failures: list[FailureReport] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.p99_ms = float(number(self.p99_ms, "p99_ms"))
         instances(self.reports, FleetReport, "reports", "reports")
         if self.recommended is not None:
             instance(self.recommended, FleetReport, "recommended")
-        instances(self.failures, FailureReport, "failures", "reports")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data for JSON."""
@@ -76,10 +69,9 @@ def plan_fleet(
     most_replicas: int = 1024,
     hardware: Hardware | None = None,
     max_simulated: int = 64,
-    failures: Sequence[Failure] = (),
     on_report: Callable[[FleetReport], None] | None = None,
 ) -> FleetPlan:
-    """Simulate fleets with several sizes, tiers and routers, and recommend the cheapest fleet
+    """Simulate fleets with several sizes, tiers and routers, and recommend the smallest fleet
     that meets the target.
 
     For each router and each combination of tiers, the number of replicas is doubled until the fleet
@@ -105,11 +97,8 @@ def plan_fleet(
             prompts and generate answers. A None in the sequence: search for the smallest sufficient
             number. None instead of a sequence: the number in `fleet`.
         most_replicas: Largest number of replicas, and of decode replicas, that the search simulates.
-        hardware: Speeds and prices. None: the defaults of `Hardware`.
+        hardware: Speeds. None: the defaults of `Hardware`.
         max_simulated: Larger fleets are sampled (`simulate_fleet`).
-        failures: Failures to simulate together (`simulate_failures`), once for each router and
-            combination of tiers. The search then considers only fleets that are large enough to
-            contain the failing replicas.
         on_report: Called with the report of each simulation.
 
     Returns:
@@ -164,17 +153,10 @@ def plan_fleet(
             *(varied[name] for name in ("routers", "host_blocks", "store_blocks", "peers"))
         )
     ]
-    fewest = 1 + max((each.replica or 0 for each in checked_failures(failures, None)), default=0)
-    if replicas is None and fewest > most_replicas:
-        raise ValueError(
-            f"most_replicas is {most_replicas}: expected {fewest} or more, because replica {fewest - 1} "
-            "fails"
-        )
     counts = varied.get("replicas", [None])
     pairs = [*itertools.product(counts, varied["decode_replicas"])]
     for base, (count, decoding) in itertools.product(bases, pairs):
-        sized = replace(base, replicas=count or fewest, decode_replicas=decoding or 0)
-        checked_failures(failures, sized)
+        replace(base, replicas=count or 1, decode_replicas=decoding or 0)
     plan = FleetPlan(p99_ms)
 
     def simulate(sized: Fleet) -> FleetReport:
@@ -185,13 +167,8 @@ def plan_fleet(
         return report
 
     for base in bases:
-        num_before = len(plan.reports)
         for pair in pairs:
-            _search(simulate, base, pair, p99_ms, most_replicas, fewest)
-        best = _best(plan.reports[num_before:], p99_ms)
-        if failures and not best.rejected_requests:
-            sized = Fleet(**best.fleet)
-            plan.failures.append(simulate_failures(workload, sized, failures, hardware))
+            _search(simulate, base, pair, p99_ms, most_replicas)
     _recommend(plan)
     return plan
 
@@ -202,7 +179,6 @@ def _search(
     pair: tuple[int | None, int | None],
     p99_ms: float,
     most: int,
-    fewest: int,
 ) -> None:
     """Simulate a fleet with the given numbers of replicas and decode replicas. A number of None is
     replaced by the smallest sufficient number.
@@ -215,31 +191,31 @@ def _search(
             reports[count, decoding] = simulate(sized)
         return reports[count, decoding]
 
-    def fewest_of(report_of: Callable[[int], FleetReport], first: int, least: int) -> int | None:
-        return _smallest(report_of, p99_ms, max(min(first, most), least), least, most)
+    def fewest_of(report_of: Callable[[int], FleetReport], first: int) -> int | None:
+        return _smallest(report_of, p99_ms, min(first, most), most)
 
     count, decoding = pair
     if count is None and decoding is None:
-        both = fewest_of(lambda count: report_of(count, count), base.replicas, fewest)
+        both = fewest_of(lambda count: report_of(count, count), base.replicas)
         if both is None:
             return
-        count = fewest_of(lambda count: report_of(count, both), both, fewest)
-        fewest_of(lambda decoding: report_of(count, decoding), both, 1)
+        count = fewest_of(lambda count: report_of(count, both), both)
+        fewest_of(lambda decoding: report_of(count, decoding), both)
     elif count is None:
-        fewest_of(lambda count: report_of(count, decoding), base.replicas, fewest)
+        fewest_of(lambda count: report_of(count, decoding), base.replicas)
     elif decoding is None:
-        fewest_of(lambda decoding: report_of(count, decoding), 1, 1)
+        fewest_of(lambda decoding: report_of(count, decoding), 1)
     else:
         report_of(count, decoding)
 
 
 def _smallest(
-    report_of: Callable[[int], FleetReport], p99_ms: float, first: int, least: int, most: int
+    report_of: Callable[[int], FleetReport], p99_ms: float, first: int, most: int
 ) -> int | None:
     """Return the smallest sufficient count, found by doubling from `first` and bisection, or
     None.
     """
-    count, too_few = first, least - 1
+    count, too_few = first, 0
     while not _is_fast(report := report_of(count), p99_ms):
         if count == most or report.rejected_requests:
             return None  # more replicas would not help
@@ -258,10 +234,10 @@ def _is_fast(report: FleetReport, p99_ms: float) -> bool:
 
 
 def _best(reports: list[FleetReport], p99_ms: float) -> FleetReport:
-    """Return the cheapest fleet that meets `p99_ms`, or the fastest fleet if none does."""
+    """Return the smallest fleet that meets `p99_ms`, or the fastest fleet if none does."""
     fast = [each for each in reports if _is_fast(each, p99_ms)]
     return (
-        min(fast, key=_cost) if fast else min(reports, key=lambda each: each.p99_ms_to_first_token)
+        min(fast, key=_size) if fast else min(reports, key=lambda each: each.p99_ms_to_first_token)
     )
 
 
@@ -286,22 +262,21 @@ def _recommend(plan: FleetPlan) -> None:
     )
 
 
-def _cost(report: FleetReport) -> tuple[float, ...]:
-    price = report.price_per_hour
+def _size(report: FleetReport) -> tuple[float, ...]:
     tiers = report.fleet["host_blocks"], report.fleet["store_blocks"]
     p99_ms = report.p99_ms_to_first_token
     count = report.fleet["replicas"] + report.fleet["decode_replicas"]
-    return (0.0 if price is None else price, count, *tiers, p99_ms)
+    return (count, *tiers, p99_ms)
 
 
 def fleet_plan_table(plan: FleetPlan) -> Table:
-    """Return the plan as a rich table, with the cheapest fleets first. In the table, "2 + 1"
+    """Return the plan as a rich table, with the smallest fleets first. In the table, "2 + 1"
     denotes two prefill replicas and one decode replica.
     """
     instance(plan, FleetPlan, "plan")
     from rich.table import Table
 
-    reports = sorted(plan.reports, key=_cost)
+    reports = sorted(plan.reports, key=_size)
     columns: dict[str, Callable[[FleetReport], str]] = {
         "replicas": _replicas,
         "router": lambda each: each.fleet["router"],
@@ -314,8 +289,6 @@ def fleet_plan_table(plan: FleetPlan) -> Table:
     columns["hits"] = lambda each: f"{each.token_hit_rate:.1%}"
     columns["p99 ms"] = _p99
     columns["busy"] = lambda each: f"{each.busy_share:.0%}"
-    if any(each.price_per_hour is not None for each in reports):
-        columns["price/h"] = lambda each: f"{each.price_per_hour:,.2f}"
     columns[""] = lambda each: _note(each, plan)
     table = Table(title=f"Fleets for a time to first token of {plan.p99_ms:g} ms at p99")
     for name in columns:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -14,7 +13,6 @@ from kvcache.replay.workload import WorkloadRequest
 class ReplicaState(Protocol):
     """The state of a replica when a request arrives."""
 
-    number: int
     num_served: int
 
     def num_unfinished(self, now_ms: float) -> int:
@@ -44,7 +42,7 @@ class Router(Protocol):
         request: Request,
         session: int,
     ) -> int:
-        """Return the index of the chosen replica in `replicas`, which lists the reachable replicas."""
+        """Return the index of the chosen replica in `replicas`."""
 
 
 class RoundRobin:
@@ -63,8 +61,8 @@ class RoundRobin:
         session: int,
     ) -> int:
         """Return the index of the replica that follows the previously chosen replica."""
-        chosen = _position(replicas, self._next) % len(replicas)
-        self._next = replicas[chosen].number + 1
+        chosen = self._next % len(replicas)
+        self._next += 1
         return chosen
 
 
@@ -93,8 +91,6 @@ class LeastLoaded:
 class SessionAffinity:
     """Sends all requests of a session to the replica that has the least load when the session's
     first request arrives.
-
-    If this replica cannot be reached, the session moves to another replica.
     """
 
     keeps_sessions = True
@@ -111,23 +107,17 @@ class SessionAffinity:
         session: int,
     ) -> int:
         """Return the index of the replica that serves the session."""
-        if session in self._chosen:
-            number = self._chosen[session]
-            position = _position(replicas, number)
-            if position < len(replicas) and replicas[position].number == number:
-                return position
-        chosen = self._least_loaded.choose(replicas, item, request, session)
-        self._chosen[session] = replicas[chosen].number
-        return chosen
+        if session not in self._chosen:
+            chosen = self._least_loaded.choose(replicas, item, request, session)
+            self._chosen[session] = chosen
+        return self._chosen[session]
 
 
 class PrefixAware:
     """Chooses the replica with the earliest first token, given the prefix that the replica has
     cached.
 
-    The router queries each replica's manager, so its knowledge is exact. In simulations with
-    failures, the router instead keeps an index based on the events of each replica, so that a
-    failure can erase the index.
+    The router queries each replica's manager, so its knowledge is exact.
     """
 
     keeps_sessions = True
@@ -148,11 +138,6 @@ class PrefixAware:
             for each in replicas
         ]
         return costs.index(min(costs))
-
-
-def _position(replicas: Sequence[ReplicaState], number: int) -> int:
-    """Return the position of the first replica whose number is at least `number`."""
-    return bisect_left(replicas, number, key=lambda each: each.number)
 
 
 ROUTERS: dict[str, Callable[[], Router]] = {

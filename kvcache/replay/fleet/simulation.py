@@ -10,22 +10,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from kvcache.allocator import Request
 from kvcache.checks import MAX_INT32, instance, integer, plain_fields, shown
-from kvcache.replay.fleet.failures import Failure
 from kvcache.replay.fleet.hardware import Hardware
-from kvcache.replay.fleet.kv_bytes import KVBytes
 from kvcache.replay.fleet.outcomes import HIT_FIELDS, MOVED_FIELDS, Outcomes, percentile
 from kvcache.replay.fleet.replica import DecodeReplica, Replica
 from kvcache.replay.fleet.routers import ROUTERS
 from kvcache.replay.fleet.sessions import Sessions, share_of
 from kvcache.replay.fleet.sizes import Fleet
 from kvcache.replay.running import Running
-from kvcache.replay.stored import Outage, StoreContents
+from kvcache.replay.stored import StoreContents
 from kvcache.replay.workload import (
     WorkloadRequest,
     check_arrival,
@@ -64,8 +62,6 @@ class FleetReport:
         loaded_bytes: Bytes that the whole fleet loads from hosts, the store and peers.
         decode_hit_tokens: Prompt tokens that decode replicas had cached.
         transferred_bytes: Bytes that decode replicas load from prefill replicas.
-        price_per_hour: Price of the whole fleet. None: no prices are known.
-        watts: Power consumption of the whole fleet. None: unknown.
     """
 
     fleet: dict[str, Any]
@@ -89,8 +85,6 @@ class FleetReport:
     loaded_bytes: int = 0
     decode_hit_tokens: int = 0
     transferred_bytes: int = 0
-    price_per_hour: float | None = None
-    watts: float | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -131,7 +125,7 @@ def simulate_fleet(
         workload: The requests in order of arrival: a list, or a function that returns an iterator
             over them. The function is called once per sample.
         fleet: The fleet.
-        hardware: Speeds and prices. None: the defaults of `Hardware`.
+        hardware: Speeds. None: the defaults of `Hardware`.
         max_replicas: Maximum number of replicas without sampling.
         num_samples: Number of samples, at least 2.
         on_request: Called for each computed prompt with the request, the position of its replica,
@@ -154,13 +148,13 @@ def simulate_fleet(
     if on_request is not None and not callable(on_request):
         raise TypeError(f"on_request is {shown(on_request)}: expected a function or None")
     instance(fleet, Fleet, "fleet")
-    hardware = checked_hardware(hardware, fleet)
+    hardware = Hardware() if hardware is None else hardware
+    instance(hardware, Hardware, "hardware")
     integer(max_replicas, "max_replicas", 1, MAX_INT32)
     integer(num_samples, "num_samples", 2, MAX_INT32)
     is_small = fleet.all_replicas <= max_replicas or fleet.decode_replicas
     if is_small or not ROUTERS[fleet.router]().keeps_sessions:
-        simulation = Simulation(fleet, hardware, on_request=on_request)
-        return with_prices(simulation.run(workload()), fleet, hardware)
+        return Simulation(fleet, hardware, on_request=on_request).run(workload())
     num_shares = -(-fleet.replicas // max_replicas)
     shares = [
         Simulation(
@@ -169,23 +163,7 @@ def simulate_fleet(
         ).run(workload())
         for share in range(min(num_samples, num_shares))
     ]
-    return _combined(shares, num_shares, fleet, hardware)
-
-
-def checked_hardware(hardware: Hardware | None, fleet: Fleet) -> Hardware:
-    """Return `hardware`, or the default hardware if it is None. Raises TypeError, or ValueError if
-    prices are missing.
-    """
-    hardware = Hardware() if hardware is None else hardware
-    instance(hardware, Hardware, "hardware")
-    for tier in ("host", "store"):
-        name = f"{tier}_price_per_gib_hour"
-        is_missing = hardware.price_per_hour is not None and getattr(hardware, name) is None
-        if is_missing and getattr(fleet, f"{tier}_blocks"):
-            raise ValueError(
-                f"{name} is None: expected a price, because the fleet has {tier} blocks"
-            )
-    return hardware
+    return _combined(shares, num_shares, fleet)
 
 
 def repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
@@ -202,22 +180,12 @@ def repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
     return lambda: requests
 
 
-class _Attempted(NamedTuple):
-    """A request of the workload, its session, and its position in the outcomes."""
-
-    item: WorkloadRequest
-    session: int
-    place: int
-
-
 class Simulation:
     """A replay of one share of the sessions.
 
     Attributes:
         report: The totals, after `run`.
         outcomes: One entry per request.
-        num_resent: Number of requests that were resent because their replica died.
-        num_delayed: Number of times that a request waited because no replica could be reached.
     """
 
     def __init__(
@@ -227,40 +195,30 @@ class Simulation:
         *,
         num_shares: int = 1,
         share: int = 0,
-        failures: Sequence[Failure] = (),
         on_request: Callable[[WorkloadRequest, int, Running], None] | None = None,
     ) -> None:
-        self._fleet, self._hardware, self._failures = fleet, hardware, failures
+        self._fleet, self._hardware = fleet, hardware
         self._num_shares, self._share, self._on_request = num_shares, share, on_request
         self._store: StoreContents = OrderedDict()
         store_blocks = fleet.store_blocks and max(fleet.store_blocks // num_shares, 1)
-        shared = {"store": self._store, "store_blocks": store_blocks, "fails": bool(failures)}
+        shared = {"store": self._store, "store_blocks": store_blocks}
         num_replicas = max(round(fleet.replicas / num_shares), 1)
-        self._prefills = [
-            Replica(number, fleet, hardware, **shared) for number in range(num_replicas)
-        ]
+        self._prefills = [Replica(fleet, hardware, **shared) for _ in range(num_replicas)]
         for each in self._prefills if fleet.peers else ():
             each.peers = self._prefills
         decoding = replace(fleet, host_blocks=0, store_blocks=0, peers=False)
         answering = replace(hardware, prefill_ms=0.0, attention_ns=0.0, interference=0.0)
         self._decodes = [
-            DecodeReplica(num_replicas + number, decoding, answering, **shared)
-            for number in range(fleet.decode_replicas)
+            DecodeReplica(decoding, answering, **shared) for _ in range(fleet.decode_replicas)
         ]
         self._replicas = [*self._prefills, *self._decodes]
-        self._start_routers()
-        self._router_ms = 0.0  # when the routers become available
-        self._events: list[tuple[float, int, Callable[[], None]]] = []  # heap ordered by time
+        make = ROUTERS[fleet.router]
+        self._prefill_router, self._decode_router = make(), make()  # one for each pool
+        # Computed prompts that wait for a decode replica: a heap ordered by time.
+        self._ready: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._unfinished: dict[int, Running] = {}  # last attempt of each request, by position
         self.outcomes = Outcomes()
-        self.num_resent = self.num_delayed = 0
         self.report = FleetReport(asdict(fleet), num_replicas)
-
-    def _start_routers(self) -> None:
-        """Create a router for each pool."""
-        make = ROUTERS[self._fleet.router]
-        self._prefill_router, self._decode_router = make(), make()
 
     def run(self, workload: Iterable[WorkloadRequest]) -> FleetReport:
         """Replay all requests, and return the report."""
@@ -276,13 +234,12 @@ class Simulation:
                 )
             if first_ms is None:
                 first_ms = item.arrival_ms
-                self._schedule(first_ms)
             last_ms = item.arrival_ms
             session = sessions.of(item) if needs_sessions else 0
             if self._num_shares > 1 and share_of(session, self._num_shares) != self._share:
                 continue
             self._play(item.arrival_ms)
-            self._prefill(_Attempted(item, session, self.outcomes.arrive(item)), item.arrival_ms)
+            self._prefill(item, session, self.outcomes.arrive(item))
         if first_ms is None:
             raise ValueError("workload is empty: expected one request or more")
         self._play(math.inf)
@@ -291,117 +248,49 @@ class Simulation:
         self._fill(first_ms, last_ms - first_ms)
         return self.report
 
-    def _prefill(self, task: _Attempted, now_ms: int) -> None:
-        """Compute a prompt and, unless there are decode replicas, its answer."""
-        item = (
-            task.item if now_ms == task.item.arrival_ms else replace(task.item, arrival_ms=now_ms)
-        )
-        if (found := self._reachable(self._prefills, self._prefill, task, now_ms)) is None:
-            return
-        request, hold_ms = _request(item), 0.0
+    def _prefill(self, item: WorkloadRequest, session: int, place: int) -> None:
+        """Compute a prompt and, unless there are decode replicas, its answer.
+
+        `place` is the position of the request in the outcomes.
+        """
+        request, prompt, hold_ms = _request(item), item, 0.0
         if self._decodes:
-            item = replace(item, output_length=0)
-            missing = min(each.missing_bytes(item, request) for each in self._decodes)
+            prompt = replace(item, output_length=0)
+            missing = min(each.missing_bytes(prompt, request) for each in self._decodes)
             hold_ms = self._hardware.load_ms("transfer", missing)
-        chosen = found[self._prefill_router.choose(found, item, request, task.session)]
-        served = chosen.serve(item, request, task, hold_ms)
+        number = self._prefill_router.choose(self._prefills, prompt, request, session)
+        served = self._prefills[number].serve(prompt, request, hold_ms)
         if served is None:
             return
-        self.outcomes.compute(task.place, served)
+        self.outcomes.compute(place, served)
         if self._on_request is not None:
-            self._on_request(item, chosen.number, served)
-        if self._failures or self._decodes:
-            self._unfinished[task.place] = served
+            self._on_request(prompt, number, served)
         if not self._decodes:
-            self.outcomes.answer(task.place, task.item, served)
+            self.outcomes.answer(place, item, served)
             return
         ready_ms = math.ceil(served.first_ms)
-        self._at(ready_ms, lambda: self._decode(task, ready_ms, served))
+        decode = partial(self._decode, item, session, place, ready_ms, served)
+        heapq.heappush(self._ready, (ready_ms, next(self._numbers), decode))
 
-    def _decode(self, task: _Attempted, now_ms: int, computed: Running) -> None:
+    def _decode(
+        self, item: WorkloadRequest, session: int, place: int, now_ms: int, computed: Running
+    ) -> None:
         """Load a computed prompt and generate the answer."""
-        if self._unfinished.get(task.place) is not computed:
-            return  # the replica that computed the prompt died
-        decode = partial(self._decode, computed=computed)
-        if (found := self._reachable(self._decodes, decode, task, now_ms)) is None:
-            return
-        item = task.item
         tokens = np.append(item.token_ids, 0)  # the first token, which the prefill sampled
-        item = WorkloadRequest(item.index, now_ms, tokens, item.output_length, tokens[:0])
-        request = _request(item)
-        chosen = found[self._decode_router.choose(found, item, request, task.session)]
-        served = chosen.serve(item, request, task)
+        answer = WorkloadRequest(item.index, now_ms, tokens, item.output_length, tokens[:0])
+        request = _request(answer)
+        number = self._decode_router.choose(self._decodes, answer, request, session)
+        served = self._decodes[number].serve(answer, request)
         if served is None:
-            self.outcomes.reject(task.place)
+            self.outcomes.reject(place)
             return
         computed.end_ms = served.first_ms  # the prompt's blocks are held until this time
-        if self._failures:
-            self._unfinished[task.place] = served
-        else:
-            del self._unfinished[task.place]
-        self.outcomes.answer(task.place, task.item, served)
-
-    def _reachable(
-        self,
-        replicas: list[Replica],
-        again: Callable[[_Attempted, int], None],
-        task: _Attempted,
-        now_ms: int,
-    ) -> list[Replica] | None:
-        """Return the replicas that the router can reach. If there are none, schedule a retry."""
-        if not self._failures:
-            return replicas
-        found = [each for each in replicas if each.reachable_ms <= now_ms]
-        if found and now_ms >= self._router_ms:
-            return found
-        soonest_ms = min(each.reachable_ms for each in replicas)
-        until_ms = int(max(soonest_ms, self._router_ms))
-        self.num_delayed += 1
-        self._at(until_ms, lambda: again(task, until_ms))
-        return None
-
-    def _at(self, ms: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (ms, next(self._numbers), event))
+        self.outcomes.answer(place, item, served)
 
     def _play(self, until_ms: float) -> None:
-        """Process all failures and delayed requests up to the time `until_ms`."""
-        while self._events and self._events[0][0] <= until_ms:
-            heapq.heappop(self._events)[-1]()
-
-    def _schedule(self, first_ms: int) -> None:
-        """Schedule the failures relative to the workload's first arrival."""
-        outages: dict[int, list[Outage]] = {each.number: [] for each in self._replicas}
-        for each in self._failures:
-            begin_ms, end_ms = first_ms + each.begin_ms, first_ms + each.end_ms
-            self._at(begin_ms, partial(self._fail, each, begin_ms, end_ms))
-            if each.kind in ("store", "store_link"):
-                outage = Outage(begin_ms, end_ms, each.kind == "store")
-                for number in outages if each.replica is None else [each.replica]:
-                    outages[number].append(outage)
-        for each in self._replicas:
-            each.set_outages(outages[each.number])
-
-    def _fail(self, failure: Failure, now_ms: int, end_ms: int) -> None:
-        replica = None if failure.replica is None else self._replicas[failure.replica]
-        if failure.kind in ("replica", "router_link"):
-            replica.reachable_ms = max(replica.reachable_ms, end_ms)
-        if failure.kind == "replica":
-            for lost, task in replica.die(now_ms, end_ms):
-                if self._unfinished.get(task.place) is not lost:
-                    continue  # a decode replica has already loaded the prompt
-                del self._unfinished[task.place]
-                self.num_resent += 1
-                self.outcomes.lose(task.place, now_ms)
-                self._prefill(task, now_ms)
-        elif failure.kind == "store":
-            for key, block in [*self._store.items()]:
-                if block.ready_ms <= now_ms:
-                    del self._store[key]
-        elif failure.kind == "router":
-            self._router_ms = max(self._router_ms, end_ms)
-            self._start_routers()
-            for each in self._replicas:
-                each.clear_index()
+        """Decode the prompts that are ready at the time `until_ms`."""
+        while self._ready and self._ready[0][0] <= until_ms:
+            heapq.heappop(self._ready)[-1]()
 
     def _fill(self, first_ms: int, span_ms: int) -> None:
         report, outcomes = self.report, self.outcomes
@@ -426,13 +315,11 @@ class Simulation:
 
 
 def _request(item: WorkloadRequest) -> Request:
-    """Return a request with an ID that is unique for each attempt."""
+    """Return the request of a prompt or an answer."""
     return Request(f"{item.index}@{item.arrival_ms}", item.token_ids)
 
 
-def _combined(
-    shares: list[FleetReport], num_shares: int, fleet: Fleet, hardware: Hardware
-) -> FleetReport:
+def _combined(shares: list[FleetReport], num_shares: int, fleet: Fleet) -> FleetReport:
     """Return the combined report of several samples: sums of counts, and means of rates with
     standard errors.
     """
@@ -457,7 +344,7 @@ def _combined(
     total.loaded_bytes = int(num_shares * np.mean([each.loaded_bytes for each in served]))
     total.hit_rate_error = _standard_error([each.token_hit_rate for each in served])
     total.p99_error = _standard_error([each.p99_ms_to_first_token for each in served])
-    return with_prices(total, fleet, hardware)
+    return total
 
 
 def _set_hit_rate(report: FleetReport) -> None:
@@ -467,15 +354,3 @@ def _set_hit_rate(report: FleetReport) -> None:
 
 def _standard_error(values: list[float]) -> float:
     return float(np.std(values, ddof=1) / len(values) ** 0.5)
-
-
-def with_prices(report: FleetReport, fleet: Fleet, hardware: Hardware) -> FleetReport:
-    if hardware.price_per_hour is not None:
-        gib = KVBytes(fleet, hardware).per_block / 2**30
-        host = fleet.host_blocks and fleet.host_blocks * gib * hardware.host_price_per_gib_hour
-        store = fleet.store_blocks and fleet.store_blocks * gib * hardware.store_price_per_gib_hour
-        report.price_per_hour = (
-            fleet.all_replicas * hardware.price_per_hour + fleet.replicas * host + store
-        )
-    report.watts = None if hardware.watts is None else fleet.all_replicas * hardware.watts
-    return report

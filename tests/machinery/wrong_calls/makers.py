@@ -336,24 +336,6 @@ def new_rank(w: World) -> object:
     return store_rank(w, "")
 
 
-def small_fleet() -> object:
-    from kvcache.replay.fleet import Fleet
-
-    return Fleet(replicas=1, num_blocks=200, block_size=4)
-
-
-def timed_workload() -> list:
-    from kvcache.replay import chat_workload
-
-    return [*chat_workload(8)]
-
-
-def failure_report(w: World) -> object:
-    from kvcache.replay.fleet import Failure, simulate_failures
-
-    return simulate_failures(timed_workload(), small_fleet(), [Failure("router", 0.1)])
-
-
 def store_rank(w: World, name: str = "another") -> object:
     from kvcache.sources.store import StoreRank
     from tests.machinery.stores import MemoryStore
@@ -402,7 +384,7 @@ def trace(w: World) -> str:
 
 def hardware(w: World) -> str:
     path = w.get("folder") / "hardware.json"
-    path.write_text('{"price_per_hour": 1}')
+    path.write_text('{"prefill_speed": 1}')
     return os.fspath(path)
 
 

@@ -503,17 +503,8 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "hit_rate_curve.sizes": lambda w: [200],
     "HitRateCurve.with_exact.comparison": lambda w: w.get("Comparison"),
     "policies": lambda w: ["lru"],
-    "Failure.kind": lambda w: "store",
-    "Failure.at_s": lambda w: 1.0,
-    "Failure.parse.text": lambda w: "store@1s",
     "Hardware.load_ms.link": lambda w: "host",
     "Hardware.load_ms.num_bytes": lambda w: 64,
-    "failure_table.found": m.failure_report,
-    "simulate_failures.workload": lambda w: m.timed_workload(),
-    "simulate_failures.fleet": lambda w: m.small_fleet(),
-    "simulate_failures.failures": lambda w: [
-        __import__("kvcache.replay.fleet").replay.fleet.Failure("router", 0.1)
-    ],
     "workload": lambda w: [w.get("WorkloadRequest")],
     "chat_workload.num_requests": lambda w: 2,
     "Disaggregation.prefill_blocks": lambda w: 200,
