@@ -276,6 +276,7 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
             verifier=verifier,
             num_store_blocks=args.store_blocks or 0,
             series=series,
+            prefetch_s=args.prefetch,
             enable_events=publisher is not None,
         )
     except MemoryError as error:
@@ -286,7 +287,6 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
     except ValueError as error:  # the least common multiple of the block sizes is too large
         raise UsageError(f"--groups is {quoted(args.groups)}: {error}") from None
     name, workload = read_workload(args)
-    workload = _hinted(args, workload)
     try:
         with (
             _trace_errors(name),
@@ -297,18 +297,6 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
     except import_module("kvcache.kinds").KindError as error:
         raise UsageError(f"--groups is {quoted(args.groups)}: {error}") from None
     return report, series
-
-
-def _hinted(
-    args: argparse.Namespace, workload: Iterable[WorkloadRequest]
-) -> Iterable[WorkloadRequest]:
-    """Apply --no-hints and --prefetch to a workload."""
-    hinted = import_module("kvcache.replay.hinted")
-    if args.no_hints:
-        workload = hinted.without_hints(workload)
-    if args.prefetch is not None:
-        workload = hinted.with_prefetches(workload, args.prefetch)
-    return workload
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from kvcache.cli.parsing import (
 # Default sizes. The pool holds only part of the workload, so that both hits and evictions occur.
 TRACE_BLOCK_SIZE, TRACE_NUM_BLOCKS = 512, 10_001
 TIMED_CONCURRENCY = 256
-# Equals kvcache.replay.workload.MAX_LEAD_MS, which is not imported to keep --help fast.
+# Equals the limit of `Replayer`, which is not imported to keep --help fast.
 MAX_LEAD_S = 600.0
 CHAT_BLOCK_SIZE, CHAT_NUM_BLOCKS, CHAT_REQUESTS = 16, 1_025, 500
 
@@ -137,7 +137,6 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         ("--verify", "write, read and compare real KV (needs torch)"),
         ("--why", "also print why prompt tokens were not found in the cache"),
         ("--exact", "also replay completely at each size of --curve and print the error"),
-        ("--no-hints", "ignore the hints of the trace"),
         ("--json", "print one JSON object instead of a table"),
     ):
         sub.add_argument(option, action="store_true", help=text)

@@ -49,7 +49,6 @@ class ReceiptWriter:
         is_done = has_all and not is_shorter
         receipt = Receipt(
             intent=hint.intent,
-            action_id=hint.action_id,
             status="done" if is_done else "partly",
             num_tokens=num_tokens,
             num_asked_tokens=prefix.num_asked_tokens,
@@ -62,7 +61,6 @@ class ReceiptWriter:
         """Create the receipt of a hint that was not carried out."""
         receipt = Receipt(
             intent=pending.hint.intent,
-            action_id=pending.hint.action_id,
             status="refused",
             num_asked_tokens=num_asked,
             reason=reason,

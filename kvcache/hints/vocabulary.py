@@ -24,7 +24,6 @@ class Hint:
 
     Args:
         intent: One of `INTENTS`.
-        action_id: A name that the receipt repeats.
         num_tokens: Number of leading tokens of the prefix to which the hint applies. None: all.
         ttl_s: For pin, the number of seconds until the deadline, at most 600. None: 60. For
             prefetch, how long the hint may wait for free blocks and sources, at most 30 seconds.
@@ -40,7 +39,6 @@ class Hint:
     """
 
     intent: str
-    action_id: str = ""
     num_tokens: int | None = None
     ttl_s: float | None = None
     session: str | None = None
@@ -50,7 +48,6 @@ class Hint:
             raise ValueError(
                 f"intent is {shown(self.intent)}: expected one of {', '.join(INTENTS)}"
             )
-        text(self.action_id, "action_id")
         if self.num_tokens is not None:
             integer(self.num_tokens, "num_tokens", least=1)
         if self.ttl_s is not None and not 0 < number(self.ttl_s, "ttl_s") < _MAX_SECONDS:
@@ -73,7 +70,6 @@ class Receipt:
 
     Attributes:
         intent: The hint's intent.
-        action_id: The hint's action ID.
         status: "done", "partly" or "refused".
         num_tokens: Number of tokens for which the hint was carried out. For a prefetch, this is the
             number of leading tokens that are now on the device, including tokens that were on the
@@ -84,7 +80,6 @@ class Receipt:
     """
 
     intent: str
-    action_id: str = ""
     status: str
     num_tokens: int = 0
     num_asked_tokens: int = 0
@@ -93,7 +88,6 @@ class Receipt:
 
     def __post_init__(self) -> None:
         text(self.intent, "intent")
-        text(self.action_id, "action_id")
         if self.status not in STATUSES:
             raise ValueError(
                 f"status is {shown(self.status)}: expected one of {', '.join(STATUSES)}"
@@ -116,4 +110,4 @@ class Receipt:
             {'intent': 'pin', 'status': 'done', 'num_tokens': 32, 'num_asked_tokens': 40}
         """
         found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in found.items() if value is not None and value != ""}
+        return {name: value for name, value in found.items() if value is not None}

@@ -26,7 +26,7 @@ from kvcache.replay.traces import (
     register_trace_form,
     trace_forms,
 )
-from kvcache.replay.workload import RequestHint, WorkloadRequest
+from kvcache.replay.workload import WorkloadRequest
 
 __all__ = [
     "COMPARED",
@@ -41,7 +41,6 @@ __all__ = [
     "Mismatch",
     "ReplayReport",
     "Replayer",
-    "RequestHint",
     "Series",
     "Service",
     "TraceError",

@@ -1,79 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints in replays: when hints are due, and a source that loads their tokens from the simulated
+"""Prefetches in replays: when they are due, and a source that loads their tokens from the simulated
 store.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from kvcache.allocator import KVCacheManager, Request
-from kvcache.hints import Hint
 from kvcache.replay.service import ServiceClock
 from kvcache.replay.stored import SimulatedStore
-from kvcache.replay.workload import MAX_LEAD_MS, RequestHint, WorkloadRequest, check_arrival
+from kvcache.replay.workload import WorkloadRequest, check_arrival
 from kvcache.sources.base import Arrived, LoadStats
 from kvcache.sources.loads import SourceLoads
 from kvcache.step import StepReport
 
 
-class DueHint(NamedTuple):
-    """A hint that is sent ahead of a request, and the time at which it is sent."""
+class DuePrefetch(NamedTuple):
+    """A prefetch hint that is sent ahead of a request, and the time at which it is sent."""
 
     at_ms: float
-    hint: Hint
     item: WorkloadRequest
 
 
 def with_prefetches(
-    workload: Iterable[WorkloadRequest], lead_s: float
-) -> Iterator[WorkloadRequest]:
-    """Add a prefetch hint to each request, sent `lead_s` seconds before the request arrives."""
-    hint = RequestHint(Hint(intent="prefetch"), round(1000 * lead_s))
-    for item in workload:
-        yield replace(item, hints=(*item.hints, hint))
+    workload: Iterable[WorkloadRequest], lead_ms: float, *, is_timed: bool
+) -> Iterator[WorkloadRequest | DuePrefetch]:
+    """Yield requests and a prefetch for each of them, in order of time.
 
-
-def without_hints(workload: Iterable[WorkloadRequest]) -> Iterator[WorkloadRequest]:
-    """Remove all hints."""
-    for item in workload:
-        yield replace(item, hints=())
-
-
-def in_order(
-    workload: Iterable[WorkloadRequest], *, is_timed: bool
-) -> Iterator[WorkloadRequest | DueHint]:
-    """Yield requests and the hints that are sent ahead of them, in order of time.
-
-    In workloads without times, the hints immediately precede their request. In workloads with
-    times, the requests of the next `MAX_LEAD_MS` milliseconds are read ahead.
+    A prefetch is due `lead_ms` milliseconds before its request arrives or, in workloads without
+    times, immediately before its request.
     """
-    ahead: list[tuple[float, int, WorkloadRequest | DueHint]] = []
-    numbers, last_ms = itertools.count(), 0
+    waiting: deque[WorkloadRequest] = deque()
+    last_ms = 0
     for item in workload:
-        if is_timed:
-            check_arrival(item, last_ms)
-            last_ms = item.arrival_ms
-        for each in item.hints:
-            if each.lead_ms is not None:
-                at_ms = max(item.arrival_ms - each.lead_ms, 0) if is_timed else item.arrival_ms
-                due = DueHint(at_ms, each.hint, item)
-                if not is_timed:
-                    yield due
-                    continue
-                heapq.heappush(ahead, (at_ms, next(numbers), due))
         if not is_timed:
+            yield DuePrefetch(item.arrival_ms, item)
             yield item
             continue
-        heapq.heappush(ahead, (item.arrival_ms, next(numbers), item))
-        while ahead[0][0] < item.arrival_ms - MAX_LEAD_MS:
-            yield heapq.heappop(ahead)[2]
-    while ahead:
-        yield heapq.heappop(ahead)[2]
+        check_arrival(item, last_ms)
+        last_ms = item.arrival_ms
+        at_ms = max(item.arrival_ms - lead_ms, 0)
+        while waiting and waiting[0].arrival_ms <= at_ms:
+            yield waiting.popleft()
+        yield DuePrefetch(at_ms, item)
+        waiting.append(item)
+    yield from waiting
 
 
 class StoreSource:

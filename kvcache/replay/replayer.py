@@ -22,7 +22,7 @@ from kvcache.hints import Hint, HintExecutor
 from kvcache.kinds import kind_class
 from kvcache.replay.audit import Audit
 from kvcache.replay.groups import checked_groups
-from kvcache.replay.hinted import DueHint, StoreSource, in_order
+from kvcache.replay.hinted import DuePrefetch, StoreSource, with_prefetches
 from kvcache.replay.option_text import join_options
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.running import Running
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from kvcache.replay.verifier import KVVerifier
 
+_MOST_LEAD_S = 600  # limits how far ahead replays read the trace
 _NO_LENGTH_LIMIT = 2**31 - 1  # requests are limited only by the pool size
 _TOLERANCE_MS = 1e-6
 
@@ -90,6 +91,8 @@ class Replayer:
         num_preallocate_tokens: Number of tokens to preallocate (`CacheOptions`).
         chunk_tokens: Maximum number of tokens in a prefill chunk. None: no limit.
         service: Speeds for a timed replay.
+        prefetch_s: Send a prefetch hint for each prompt this many seconds before its request arrives,
+            at most 600. None: no hints.
         options: Fields of `CacheOptions`.
 
     Example:
@@ -112,6 +115,7 @@ class Replayer:
         source: Callable[[KVCacheManager], ExternalTokens] | None = None,
         num_preallocate_tokens: int = 0,
         series: Series | None = None,
+        prefetch_s: float | None = None,
         **options: Unpack[CacheArguments],
     ) -> None:
         for name, value in (("concurrency", concurrency), ("chunk_tokens", chunk_tokens)):
@@ -122,6 +126,10 @@ class Replayer:
         for name, value, kind in (("service", service, Service), ("series", series, Series)):
             if value is not None:
                 instance(value, kind, name)
+        if prefetch_s is not None and not 0 <= number(prefetch_s, "prefetch_s") <= _MOST_LEAD_S:
+            raise ValueError(
+                f"prefetch_s is {prefetch_s}: expected seconds from 0 to {_MOST_LEAD_S}"
+            )
         if num_store_blocks and verifier is not None:
             raise ValueError(
                 f"num_store_blocks is {num_store_blocks} with a verifier: expected 0, because the store "
@@ -164,7 +172,7 @@ class Replayer:
             sources=[] if self._source is None else [self._source],
             clock=lambda: self.now_ms / 1000,
         )
-        self._num_hints = 0
+        self._lead_ms = None if prefetch_s is None else round(1000 * prefetch_s)
         # Indices of the requests whose hints the last step carried out.
         self._answered: list[int] = []
         # When the host loads for a request's hints end, by the request's index.
@@ -204,10 +212,12 @@ class Replayer:
             The report.
         """
         instance(trace, str, "trace")
-        requests = checked_workload(workload, on_request)
-        for item in in_order(requests, is_timed=self._clock is not None):
-            if isinstance(item, DueHint):
-                self._send(item)
+        items: Iterable[WorkloadRequest | DuePrefetch] = checked_workload(workload, on_request)
+        if self._lead_ms is not None:
+            items = with_prefetches(items, self._lead_ms, is_timed=self._clock is not None)
+        for item in items:
+            if isinstance(item, DuePrefetch):
+                self._prefetch(item)
                 continue
             self.arrive(item)
             if on_request is not None:
@@ -269,7 +279,7 @@ class Replayer:
         if self._audit is not None:
             self._audit.reserve(item.num_tokens)
         new = Running(item, request, self._num_requests - 1)
-        ready_ms = self._await_hints(item, request) if self._num_hints else 0.0
+        ready_ms = self._await_hints(item, request) if self._lead_ms is not None else 0.0
         is_served = self._admit(new)
         if not is_served:
             self._num_rejected += 1
@@ -335,16 +345,14 @@ class Replayer:
         ready_ms = self._clock.load("store", new.num_store_hit)
         return max(ready_ms, self._clock.load("host", new.num_host_hit)) - self._clock.now_ms
 
-    def _send(self, due: DueHint) -> None:
+    def _prefetch(self, due: DuePrefetch) -> None:
         """Send a hint ahead of its request."""
         if self._clock is not None:
             self._let_time_pass(due.at_ms)
-        self._submit(due.item, Request("hint", due.item.token_ids), due.hint)
-
-    def _submit(self, item: WorkloadRequest, request: Request, hint: Hint) -> None:
-        self._num_hints += 1
         self._hints.submit(
-            request, hint, on_receipt=lambda receipt: self._answered.append(item.index)
+            Request("hint", due.item.token_ids),
+            Hint(intent="prefetch"),
+            on_receipt=lambda receipt: self._answered.append(due.item.index),
         )
         self._run_hints()
 
@@ -554,9 +562,6 @@ class Replayer:
         for reason in self._missed:
             self._missed[reason] += running.missed.get(reason, 0)
         self._free(running)
-        for each in running.item.hints:
-            if each.lead_ms is None:
-                self._submit(running.item, running.request, each.hint)
 
     def _reject(self, running: Running) -> None:
         self._num_rejected += 1
@@ -626,9 +631,9 @@ class Replayer:
         if self._store is not None or self.manager.host_pool is not None:
             loaded = self._host_hit_tokens + self._store_hit_tokens
             report.device_hit_tokens = self._hit_tokens - loaded
-        if self._num_hints:
+        if self._lead_ms is not None:
             stats = self._hints.stats
-            report.hints = stats.receipts
+            report.hints = stats.receipts["prefetch"]
             report.prefetched_tokens = stats.prefetched_tokens
             report.prefetched_hit_tokens = stats.used_tokens
         if self._clock is not None:

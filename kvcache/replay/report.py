@@ -62,7 +62,7 @@ class ReplayReport:
         store_evicted_blocks: Blocks that the store evicted, counted per group.
         device_hit_tokens: The part of `hit_tokens` that was on the device when its request was
             admitted. None without a host tier and a store.
-        hints: Receipts of hints, by intent and status. None without hints.
+        hints: Receipts of prefetch hints, by status. None without hints.
         prefetched_tokens: Tokens that hints brought to the device before their requests.
         prefetched_hit_tokens: Prefetched tokens that a request hit in time.
         service: Speeds of a timed replay.
@@ -114,7 +114,7 @@ class ReplayReport:
     store_loaded_blocks: int | None = None
     store_evicted_blocks: int | None = None
     device_hit_tokens: int | None = None
-    hints: dict[str, dict[str, int]] | None = None
+    hints: dict[str, int] | None = None
     prefetched_tokens: int | None = None
     prefetched_hit_tokens: int | None = None
     service: str | None = None
@@ -283,17 +283,12 @@ def _store(report: ReplayReport) -> list[tuple[str, str, str]]:
 def _hints(report: ReplayReport) -> list[tuple[str, str, str]]:
     if report.hints is None:
         return []
-    rows = [
-        (f"hints: {intent}", f"{sum(by_status.values()):,}", _receipts(by_status))
-        for intent, by_status in report.hints.items()
-        if any(by_status.values())
-    ]
+    receipts = ", ".join(f"{count:,} {status}" for status, count in report.hints.items() if count)
     used = f"{report.prefetched_hit_tokens:,} of them were hit by a request in time"
-    return [*rows, ("prefetched tokens", f"{report.prefetched_tokens:,}", used)]
-
-
-def _receipts(by_status: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {status}" for status, count in by_status.items() if count)
+    return [
+        ("prefetch hints", f"{sum(report.hints.values()):,}", receipts),
+        ("prefetched tokens", f"{report.prefetched_tokens:,}", used),
+    ]
 
 
 def _device(report: ReplayReport) -> list[tuple[str, str, str]]:

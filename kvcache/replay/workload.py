@@ -9,40 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcache.checks import MAX_INT32, check_range, instance, instances, integer, plain_fields, shown
-from kvcache.hints import Hint
-
-MAX_LEAD_MS = 600_000  # limits how far ahead replays read the trace
 
 
 class ArrivalError(ValueError):
     """Raised if a request of a timed workload arrives before the previous request."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestHint:
-    """A hint about the prompt of a request of a workload.
-
-    Args:
-        hint: The hint.
-        lead_ms: How many milliseconds before the request arrives the hint is sent, at most
-            `MAX_LEAD_MS`. None: when the request ends.
-
-    Raises:
-        TypeError, ValueError: An argument is invalid, or a prefetch has no `lead_ms`.
-    """
-
-    hint: Hint
-    lead_ms: int | None = None
-
-    def __post_init__(self) -> None:
-        instance(self.hint, Hint, "hint")
-        if self.lead_ms is not None:
-            integer(self.lead_ms, "lead_ms", most=MAX_LEAD_MS)
-        elif self.hint.intent == "prefetch":
-            raise ValueError(
-                f"lead_ms is None with intent 'prefetch': expected 0 to {MAX_LEAD_MS}, the milliseconds "
-                "before the request"
-            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +27,6 @@ class WorkloadRequest:
         content: int64[n], one key per token. The key identifies the prefix up to and including the
             token: two keys are equal if and only if the prefixes are equal. A token's KV is a
             function of its key.
-        hints: Hints about the prompt.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -68,7 +37,6 @@ class WorkloadRequest:
     token_ids: np.ndarray
     output_length: int
     content: np.ndarray
-    hints: tuple[RequestHint, ...] = ()
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -83,9 +51,6 @@ class WorkloadRequest:
                 f"content has {len(self.content)} entries: expected {len(self.token_ids)}, one per "
                 "token, or none"
             )
-        if not isinstance(self.hints, tuple):
-            raise TypeError(f"hints is {shown(self.hints)}: expected a tuple of RequestHint")
-        instances(self.hints, RequestHint, "hints", "hints")
 
     @property
     def num_tokens(self) -> int:

@@ -19,7 +19,6 @@ from kvcache.engine import Delta, SamplingParams, TokenLogprob
 from kvcache.server.admission import Admission
 from kvcache.server.engine_loop import Answer, EngineError, EngineLoop
 from kvcache.server.errors import CLOSED, error_body
-from kvcache.server.hints import Hints
 from kvcache.server.request_fields import Asked, StreamOptions
 from kvcache.server.request_log import RequestLog, RequestRecord
 from kvcache.server.stops import StopTexts
@@ -50,8 +49,6 @@ class Source:
         self._log = log
         self._records = [RequestRecord(len(prompt)) for prompt in prompts]
         self.num_cached_tokens = 0  # cached tokens of served prompts
-        # Hints about the prompt and its answer. Only requests with a single prompt can have hints.
-        self.hints: Hints | None = None
         self._loop, self._admission = loop, admission
         self._options = {"priority": asked.priority, "cache_salt": asked.cache_salt}
         self._numbers = iter(range(len(prompts)))
@@ -80,8 +77,6 @@ class Source:
 
     def record(self, number: int, delta: Delta) -> None:
         """Log the tokens of a delta that belong to the answer to a prompt."""
-        if self.hints is not None:
-            self.hints.tokens += delta.token_ids
         self._log.add(self._records[number], delta)
 
 
@@ -295,11 +290,6 @@ class Choices:
                 return shown, i + 1
         return shown, len(delta.token_ids)
 
-    async def receipts(self) -> dict[str, Any]:
-        """Return the receipts for the request's hints, as a field of the answer."""
-        hints = self._source.hints
-        return {} if hints is None else {"kv_receipts": await hints.receipts()}
-
     def usage(self) -> dict[str, Any]:
         """Return the number of prompt tokens, answer tokens and cached tokens."""
         prompt_tokens = sum(map(len, self._source.prompts))
@@ -336,8 +326,7 @@ async def whole_answer(choices: Choices, form: Form, request: Request) -> Respon
             zip(choices.texts, choices.reasons, choices.tokens)
         )
     ]
-    more = {"usage": choices.usage()} | await choices.receipts()
-    return JSONResponse(form.body(written, False) | more)
+    return JSONResponse(form.body(written, False) | {"usage": choices.usage()})
 
 
 async def streamed_answer(
@@ -356,8 +345,6 @@ async def streamed_answer(
                 for chunk in (*openings, form.choice(piece, is_chunk=True)):
                     yield event([chunk], **more)
                 openings = []
-        if receipts := await choices.receipts():
-            yield event([], **receipts)
     except EngineError as error:
         # Do not send [DONE], because it marks a complete answer.
         yield f"data: {json.dumps(error_body(str(error), error.status))}\n\n"

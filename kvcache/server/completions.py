@@ -15,7 +15,7 @@ from kvcache.server.answers import Choices, Form, Source, streamed_answer, whole
 from kvcache.server.body_reader import apart, parsed, read_body, refuse_untrusted
 from kvcache.server.engine_loop import EngineLoop
 from kvcache.server.errors import CONTEXT_CODE, AskError
-from kvcache.server.hints import AskedHints, Hints
+from kvcache.server.hints import AskedHints, hint_of
 from kvcache.server.limits import Limits
 from kvcache.server.prompts import PromptReader
 from kvcache.server.request_fields import (
@@ -30,7 +30,7 @@ from kvcache.server.stops import StopTexts
 from kvcache.server.texts import Texts
 
 # Fields that can affect other clients. They are rejected unless clients are trusted.
-_OF_TRUSTED = ("cache_salt", "priority", "kv_hints")
+_OF_TRUSTED = ("cache_salt", "priority")
 AskedKind = TypeVar("AskedKind", bound=Asked)
 
 
@@ -94,8 +94,9 @@ class Completions:
                 param="prompt",
                 code=CONTEXT_CODE,
             )
-        hints = Hints(self._loop, asked.kv_hints, tokens, asked.cache_salt, is_completion=False)
-        return {"receipts": await hints.receipts()}
+        hints = [hint_of(each, i) for i, each in enumerate(asked.kv_hints)]
+        receipts = await self._loop.receipts(tokens, hints, asked.cache_salt)
+        return {"receipts": [each.to_dict() for each in receipts]}
 
     async def new_weights(self, request: Request) -> dict[str, Any]:
         """Serve /v1/weights: start an epoch of the cache between two steps."""
@@ -225,16 +226,6 @@ class Completions:
             raise AskError(message, param=message.partition(" ")[0], code=code) from None
         tokens = [prompt for _, prompt in prompts]
         source = Source(self._loop, self._admission, self._log, tokens, params, asked)
-        if asked.kv_hints is not None:
-            if len(tokens) * asked.n > 1:
-                raise AskError(
-                    f"kv_hints is given with {len(tokens)} prompts and n {asked.n}: expected a single "
-                    "prompt and a single sample",
-                    param="kv_hints",
-                )
-            source.hints = Hints(
-                self._loop, asked.kv_hints, tokens[0], asked.cache_salt, is_completion=True
-            )
         choices = Choices(self._texts, StopTexts(asked.stops), source)
         is_chat = isinstance(asked, AskedChat)
         form = Form(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints from clients, in a field of completion requests or through a separate endpoint."""
+"""Hints from clients."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pydantic import Field, model_validator
 
 from kvcache.checks import shown
 from kvcache.hints import Hint
-from kvcache.server.engine_loop import EngineLoop
 from kvcache.server.errors import AskError
-from kvcache.server.request_fields import Fields, HintList, Messages, refuse
+from kvcache.server.request_fields import Fields, Messages, refuse
 
 _FIELDS = sorted(field.name for field in fields(Hint))
 
@@ -24,7 +23,8 @@ class AskedHints(Fields):
     prompt: Any = None  # a text or a list of tokens; validated by the endpoint
     messages: Messages | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    kv_hints: HintList
+    # The fields of each `Hint`, which `hint_of` validates.
+    kv_hints: Annotated[list[dict[str, Any]], Field(max_length=32)]
 
     @model_validator(mode="after")
     def _has_one(self) -> AskedHints:
@@ -34,52 +34,14 @@ class AskedHints(Fields):
         return self
 
 
-class Hints:
-    """The hints of one request.
-
-    Args:
-        loop: The engine loop.
-        hints: The fields of each `Hint`, as parsed JSON.
-        tokens: The tokens to which the hints apply. The tokens of an answer are appended to them.
-        cache_salt: The request's salt.
-        is_completion: Whether the hints accompany a completion, after which they are carried out.
-
-    Raises:
-        AskError: A hint is invalid.
-    """
-
-    def __init__(
-        self,
-        loop: EngineLoop,
-        hints: list[dict[str, Any]],
-        tokens: list[int],
-        cache_salt: str | None,
-        *,
-        is_completion: bool,
-    ) -> None:
-        self._loop, self._salt = loop, cache_salt
-        self.tokens = list(tokens)
-        self._hints = [_hint(each, i, is_completion) for i, each in enumerate(hints)]
-
-    async def receipts(self) -> list[dict[str, Any]]:
-        """Carry out the hints, and return their receipts, in order."""
-        receipts = await self._loop.receipts(self.tokens, self._hints, self._salt)
-        return [each.to_dict() for each in receipts]
-
-
-def _hint(given: dict[str, Any], i: int, is_completion: bool) -> Hint:
+def hint_of(given: dict[str, Any], i: int) -> Hint:
+    """Return the hint with these fields, the i-th of its request. Raises AskError if it is invalid."""
     where = f"kv_hints[{i}]"
     try:
         for name in given.keys() - set(_FIELDS):
             raise ValueError(f"{shown(name)} is unknown: expected one of {', '.join(_FIELDS)}")
         if "intent" not in given:
             raise ValueError("intent is missing")
-        hint = Hint(**given)
-        if is_completion and hint.intent == "prefetch":
-            raise ValueError(
-                "intent is 'prefetch': expected it at /v1/kv_hints, before the request, which loads its "
-                "own prefix"
-            )
+        return Hint(**given)
     except (TypeError, ValueError) as error:
         raise AskError(f"{where}: {error}", param=where) from None
-    return hint

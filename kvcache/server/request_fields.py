@@ -16,9 +16,6 @@ _MOST_LOGPROBS = 20  # OpenAI's limit, and vLLM's default
 _MOST_STOP_TOKENS = 128
 _MOST_METADATA = 16  # OpenAI's limit
 
-# The fields of each `Hint`, which `kvcache.server.hints` validates.
-HintList = Annotated[list[dict[str, Any]], Field(max_length=32)]
-
 # Unsupported fields, with the values that are accepted because they request no special behavior.
 _OF_NO_EFFECT: dict[str, tuple[object, ...]] = {
     **{"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "echo": (False,)},
@@ -146,7 +143,6 @@ class Asked(Fields):
     ] = []
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0  # smaller values are served first
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    kv_hints: HintList | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> Asked:

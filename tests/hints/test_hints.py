@@ -116,9 +116,9 @@ def outcome(receipt):
 def test_pin_ends_at_its_deadline():
     engine = Engine()
     engine.serve(range(64))
-    receipt = engine.hint(range(64), intent="pin", ttl_s=5, action_id="x")
+    receipt = engine.hint(range(64), intent="pin", ttl_s=5)
     assert receipt == Receipt(
-        intent="pin", action_id="x", status="done", num_tokens=64, num_asked_tokens=64, ttl_s=5
+        intent="pin", status="done", num_tokens=64, num_asked_tokens=64, ttl_s=5
     )
     assert engine.manager.pool.num_pinned == 4
     engine.now = 4.9
@@ -326,7 +326,6 @@ def test_failing_load_is_reported():
     [
         ({"intent": "demote"}, "intent is 'demote': expected one of prefetch, pin"),
         ({"intent": 3}, "intent is 3: expected one of"),
-        ({"intent": "pin", "action_id": 3}, "action_id is 3: expected a string"),
         ({"intent": "pin", "num_tokens": 0}, "num_tokens is 0: expected 1 to"),
         ({"intent": "pin", "num_tokens": True}, "num_tokens is True: expected an integer"),
         ({"intent": "pin", "ttl_s": 0}, "ttl_s is 0: expected seconds, more than 0"),

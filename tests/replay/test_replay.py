@@ -26,7 +26,6 @@ from kvcache.replay import (
     read_mooncake,
 )
 from kvcache.replay.content import VOCABULARY, kv_of_content, prefix_keys
-from kvcache.replay.hinted import with_prefetches
 from kvcache.replay.report import report_table
 from kvcache.replay.verifier import KVVerifier
 from tests.machinery.shared import sampled, shared_file
@@ -619,9 +618,12 @@ def test_series_sum_to_the_totals():
 @pytest.mark.parametrize("prefetches", [False, True])
 def test_reasons_of_misses_sum_to_the_missed_tokens(tiers, prefetches):
     series = Series()
-    replayer = Replayer(block_size=16, num_blocks=301, series=series, explain_misses=1, **tiers)
+    replayer = Replayer(
+        **{"block_size": 16, "num_blocks": 301, "explain_misses": 1, **tiers},
+        **{"series": series, "prefetch_s": 2 if prefetches else None},
+    )
     prompts = [*chat_workload(80, seed=2), *as_workload([range(10_000)])]
-    report = replayer.run(with_prefetches(prompts, 2) if prefetches else prompts)
+    report = replayer.run(prompts)
     assert bool(report.prefetched_tokens) == (prefetches and bool(tiers))
     assert report.store_hit_tokens != 0  # None without a store
     missed = report.missed_tokens

@@ -4,17 +4,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from typing import NamedTuple
 
 import numpy as np
 
 from kvcache.checks import MAX_INT32
-from kvcache.hints import Hint
 from kvcache.native.load import core
-from kvcache.replay.workload import RequestHint
 
-_HINT_FIELDS = {"lead_ms", *(field.name for field in fields(Hint))}
 _MOST_TIME = 2**53 - 1  # seconds or milliseconds; floats represent integers up to it exactly
 
 
@@ -53,30 +49,6 @@ def count(record: dict, name: str, least: int, line: Line, *, most: float = MAX_
 def milliseconds(record: dict, name: str, line: Line) -> int:
     """Return a field that contains a time in milliseconds."""
     return _whole(record, name, 0, _MOST_TIME, line)
-
-
-def request_hints(record: dict, line: Line) -> tuple[RequestHint, ...]:
-    """Return the hints of a line: objects with the fields of `Hint`, and with `lead_ms` if they are sent
-    before the request.
-    """
-    values = record.get("hints", [])
-    if not isinstance(values, list) or not all(isinstance(each, dict) for each in values):
-        raise TraceError(f"{line.where}: hints is {quoted(values)}: expected a list of objects")
-    found = []
-    for i, value in enumerate(values):
-        try:
-            for name in value.keys() - _HINT_FIELDS:
-                raise ValueError(
-                    f"{quoted(name)} is unknown: expected one of {', '.join(sorted(_HINT_FIELDS))}"
-                )
-            if "intent" not in value:
-                raise ValueError("intent is missing")
-            given = dict(value)
-            lead_ms = given.pop("lead_ms", None)
-            found.append(RequestHint(Hint(**given), lead_ms))
-        except (TypeError, ValueError) as error:
-            raise TraceError(f"{line.where}: hints[{i}]: {error}") from None
-    return tuple(found)
 
 
 def check_times(record: dict, line: Line, expected: bool | None) -> bool:

@@ -3,8 +3,7 @@
 
 Each word and each punctuation mark becomes one token; a real tokenizer yields slightly more tokens.
 Equal prefixes remain equal, which is sufficient for a replay. `timestamp` (ms) and `output_length`
-(tokens) are optional and must be present in either all lines or none. `hints` is an optional list of
-hints about the prompt.
+(tokens) are optional and must be present in either all lines or none.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from kvcache.replay.traces.fields import (
     milliseconds,
     quoted,
     record_of,
-    request_hints,
 )
 from kvcache.replay.traces.registry import register_trace_form
 from kvcache.replay.workload import WorkloadRequest
@@ -59,8 +57,7 @@ def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
             )
         arrival = milliseconds(record, "timestamp", line) if has_times else 0
         answer = count(record, "output_length", 0, line) if "output_length" in record else 0
-        hints = request_hints(record, line)
-        yield WorkloadRequest(index, arrival, tokens, answer, prefix_keys(tokens), hints)
+        yield WorkloadRequest(index, arrival, tokens, answer, prefix_keys(tokens))
 
 
 def _text(record: dict, name: str, line: Line) -> str:

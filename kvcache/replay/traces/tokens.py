@@ -2,7 +2,6 @@
 """Traces with token ids: JSON lines with `token_ids`, `prompt_token_ids` or `input_ids`.
 
 `timestamp` (ms) and `output_length` (tokens) are optional and must be present in all lines or none.
-`hints` is an optional list of hints about the prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from kvcache.replay.traces.fields import (
     count,
     milliseconds,
     record_of,
-    request_hints,
     token_ids,
 )
 from kvcache.replay.traces.registry import register_trace_form
@@ -42,5 +40,4 @@ def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
         tokens = token_ids(record, name, line)
         arrival = milliseconds(record, "timestamp", line) if has_times else 0
         answer = count(record, "output_length", 0, line) if "output_length" in record else 0
-        hints = request_hints(record, line)
-        yield WorkloadRequest(index, arrival, tokens, answer, prefix_keys(tokens), hints)
+        yield WorkloadRequest(index, arrival, tokens, answer, prefix_keys(tokens))
