@@ -39,7 +39,6 @@ def add_plan_options(sub: argparse.ArgumentParser) -> None:
         ("--num-blocks", 2, MAX_INT32, 10_001, "blocks per replica, including the null block"),
         ("--concurrency", 1, MAX_INT32, 256, "running requests per replica; default 256"),
         ("--most-replicas", 1, MAX_INT32, 1024, "maximum fleet size to search; default 1024"),
-        ("--max-simulated", 1, MAX_INT32, 64, "fleets with more replicas are sampled; default 64"),
         ("--seed", 0, MAX_INT64, None, "seed of the generated chats; default 0"),
         ("--requests", 1, MAX_INT32, None, "number of chat turns; default 500"),
     ):
@@ -148,15 +147,13 @@ def run_plan(args: argparse.Namespace) -> int:
                 decode_replicas=args.decode_replicas,
                 most_replicas=args.most_replicas,
                 hardware=hardware,
-                max_simulated=args.max_simulated,
                 on_report=on_report,
             )
     except replay.TraceError as error:
         raise UsageError(str(error)) from None
     except MemoryError as error:
         raise UsageError(
-            f"{name}: the fleets do not fit into memory ({error}): expected fewer blocks or replicas, "
-            "or a smaller --max-simulated"
+            f"{name}: the fleets do not fit into memory ({error}): expected fewer blocks or replicas"
         ) from None
     except ValueError as error:
         raise UsageError(f"{name}: {error}") from None

@@ -54,9 +54,9 @@ def make_app(
         model_name: The model name that requests must use.
         limits: Limits of requests. Only `Server` enforces the limits on connections.
         trust_clients: Whether requests may set `cache_salt` and `priority`, send hints (`/v1/kv_hints`),
-            or announce new weights (`/v1/weights`), which are otherwise rejected. With these, a client could share
-            another client's cache by using its salt, jump ahead of other clients by setting a
-            priority, keep its own blocks by pins, or empty the cache.
+            or announce new weights (`/v1/weights`), which are otherwise rejected. With these, a
+            client could share another client's cache by using its salt, jump ahead of other clients
+            by setting a priority, keep its own blocks by pins, or empty the cache.
         connector: A `Connector` among the engine's sources. If given, other servers can have this
             server prefill prompts (`/prefill`), and then load the prompts' KV.
         peers: A `PeerSource` among the engine's sources. If given, other servers can load prefixes

@@ -68,7 +68,6 @@ def plan_fleet(
     decode_replicas: Sequence[int | None] | None = None,
     most_replicas: int = 1024,
     hardware: Hardware | None = None,
-    max_simulated: int = 64,
     on_report: Callable[[FleetReport], None] | None = None,
 ) -> FleetPlan:
     """Simulate fleets with several sizes, tiers and routers, and recommend the smallest fleet
@@ -98,7 +97,6 @@ def plan_fleet(
             number. None instead of a sequence: the number in `fleet`.
         most_replicas: Largest number of replicas, and of decode replicas, that the search simulates.
         hardware: Speeds. None: the defaults of `Hardware`.
-        max_simulated: Larger fleets are sampled (`simulate_fleet`).
         on_report: Called with the report of each simulation.
 
     Returns:
@@ -143,7 +141,6 @@ def plan_fleet(
             raise ValueError(f"{name} is empty: expected one value or more")
         varied[name] = [*dict.fromkeys(found)]
     integer(most_replicas, "most_replicas", 1, MAX_INT32)
-    integer(max_simulated, "max_simulated", 1, MAX_INT32)
     if on_report is not None and not callable(on_report):
         raise TypeError(f"on_report is {shown(on_report)}: expected a function or None")
     # Check all sizes before the first simulation.
@@ -160,7 +157,7 @@ def plan_fleet(
     plan = FleetPlan(p99_ms)
 
     def simulate(sized: Fleet) -> FleetReport:
-        report = simulate_fleet(workload, sized, hardware, max_replicas=max_simulated)
+        report = simulate_fleet(workload, sized, hardware)
         plan.reports.append(report)
         if on_report is not None:
             on_report(report)
@@ -287,7 +284,7 @@ def fleet_plan_table(plan: FleetPlan) -> Table:
     if any(each.fleet["peers"] for each in reports):
         columns["peers"] = lambda each: "yes" if each.fleet["peers"] else "no"
     columns["hits"] = lambda each: f"{each.token_hit_rate:.1%}"
-    columns["p99 ms"] = _p99
+    columns["p99 ms"] = lambda each: f"{each.p99_ms_to_first_token:,.0f}"
     columns["busy"] = lambda each: f"{each.busy_share:.0%}"
     columns[""] = lambda each: _note(each, plan)
     table = Table(title=f"Fleets for a time to first token of {plan.p99_ms:g} ms at p99")
@@ -303,11 +300,6 @@ def fleet_plan_table(plan: FleetPlan) -> Table:
 def _replicas(report: FleetReport) -> str:
     decoding = report.fleet["decode_replicas"]
     return f"{report.fleet['replicas']:,}" + (f" + {decoding:,}" if decoding else "")
-
-
-def _p99(report: FleetReport) -> str:
-    error = "" if report.p99_error is None else f" ± {report.p99_error:,.0f}"
-    return f"{report.p99_ms_to_first_token:,.0f}{error}"
 
 
 def _note(report: FleetReport, plan: FleetPlan) -> str:

@@ -32,10 +32,9 @@ class Replica:
         fleet: Fleet,
         hardware: Hardware,
         store: StoreContents,
-        store_blocks: int,
     ) -> None:
         self._fleet, self._hardware = fleet, hardware
-        self._store, self._store_blocks = store, store_blocks
+        self._store = store
         self._bytes = KVBytes(fleet, hardware)
         self._compute_ms = hardware.service.compute_ms
         self.num_served, self.computed_ms = 0, 0.0
@@ -71,7 +70,7 @@ class Replica:
         """Create the source of tokens: the store, other replicas, or both."""
         if self._fleet.store_blocks:
             self._in_store = SimulatedStore(
-                *(manager, self._store_blocks),
+                *(manager, self._fleet.store_blocks),
                 announce=self._fleet.peers,
                 contents=self._store,
             )

@@ -28,12 +28,10 @@ class ReplicaState(Protocol):
 class Router(Protocol):
     """Chooses a replica for each request, in order of arrival.
 
-    `keeps_sessions` indicates that most requests of a session are served by the same replica. A
-    fleet can be sampled only if `keeps_sessions` is true. Only then is the argument `session` the
-    request's session.
+    Only if `uses_sessions` is true, the argument `session` is the request's session.
     """
 
-    keeps_sessions: bool
+    uses_sessions: bool
 
     def choose(
         self,
@@ -48,7 +46,7 @@ class Router(Protocol):
 class RoundRobin:
     """Chooses the replicas in a fixed cyclic order."""
 
-    keeps_sessions = False
+    uses_sessions = False
 
     def __init__(self) -> None:
         self._next = 0
@@ -71,7 +69,7 @@ class LeastLoaded:
     wait, and then by the fewest served requests.
     """
 
-    keeps_sessions = False
+    uses_sessions = False
 
     def choose(
         self,
@@ -93,7 +91,7 @@ class SessionAffinity:
     first request arrives.
     """
 
-    keeps_sessions = True
+    uses_sessions = True
 
     def __init__(self) -> None:
         self._least_loaded = LeastLoaded()
@@ -120,7 +118,7 @@ class PrefixAware:
     The router queries each replica's manager, so its knowledge is exact.
     """
 
-    keeps_sessions = True
+    uses_sessions = False
 
     def choose(
         self,

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from kvcache.replay.content import mix64, prefix_keys
+from kvcache.replay.content import prefix_keys
 from kvcache.replay.workload import WorkloadRequest
 
 _STRIDE = 512  # a key is kept every 512 tokens of a prompt
@@ -67,10 +65,3 @@ class Sessions:
                 return session
             is_longest = False
         return None
-
-
-def share_of(session: int, num_shares: int) -> int:
-    """Return the share, from 0 to `num_shares` - 1, to which a session is pseudorandomly
-    assigned.
-    """
-    return int(mix64(np.array([session], np.uint64))[0] % np.uint64(num_shares))

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from kvcache.allocator import Request
-from kvcache.checks import MAX_INT32, instance, integer, plain_fields, shown
+from kvcache.checks import instance, plain_fields, shown
 from kvcache.replay.fleet.hardware import Hardware
 from kvcache.replay.fleet.outcomes import HIT_FIELDS, MOVED_FIELDS, Outcomes, percentile
 from kvcache.replay.fleet.replica import DecodeReplica, Replica
 from kvcache.replay.fleet.routers import ROUTERS
-from kvcache.replay.fleet.sessions import Sessions, share_of
+from kvcache.replay.fleet.sessions import Sessions
 from kvcache.replay.fleet.sizes import Fleet
 from kvcache.replay.running import Running
 from kvcache.replay.stored import StoreContents
@@ -41,9 +41,7 @@ class FleetReport:
 
     Attributes:
         fleet: The fleet, as a dict.
-        simulated_replicas: Number of simulated replicas. They serve a proportional share of the
-            sessions.
-        requests: Number of requests in the simulated sessions.
+        requests: Number of requests.
         rejected_requests: Requests that do not fit into a replica.
         prompt_tokens: Prompt tokens of the served requests.
         device_hit_tokens: Prompt tokens found on the device of the request's replica.
@@ -51,9 +49,6 @@ class FleetReport:
         store_hit_tokens: Prompt tokens loaded from the store.
         peer_hit_tokens: Prompt tokens loaded from other replicas.
         token_hit_rate: Hit tokens of all tiers per prompt token.
-        hit_rate_error: Standard error of the hit rate, estimated from samples. None if the fleet
-            was not sampled.
-        p99_error: Standard error of `p99_ms_to_first_token`. None if the fleet was not sampled.
         busy_share: Share of the time between the first and the last arrival that a replica spends
             on prefill, averaged over the replicas that compute prompts.
         busiest_share: The same share for the busiest replica. Above 1, this replica cannot keep up.
@@ -65,7 +60,6 @@ class FleetReport:
     """
 
     fleet: dict[str, Any]
-    simulated_replicas: int
     requests: int = 0
     rejected_requests: int = 0
     prompt_tokens: int = 0
@@ -74,11 +68,9 @@ class FleetReport:
     store_hit_tokens: int = 0
     peer_hit_tokens: int = 0
     token_hit_rate: float = 0.0
-    hit_rate_error: float | None = None
     mean_ms_to_first_token: float = 0.0
     p50_ms_to_first_token: float = 0.0
     p99_ms_to_first_token: float = 0.0
-    p99_error: float | None = None
     busy_share: float = 0.0
     busiest_share: float = 0.0
     answer_tokens_per_s: float = 0.0
@@ -99,8 +91,6 @@ def simulate_fleet(
     fleet: Fleet,
     hardware: Hardware | None = None,
     *,
-    max_replicas: int = 64,
-    num_samples: int = 4,
     on_request: Callable[[WorkloadRequest, int, Running], None] | None = None,
 ) -> FleetReport:
     """Replay a timed workload through a fleet.
@@ -115,19 +105,11 @@ def simulate_fleet(
     to first token includes this load. The replica that computed the prompt holds the prompt's
     blocks until the load has ended.
 
-    A fleet without decode replicas that is larger than `max_replicas` is sampled if its router
-    keeps each session on one replica. Each of `num_samples` samples simulates a random fraction of
-    the sessions on a fleet and a store that are smaller by the same factor. The standard error over
-    the samples is reported. It does not include the bias of small fleets, in which more sessions
-    with a common prefix share a replica.
-
     Args:
         workload: The requests in order of arrival: a list, or a function that returns an iterator
-            over them. The function is called once per sample.
+            over them.
         fleet: The fleet.
         hardware: Speeds. None: the defaults of `Hardware`.
-        max_replicas: Maximum number of replicas without sampling.
-        num_samples: Number of samples, at least 2.
         on_request: Called for each computed prompt with the request, the position of its replica,
             and its hits and times.
 
@@ -150,20 +132,7 @@ def simulate_fleet(
     instance(fleet, Fleet, "fleet")
     hardware = Hardware() if hardware is None else hardware
     instance(hardware, Hardware, "hardware")
-    integer(max_replicas, "max_replicas", 1, MAX_INT32)
-    integer(num_samples, "num_samples", 2, MAX_INT32)
-    is_small = fleet.all_replicas <= max_replicas or fleet.decode_replicas
-    if is_small or not ROUTERS[fleet.router]().keeps_sessions:
-        return Simulation(fleet, hardware, on_request=on_request).run(workload())
-    num_shares = -(-fleet.replicas // max_replicas)
-    shares = [
-        Simulation(
-            *(fleet, hardware),
-            **{"num_shares": num_shares, "share": share, "on_request": on_request},
-        ).run(workload())
-        for share in range(min(num_samples, num_shares))
-    ]
-    return _combined(shares, num_shares, fleet)
+    return Simulation(fleet, hardware, on_request=on_request).run(workload())
 
 
 def repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
@@ -181,7 +150,7 @@ def repeatable(workload: Workload) -> Callable[[], Iterable[WorkloadRequest]]:
 
 
 class Simulation:
-    """A replay of one share of the sessions.
+    """A replay of a workload through a fleet.
 
     Attributes:
         report: The totals, after `run`.
@@ -193,23 +162,17 @@ class Simulation:
         fleet: Fleet,
         hardware: Hardware,
         *,
-        num_shares: int = 1,
-        share: int = 0,
         on_request: Callable[[WorkloadRequest, int, Running], None] | None = None,
     ) -> None:
-        self._fleet, self._hardware = fleet, hardware
-        self._num_shares, self._share, self._on_request = num_shares, share, on_request
-        self._store: StoreContents = OrderedDict()
-        store_blocks = fleet.store_blocks and max(fleet.store_blocks // num_shares, 1)
-        shared = {"store": self._store, "store_blocks": store_blocks}
-        num_replicas = max(round(fleet.replicas / num_shares), 1)
-        self._prefills = [Replica(fleet, hardware, **shared) for _ in range(num_replicas)]
+        self._fleet, self._hardware, self._on_request = fleet, hardware, on_request
+        store: StoreContents = OrderedDict()
+        self._prefills = [Replica(fleet, hardware, store) for _ in range(fleet.replicas)]
         for each in self._prefills if fleet.peers else ():
             each.peers = self._prefills
         decoding = replace(fleet, host_blocks=0, store_blocks=0, peers=False)
         answering = replace(hardware, prefill_ms=0.0, attention_ns=0.0, interference=0.0)
         self._decodes = [
-            DecodeReplica(decoding, answering, **shared) for _ in range(fleet.decode_replicas)
+            DecodeReplica(decoding, answering, store) for _ in range(fleet.decode_replicas)
         ]
         self._replicas = [*self._prefills, *self._decodes]
         make = ROUTERS[fleet.router]
@@ -218,12 +181,11 @@ class Simulation:
         self._ready: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self.outcomes = Outcomes()
-        self.report = FleetReport(asdict(fleet), num_replicas)
+        self.report = FleetReport(asdict(fleet))
 
     def run(self, workload: Iterable[WorkloadRequest]) -> FleetReport:
         """Replay all requests, and return the report."""
         sessions = Sessions(self._fleet.block_size)
-        needs_sessions = self._num_shares > 1 or self._prefill_router.keeps_sessions
         first_ms, last_ms = None, 0
         for item in checked_workload(workload, None):
             check_arrival(item, last_ms)
@@ -235,9 +197,7 @@ class Simulation:
             if first_ms is None:
                 first_ms = item.arrival_ms
             last_ms = item.arrival_ms
-            session = sessions.of(item) if needs_sessions else 0
-            if self._num_shares > 1 and share_of(session, self._num_shares) != self._share:
-                continue
+            session = sessions.of(item) if self._prefill_router.uses_sessions else 0
             self._play(item.arrival_ms)
             self._prefill(item, session, self.outcomes.arrive(item))
         if first_ms is None:
@@ -298,7 +258,8 @@ class Simulation:
         report.rejected_requests = report.requests - outcomes.num_served
         for name in ("prompt_tokens", *HIT_FIELDS, *MOVED_FIELDS):
             setattr(report, name, int(outcomes.column(name).sum()))
-        _set_hit_rate(report)
+        hits = sum(getattr(report, name) for name in HIT_FIELDS)
+        report.token_hit_rate = hits / max(report.prompt_tokens, 1)
         times = outcomes.ms_to_first_token
         times = times if len(times) else np.zeros(1)
         report.mean_ms_to_first_token = float(times.mean())
@@ -317,40 +278,3 @@ class Simulation:
 def _request(item: WorkloadRequest) -> Request:
     """Return the request of a prompt or an answer."""
     return Request(f"{item.index}@{item.arrival_ms}", item.token_ids)
-
-
-def _combined(shares: list[FleetReport], num_shares: int, fleet: Fleet) -> FleetReport:
-    """Return the combined report of several samples: sums of counts, and means of rates with
-    standard errors.
-    """
-    served = [each for each in shares if each.requests]
-    if len(served) < 2:
-        raise ValueError(
-            f"{len(served)} samples of 1/{num_shares} of the sessions have requests: expected 2 or more "
-            "(use a longer trace, or a larger max_replicas)"
-        )
-    total = FleetReport(asdict(fleet), served[0].simulated_replicas)
-    for name in ("requests", "rejected_requests", "prompt_tokens", *HIT_FIELDS):
-        setattr(total, name, sum(getattr(each, name) for each in served))
-    _set_hit_rate(total)
-    for name in ("mean", "p50", "p99"):
-        name = f"{name}_ms_to_first_token"
-        setattr(total, name, float(np.mean([getattr(each, name) for each in served])))
-    total.busy_share = float(np.mean([each.busy_share for each in served]))
-    total.busiest_share = max(each.busiest_share for each in served)
-    total.answer_tokens_per_s = num_shares * float(
-        np.mean([each.answer_tokens_per_s for each in served])
-    )
-    total.loaded_bytes = int(num_shares * np.mean([each.loaded_bytes for each in served]))
-    total.hit_rate_error = _standard_error([each.token_hit_rate for each in served])
-    total.p99_error = _standard_error([each.p99_ms_to_first_token for each in served])
-    return total
-
-
-def _set_hit_rate(report: FleetReport) -> None:
-    hits = sum(getattr(report, name) for name in HIT_FIELDS)
-    report.token_hit_rate = hits / max(report.prompt_tokens, 1)
-
-
-def _standard_error(values: list[float]) -> float:
-    return float(np.std(values, ddof=1) / len(values) ** 0.5)
