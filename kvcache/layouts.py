@@ -280,40 +280,6 @@ class AttentionBackend:
             )
         return order
 
-    def physical_shape(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        v_head_size: int | None = None,
-        *,
-        layout: str = "NHD",
-        num_layers: int | None = None,
-    ) -> tuple[int, ...]:
-        """Return the cache's shape with its dimensions in memory order.
-
-        Args:
-            num_blocks: Number of blocks.
-            block_size: Tokens per block.
-            num_kv_heads: KV heads on this rank.
-            head_size: Elements of K per head.
-            v_head_size: Elements of V per head, as in `shape`.
-            layout: "NHD" or "HND".
-            num_layers: Number of packed layers. None: the shape of a single layer.
-
-        Raises:
-            ValueError: See `shape` and `stride_order`.
-
-        Example:
-            >>> backend("TRITON_ATTN").physical_shape(100, 16, 8, 128, layout="HND", num_layers=32)
-            (100, 8, 32, 2, 16, 128)
-        """
-        shape = self.shape(num_blocks, block_size, num_kv_heads, head_size, v_head_size)
-        if num_layers is not None:
-            shape = (integer(num_layers, "num_layers", 1), *shape)
-        return tuple(shape[i] for i in self.stride_order(layout, num_layers is not None))
-
 
 def _roles(order: Sequence[str], name: str) -> tuple[str, ...]:
     """Validate a sequence of dimension roles and return it as a tuple. Raises TypeError or

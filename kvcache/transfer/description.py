@@ -441,11 +441,6 @@ class CacheDescription:
         return self._each_rank("heads_per_rank").heads_per_rank
 
     @property
-    def layers_per_rank(self) -> int:
-        """Number of layers per rank."""
-        return len(self._each_rank("layers_per_rank").layers)
-
-    @property
     def layout(self) -> str:
         """The layout, "NHD" if tokens precede heads in memory and "HND" otherwise."""
         return layout_of(self.memory_order)

@@ -267,8 +267,8 @@ class StateDescription:
 class StateTransferPlan(PatternPlan):
     """A plan for filling one local rank's state pages from a remote engine. Created by `plan_states`.
 
-    A group consists of one page on each side. `remote_ranks`, `patterns`, `fragments` and
-    `bytes_per_group` describe one state in all of the rank's layers.
+    A group consists of one page on each side. `remote_ranks`, `patterns` and
+    `fragments` describe one state in all of the rank's layers.
     """
 
     local: StateDescription

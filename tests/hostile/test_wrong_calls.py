@@ -612,19 +612,3 @@ def test_sequence_with_an_incorrect_length_leaves_no_blocks():
                     manager.free_cross(each)
                 manager.check_invariants()
                 assert manager.get_num_free_gpu_blocks() == 11
-
-
-def test_wrong_number_of_layers_leaves_separate_layers_unchanged():
-    caches = [torch.zeros(2, 5, 4, 2, 8) for _ in range(2)]
-    storage = KVStorage.from_tensors(caches)
-    good, slots = torch.ones(2, 1, 2, 8), torch.tensor([5])
-    for bad in (torch.ones(1, 1, 2, 8), torch.ones(3, 1, 2, 8), torch.ones(1, 2, 8)):
-        for key, value in ((good, bad), (bad, good)):
-            with pytest.raises(
-                ValueError, match=r"(key|value) has shape .*: expected \[2, num_tokens"
-            ):
-                storage.write_layers(key, value, slots)
-    shared = torch.as_strided(caches[1], (2, 1, 2, 8), (16, 16, 8, 1))
-    with pytest.raises(ValueError, match="value shares memory with the storage"):
-        storage.write_layers(good, shared, slots)
-    assert not any(cache.any() for cache in caches)

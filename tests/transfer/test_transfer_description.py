@@ -136,7 +136,6 @@ def test_ranks_of_uneven_stages_are_numbered_by_stage():
         "region_bytes",
         "region_strides",
         "heads_per_rank",
-        "layers_per_rank",
     ):
         with pytest.raises(
             ValueError, match=rf"{name} of engine 'a' differs by stage: use stage_of"
@@ -196,7 +195,7 @@ def test_groups_of_a_plan_are_described_unless_untransferred():
 
     full = described("full.0", tp_size=4, pp_size=2)
     group = next(group for group in plan.groups if "full.0" in group.layers)
-    assert (full.num_layers, full.layers_per_rank) == (2 * len(group.layers), len(group.layers))
+    assert (full.num_layers, full.layers(0)) == (2 * len(group.layers), range(len(group.layers)))
     assert (full.total_num_kv_heads, full.heads_per_rank, full.head_size) == (8, 2, 64)
     assert (full.block_size, full.cp_world_size) == (group.block_size, 2)
     assert described("full.0", tp_size=4, total_num_kv_heads=2).heads_per_rank == 1

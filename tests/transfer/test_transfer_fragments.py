@@ -213,20 +213,18 @@ def test_engines_with_different_scales_are_rejected():
 
 def test_adjacent_whole_pages_form_one_run():
     plan = plan_transfer(cache(), cache(), 0)
-    assert plan.is_whole_pages and plan.bytes_per_group == {0: 4 * 4 * 4 * 8}
     pages = np.arange(1, 11, dtype=np.int32)[:, None]
     assert plan.apply(pages, pages + 5).num_fragments == 4
     assert plan.apply(pages[::-1], pages[::-1] + 5).num_fragments == 4
     assert plan.apply(pages, pages[::-1]).num_fragments == 40
     assert plan.apply(pages[:0], pages[:0]).num_fragments == 0
     parts = plan_transfer(cache(block_size=16), cache(), 0)  # four remote pages fill one local page
-    assert not parts.is_whole_pages
     remote = np.arange(1, 41).reshape(10, 4)
     assert parts.apply(pages, remote).num_fragments == 4
     remote[3, 2] = 77
     assert parts.apply(pages, remote).num_fragments == 4 * 3
     torn = plan_transfer(cache(tp_size=2), cache(), 0)
-    assert not torn.is_whole_pages and torn.apply(pages, pages).num_fragments == 160
+    assert torn.apply(pages, pages).num_fragments == 160
 
 
 def test_pages_that_do_not_fit_are_rejected():
@@ -274,19 +272,6 @@ def test_pages_that_do_not_fit_are_rejected():
     ):
         with pytest.raises(error, match=message):
             plan.apply(local, remote)
-
-
-def test_partial_plan_requires_only_used_pages():
-    plan = plan_transfer(cache(block_size=4), cache(block_size=16), 0)
-    part = plan.for_tokens(12, first_token=4)
-    local = np.array([[-1, 7, 8]])  # the first page need not be read
-    assert part.apply(local, np.array([[3]])).num_bytes == sum(part.bytes_per_group.values())
-    with pytest.raises(ValueError, match="local_pages holds -1"):
-        plan.for_tokens(12).apply(local, np.array([[3]]))
-    with pytest.raises(
-        ValueError, match="the plan is for some tokens only: expected a plan for whole"
-    ):
-        part.for_tokens(12)
 
 
 def test_block_sizes_with_huge_common_multiple_are_rejected():

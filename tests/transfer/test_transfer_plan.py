@@ -12,7 +12,6 @@ import pytest
 from kvcache.transfer.plan.transfer_plan import ReceivePermutation, plan_transfer
 from tests.machinery.shared import sampled, spread
 from tests.machinery.transfer_plan_checker import (
-    DIFFERENT,
     ORDERS,
     Memory,
     Wrong,
@@ -73,7 +72,7 @@ def test_equal_pages_move_whole_in_every_memory_order():
     for packing, size in itertools.product(ORDERS, (2, 1)):
         one = cache(packing=packing, v_head_size=size)
         plan = plan_transfer(one, one, 0)
-        assert plan.is_whole_pages and plan.num_fragments == len(one.region_bytes)
+        assert plan.num_fragments == len(one.region_bytes)
 
 
 @pytest.mark.parametrize("allow_permutation", [True, False])
@@ -144,11 +143,6 @@ def test_plans_are_correct_for_random_uneven_stages_with_scales(seed):
         allowed = bool(rng.integers(2))
         for rank in rng.permutation(local.world_size)[:4].tolist():
             check(local, remote, rank, allow_permutation=allowed, seed=seed)
-            plan = plan_transfer(local, remote, rank)
-            last = int(rng.integers(1, plan.tokens_per_group + 1))
-            pages = (last - 1) // local.tokens_per_page
-            first = int(rng.integers(pages + 1)) * local.tokens_per_page
-            check(local, remote, rank, allow_permutation=allowed, seed=seed, tokens=(first, last))
 
 
 def test_plans_are_correct_for_stages_with_different_tensor_parallel_sizes():
@@ -182,43 +176,10 @@ def test_scales_move_with_their_heads(packing, layouts, sizes):
     for rank in range(local.world_size):
         check(local, remote, rank)
         check(local, remote, rank, allow_permutation=False)
-    moved = sum(plan_transfer(local, remote, 0).bytes_per_group.values())
+    moved = plan_transfer(local, remote, 0).fragments.length.sum()
     group = plan_transfer(local, remote, 0).tokens_per_group
     # There is one fragment each for K, V and scales of two layers.
     assert moved == group * 2 * local.heads_per_rank * (2 * 2 * 4 + 4)
-
-
-@pytest.mark.parametrize("allow_permutation", [True, False])
-@pytest.mark.parametrize(("local", "remote"), DIFFERENT)
-def test_plans_are_correct_for_groups_with_partial_token_ranges(local, remote, allow_permutation):
-    local, remote = cache(**local), cache(**remote)
-    whole = plan_transfer(local, remote, 0).tokens_per_group
-    num_checked = 0
-    for last in range(1, whole + 1):
-        for first in range(0, last, local.tokens_per_page):
-            for rank in range(local.world_size):
-                check(
-                    local, remote, rank, allow_permutation=allow_permutation, seed=last,
-                    tokens=(first, last),
-                )  # fmt: skip
-                num_checked += 1
-    assert num_checked >= whole
-
-
-def test_partial_group_reads_no_page_without_tokens():
-    local, remote = cache(block_size=8), cache(block_size=2)
-    plan = plan_transfer(local, remote, 0).for_tokens(3)
-    assert plan.remote_pages_per_group == 2 and set(plan.fragments.remote_page) == {0, 1}
-    sharded = cache(block_size=2, cp_world_size=4)  # each rank has every fourth token
-    assert plan_transfer(local, sharded, 0).for_tokens(2).remote_ranks == (0, 1)
-    sharded_coarsely = cache(block_size=4, cp_world_size=2)  # token 4 is on rank 0
-    plan = plan_transfer(cache(), sharded_coarsely, 0)
-    assert plan.for_tokens(5, first_token=4).remote_ranks == (0,)
-    nothing = plan_transfer(sharded, local, 3).for_tokens(3)  # the first token of rank 3 is token 3
-    assert nothing.num_fragments == 0 and nothing.bytes_per_group == {}
-    for wrong in (of(num_tokens=0), of(num_tokens=9), of(num_tokens=8, first_token=3)):
-        with pytest.raises(ValueError, match=r"num_tokens is|first_token is"):
-            plan_transfer(local, remote, 0).for_tokens(**wrong)
 
 
 def spoiled(**changes):

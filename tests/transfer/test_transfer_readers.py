@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from kvcache.compat import KVTopology, RemoteEngine
-from kvcache.transfer import StateDescription, StateTensor, plan_transfer, source_readers
+from kvcache.transfer import (
+    StateDescription,
+    StateTensor,
+    plan_range,
+    plan_transfer,
+    source_readers,
+)
 from tests.machinery.shared import sampled
 from tests.machinery.transfer_plan_checker import cache, of
 from tests.transfer.test_transfer_plan import drawn_side
@@ -19,12 +25,12 @@ def read_by_plans(plans, num_tokens, first_token):
     """
     found = [set() for _ in range(plans[0].remote.world_size)]
     for rank, plan in enumerate(plans):
-        size = plan.tokens_per_group
-        for begin in range(0, num_tokens, size):
-            last, first = min(num_tokens - begin, size), max(first_token - begin, 0)
-            if first < last:
-                for read in plan.for_tokens(last, first_token=first).remote_ranks:
-                    found[read].add(rank)
+        local, remote = (
+            np.arange(1, 1 - (-num_tokens // side.tokens_per_page))
+            for side in (plan.local, plan.remote)
+        )
+        for read in plan_range(plan, local, remote, first_token, num_tokens).runs.by_rank:
+            found[read.remote_rank].add(rank)
     return tuple(tuple(sorted(each)) for each in found)
 
 

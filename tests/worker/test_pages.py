@@ -127,22 +127,6 @@ def test_tokens_are_written_and_gathered_in_every_layout(form, layout):
         assert torch.equal(kv.key_cache(layer)[6, 4], key[1])
 
 
-@pytest.mark.parametrize(("form", "layout"), EACH_FORM)
-def test_tokens_of_all_layers_are_written_and_gathered_immediately(form, layout):
-    kv = storage(form, layout)
-    assert len(kv._stacks()) == 1
-    slots = torch.tensor([6, 34, -1, 5])
-    key = torch.randn(3, 4, kv.num_kv_heads, kv.head_size).half()
-    value = torch.randn(3, 4, kv.num_kv_heads, kv.v_head_size).half()
-    kv.write_layers(key, value, slots)
-    key[:, 2] = value[:, 2] = 0
-    for found, expected in zip(kv.gather_layers(slots), (key, value)):
-        assert torch.equal(found, expected)
-    for layer in range(3):
-        found = kv.gather(layer, slots)
-        assert torch.equal(found[0], key[layer]) and torch.equal(found[1], value[layer])
-
-
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
@@ -157,29 +141,15 @@ def test_fp8_storage_applies_scales(form, layout, dtype, per_head):
     slots = torch.tensor([6, 34, 5])
     key = torch.randn(3, 3, kv.num_kv_heads, kv.head_size).bfloat16() * 30
     value = torch.randn(3, 3, kv.num_kv_heads, kv.v_head_size).bfloat16() * 30
-    kv.write_layers(key, value, slots)
     most = torch.finfo(dtype).max
     for layer in range(3):
+        kv.write(layer, key[layer], value[layer] if kv.v_head_size else None, slots)
         found = kv.gather(layer, slots, torch.bfloat16)
-        for tokens, scale, read, all_read in zip(
-            (key, value), scales, found, kv.gather_layers(slots, torch.bfloat16)
-        ):
+        for tokens, scale, read in zip((key, value), scales, found):
             factor = scale[layer].view(1, -1, 1)
             stored = (tokens[layer].float() / factor).clamp(-most, most).to(dtype)
             expected = (stored.float() * factor).bfloat16()
-            assert torch.equal(read, expected) and torch.equal(all_read[layer], expected)
-        kv.write(layer, key[layer], value[layer] if kv.v_head_size else None, slots)
-        assert torch.equal(kv.gather(layer, slots, torch.bfloat16)[0], found[0])
-
-
-def test_scattered_layers_of_an_engine_are_gathered():
-    caches = engine_tensors("flashinfer", "HND")
-    kv = KVStorage.from_tensors(caches)
-    slots = torch.tensor([3, 9])
-    for layer, found in enumerate(kv.gather_layers(slots)[0]):
-        assert torch.equal(found, kv.gather(layer, slots)[0])
-    packed = KVStorage.from_tensors(engine_tensors("cross-layer", "NHD"))
-    assert len(packed._stacks()) == 1
+            assert torch.equal(read, expected)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1), (3, 3), (1, 3)])
@@ -709,7 +679,6 @@ def test_unsupported_cache_dtype_is_reported(dtype):
         lambda: KVStorage(4, 16, 1, 8, dtype=dtype),
         lambda: KVStorage.over(pages, 16, 1, 8, dtype=dtype),
         lambda: KVStorage(4, 16, 1, 8).gather(0, slots, dtype),
-        lambda: KVStorage(4, 16, 1, 8).gather_layers(slots, dtype),
     ):
         with pytest.raises(ValueError, match=f"dtype is '{name}': expected one of float32"):
             make()
@@ -723,13 +692,8 @@ def test_tokens_and_slots_must_be_tensors():
         "slot_mapping": [
             lambda slots: kv.write(0, key, key, slots),
             lambda slots: kv.gather(0, slots),
-            lambda slots: kv.write_layers(key[None], key[None], slots),
-            lambda slots: kv.gather_layers(slots),
         ],
-        "key": [
-            lambda key: kv.write(0, key, None, slots),
-            lambda key: kv.write_layers(key, key, slots),
-        ],
+        "key": [lambda key: kv.write(0, key, None, slots)],
         "value": [lambda value: kv.write(0, key, value, slots)],
     }
     for name, each in calls.items():

@@ -88,17 +88,6 @@ class Pattern:
         """Number of fragments per group."""
         return len(self.layers) * len(self.offsets) * len(self.runs)
 
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes per group."""
-        return len(self.layers) * len(self.offsets) * int(self.runs[:, 4].sum())
-
-    @property
-    def is_whole_pages(self) -> bool:
-        """Whether each fragment covers, on both sides, all bytes of a page in a region."""
-        length = self.runs[:, 4]
-        return bool((length == self.remote_stride).all() and (length == self.local_stride).all())
-
     def apply(
         self, local_ids: np.ndarray, remote_ids: np.ndarray, kept: np.ndarray | None = None
     ) -> Runs:

@@ -76,8 +76,6 @@ def plan_range(
     instance(plan, TransferPlan, "plan")
     end_token = integer(end_token, "end_token", 0)
     first_token = integer(first_token, "first_token", 0, end_token)
-    if plan.is_partial:
-        raise ValueError("the plan is for some tokens only: expected a plan for whole groups")
     tokens, per_page = plan.tokens_per_group, plan.local.tokens_per_page
     first_group, num_groups = first_token // tokens, -(-end_token // tokens)
     groups = num_groups - first_group if end_token > first_token else 0

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
 from typing import NamedTuple
@@ -68,22 +67,6 @@ class PatternPlan:
     def num_fragments(self) -> int:
         """Number of fragments per group, over all remote ranks."""
         return sum(pattern.num_fragments for pattern in self.patterns)
-
-    @property
-    def bytes_per_group(self) -> dict[int, int]:
-        """Number of bytes per group that are read from each remote rank."""
-        count = Counter()
-        for pattern in self.patterns:
-            count[pattern.remote_rank] += pattern.num_bytes
-        return dict(sorted(count.items()))
-
-    @property
-    def is_whole_pages(self) -> bool:
-        """Whether each fragment covers, on both sides, all bytes of a page in a region.
-
-        If so, any number of consecutive pages are transferred as a single fragment.
-        """
-        return all(pattern.is_whole_pages for pattern in self.patterns)
 
     @cached_property
     def fragments(self) -> GroupFragments:
@@ -170,72 +153,6 @@ class TransferPlan(PatternPlan):
     tokens_per_group: int
     # Patterns for incomplete groups of pages, which are not permuted.
     exact_patterns: tuple[Pattern, ...]
-    is_partial: bool = False  # created by `for_tokens`
-
-    def for_tokens(self, num_tokens: int, *, first_token: int = 0) -> TransferPlan:
-        """Return the plan for a partially needed group, such as the first or last group of a
-        request.
-
-        Fragments are not split. A fragment is omitted if its local or its remote page holds no
-        needed token; such a page may have any page number. `tokens_per_group` and the pages per
-        group count only existing tokens and pages.
-
-        Args:
-            num_tokens: Number of tokens in the group.
-            first_token: First token to transfer, a multiple of the local `tokens_per_page`. Earlier
-                tokens are already cached locally (a prefix hit).
-
-        Returns:
-            The partial plan.
-
-        Raises:
-            ValueError: A group does not contain these tokens.
-
-        Example:
-            >>> small = CacheDescription(engine_id="a", num_layers=1, total_num_kv_heads=1, head_size=8,
-            ...     block_size=4)
-            >>> plan = plan_transfer(replace(small, block_size=16), small, 0).for_tokens(9)
-            >>> plan.local_pages_per_group, plan.remote_pages_per_group
-            (1, 3)
-            >>> plan.fragments.remote_page.tolist()
-            [0, 1, 2, 0, 1, 2]
-        """
-        if self.is_partial:
-            raise ValueError("the plan is for some tokens only: expected a plan for whole groups")
-        num_tokens = integer(num_tokens, "num_tokens", 1, self.tokens_per_group)
-        first_token = integer(first_token, "first_token", 0, num_tokens - 1)
-        if first_token % self.local.tokens_per_page:
-            raise ValueError(
-                f"first_token is {first_token}: expected a multiple of {self.local.tokens_per_page}, "
-                "the number of tokens per local page"
-            )
-        wanted = (first_token, num_tokens)
-        cp_rank = self.local.coordinates(self.local_rank).cp_rank
-        mine = pages_with(self.local, cp_rank, wanted, self.local_pages_per_group)
-        # The permutation needs all local pages that are filled from the same remote page.
-        permutes = self.permutation is not None and bool(mine.all())
-
-        def kept(patterns: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
-            found = []
-            for pattern in patterns:
-                cp_rank = self.remote.coordinates(pattern.remote_rank).cp_rank
-                theirs = pages_with(self.remote, cp_rank, wanted, self.remote_pages_per_group)
-                has_tokens = mine[pattern.runs[:, 2]] & theirs[pattern.runs[:, 0]]
-                if has_tokens.any():
-                    found.append(replace(pattern, runs=pattern.runs[has_tokens]))
-            return tuple(found)
-
-        exact = kept(self.exact_patterns)
-        return replace(
-            self,
-            patterns=kept(self.patterns) if permutes else exact,
-            permutation=self.permutation if permutes else None,
-            tokens_per_group=num_tokens,
-            local_pages_per_group=-(-num_tokens // self.local.tokens_per_page),
-            remote_pages_per_group=-(-num_tokens // self.remote.tokens_per_page),
-            exact_patterns=exact,
-            is_partial=True,
-        )
 
 
 def plan_transfer(

@@ -26,7 +26,7 @@ from kvcache.worker.pages.pages import Pages, Tensors
 from kvcache.worker.pages.parts import BlockParts, contents_of
 from kvcache.worker.pages.placed import placed_pages, region_starts
 from kvcache.worker.pages.regions import format_of
-from kvcache.worker.pages.views import as_indexed, key_and_value, stacked
+from kvcache.worker.pages.views import as_indexed, key_and_value
 
 
 class KVStorage:
@@ -587,57 +587,6 @@ class KVStorage:
         ops.gather_kv(*caches, slots, key, value, *self._scales(layer, dtype))
         return key, value
 
-    def write_layers(
-        self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
-        """Write the K and V of tokens to all layers. See `write`.
-
-        `key` and `value`: [num_layers, n, num_kv_heads, (v_)head_size].
-        """
-        _check_tensors(key=key, value=value, slot_mapping=slot_mapping)
-        slots, stacks = self._of_tokens(slot_mapping), self._stacks()
-        self._check_all_layers(key, "key", len(stacks) == 1)
-        self._check_all_layers(value, "value", len(stacks) == 1)
-        for layers, *caches in stacks:
-            scales = self._scales(layers, key.dtype)
-            ops.write_kv(key[layers], value[layers], *caches, slots, *scales)
-
-    def gather_layers(
-        self, slot_mapping: torch.Tensor, dtype: torch.dtype | str | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the K and V of tokens in all layers, as `gather` does for one layer. Useful to
-        offload individual tokens.
-
-        If layers are evenly spaced in memory, they are read in a single launch.
-
-        Returns:
-            (key, value), each [num_layers, n, num_kv_heads, (v_)head_size].
-        """
-        _check_tensors(slot_mapping=slot_mapping)
-        dtype = self.dtype if dtype is None else _torch_dtype(dtype)
-        shape = (self.num_layers, len(slot_mapping), self.num_kv_heads)
-        key = torch.empty((*shape, self.head_size), dtype=dtype, device=self.device)
-        value = torch.empty((*shape, self.v_head_size), dtype=dtype, device=self.device)
-        slots = self._of_tokens(slot_mapping)
-        for layers, *caches in self._stacks():
-            scales = self._scales(layers, dtype)
-            ops.gather_kv(*caches, slots, key[layers], value[layers], *scales)
-        return key, value
-
-    def _check_all_layers(self, tokens: torch.Tensor, name: str, in_one_call: bool) -> None:
-        """Validate the arguments for all layers before any layer is written."""
-        if tokens.ndim != 4 or tokens.shape[0] != self.num_layers:
-            raise ValueError(
-                f"{name} has shape {list(tokens.shape)}: expected "
-                f"[{self.num_layers}, num_tokens, num_kv_heads, head_size]"
-            )
-        if in_one_call:
-            return
-        memory = tokens.untyped_storage().data_ptr()
-        caches = [*self._keys, *self._values]
-        if any(memory == cache.untyped_storage().data_ptr() for cache in caches if cache.numel()):
-            raise ValueError(f"{name} shares memory with the storage: expected memory of its own")
-
     def _of_tokens(self, slots: torch.Tensor) -> torch.Tensor:
         """Replace slots in null blocks with -1, because the ops recognize only block 0 as a null
         block.
@@ -649,16 +598,7 @@ class KVStorage:
         is_null = (computed >= 0) & (computed < self._num_null_blocks * self.block_size)
         return torch.where(is_null, -1, computed).to(slots.device)
 
-    def _stacks(self) -> list[tuple[slice | int, torch.Tensor, torch.Tensor]]:
-        """Return K and V of all layers, stacked ([num_layers, num_blocks, ...] each) if possible,
-        or else layer by layer.
-        """
-        whole = [stacked(caches) for caches in (self._keys, self._values)]
-        if None not in whole:
-            return [(slice(None), *whole)]
-        return list(zip(range(self.num_layers), self._keys, self._values))
-
-    def _scales(self, layers: int | slice, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def _scales(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         if dtype == self.dtype:
             return ()
         if self.k_scale is None:
@@ -666,7 +606,7 @@ class KVStorage:
                 f"tokens are {dtype}, but the storage is {self.dtype}: expected the same dtype, or fp8 "
                 "storage with scales (set_scales)"
             )
-        return self.k_scale[layers], self.v_scale[layers]
+        return self.k_scale[layer], self.v_scale[layer]
 
     def _add_layer(
         self,

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 
 from kvcache.checks import instance, integer, listed
@@ -31,25 +29,6 @@ def as_indexed(key: torch.Tensor, value: torch.Tensor, dims: tuple[str, ...]) ->
         sizes["element"] += value.shape[3]  # V follows K
     shape, steps = ([each[role] for role in dims] for each in (sizes, strides))
     return key.as_strided(shape, steps, key.storage_offset())
-
-
-def stacked(caches: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return one view, [num_layers, ...], if the tensors are evenly spaced in one storage.
-    Otherwise, return None.
-    """
-    first = caches[0]
-    begins = [cache.data_ptr() for cache in caches]
-    steps = {later - earlier for earlier, later in pairwise(begins)}
-    same = all(
-        cache.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        and cache.stride() == first.stride()
-        for cache in caches
-    )
-    step = steps.pop() if steps else 0
-    if not same or steps or step < 0 or step % first.element_size():
-        return None
-    strides = (step // first.element_size(), *first.stride())
-    return first.as_strided((len(caches), *first.shape), strides, first.storage_offset())
 
 
 def key_and_value(

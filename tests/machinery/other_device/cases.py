@@ -343,8 +343,6 @@ def _(device: str) -> object:
         storage.write(2, key[1].transpose(0, 1).contiguous().transpose(0, 1), value[1], slots)
         for layer in range(1, 3):
             found += storage.gather(layer, slots[:4], dtype)
-        storage.write_layers(key, value, slots)
-        found += storage.gather_layers(slots, dtype)
         found += [storage.key_cache(0)[:2].clone(), storage.num_bytes]
         if "scale_bytes_per_token" in options:
             storage.scale_cache(1).fill_(3)
@@ -359,10 +357,6 @@ def _(device: str) -> object:
     mine = KVStorage.from_tensors(engine)
     tokens = randn(2, 2, 8).to(device)
     mine.write(1, tokens, tokens, ints([17, 33], device, torch.int64))
-    mine.write_layers(
-        torch.stack([tokens.cpu()] * 2).to(device), torch.stack([tokens.cpu()] * 2).to(device),
-        ints([40, 41], device, torch.int64),
-    )  # fmt: skip
     found += engine
     parts = KVStorage.over(
         Pages.allocate(9, [[1024]], device=device), 8, 2, 8, dtype="float32", num_null_blocks=2
@@ -560,7 +554,8 @@ class Side:
 def _fetched(kind: str, device: str, **options: object) -> list:
     sender, receiver = Side("there", 16, "HND", device), Side("here", 32, "NHD", device)
     key, value = (randn(2, _TOKENS, 2, 8, seed=i).to(device) for i in range(2))
-    sender.storage.write_layers(key, value, sender.slots.to(device))
+    for layer in range(2):
+        sender.storage.write(layer, key[layer], value[layer], sender.slots.to(device))
     with ExitStack() as stack:
         transports = []
         for side in (sender, receiver):
@@ -580,7 +575,9 @@ def _fetched(kind: str, device: str, **options: object) -> list:
             transports[0].notifications()
             assert time.monotonic() < deadline, "no bytes"
             time.sleep(0.001)
-    return [*receiver.storage.gather_layers(receiver.slots.to(device)), under_way.num_bytes]
+    slots = receiver.slots.to(device)
+    found = [receiver.storage.gather(layer, slots) for layer in range(2)]
+    return [*found[0], *found[1], under_way.num_bytes]
 
 
 @case("Fetch", "GroupFetch", "fetch", "permute_pages", "region_addresses")
@@ -638,7 +635,9 @@ def _(device: str) -> object:
         request = Request("r", tokens)
         manager.step(new=[request])
         key, value = (randn(2, _TOKENS, 2, 8, seed=i).to(device) for i in range(2))
-        storage.write_layers(key, value, _slots(manager, request, storage, device))
+        for layer in range(2):
+            slots = _slots(manager, request, storage, device)
+            storage.write(layer, key[layer], value[layer], slots)
         loaded = Request("r", [*tokens, 7])
         count = receiver.match(loaded, sender.publish(request))
         to_manager.step(new=[Admit(loaded, external=External(count, delayed=True))])
@@ -650,7 +649,7 @@ def _(device: str) -> object:
             time.sleep(0.001)
         assert done[0].error is None, done[0].error
         slots = _slots(to_manager, loaded, to_storage, device)[:_TOKENS]
-        return [count, *to_storage.gather_layers(slots)]
+        return [count, *to_storage.gather(0, slots), *to_storage.gather(1, slots)]
 
 
 def _slots(manager: object, request: Request, storage: KVStorage, device: str) -> torch.Tensor:

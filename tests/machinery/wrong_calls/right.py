@@ -240,8 +240,6 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "key": _key,
     "value": _key,
     "slot_mapping": lambda w: torch.tensor([5, 6]),
-    "KVStorage.write_layers.key": lambda w: torch.ones(2, 2, 2, 8),
-    "KVStorage.write_layers.value": lambda w: torch.ones(2, 2, 2, 8),
     "k_scale": lambda w: torch.ones(2, 1),
     "v_scale": lambda w: torch.ones(2, 1),
     "kv_caches": lambda w: [torch.zeros(2, 5, 4, 2, 8)],

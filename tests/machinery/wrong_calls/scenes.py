@@ -585,10 +585,6 @@ class WorkerScene(Scene):
         written = {"key": key, "value": key.clone(), "slot_mapping": slots}
         yield "write", s.write, {"layer": 0, **written}
         yield "gather", s.gather, {"layer": 0, "slot_mapping": slots, "dtype": None}
-        layers = torch.ones(2, 3, 2, 8)
-        all_layers = {"key": layers, "value": layers.clone(), "slot_mapping": slots}
-        yield "write_layers", s.write_layers, all_layers
-        yield "gather_layers", s.gather_layers, {"slot_mapping": slots}
         yield "set_scales", s.set_scales, {"k_scale": torch.ones(2, 1), "v_scale": torch.ones(2, 1)}
         pairs = np.array([[1, 2], [3, 4]], np.int32)
         yield "SwapEngine", SwapEngine, {"device": self.pages, "host": self.host, "method": None}
@@ -643,7 +639,6 @@ class TransferScene(Scene):
         yield "plan_transfer", transfer.plan_transfer, planned
         ids = np.array([[1], [2]])
         yield "plan.apply", self.plan.apply, {"local_pages": ids, "remote_pages": ids.copy()}
-        yield "for_tokens", self.plan.for_tokens, {"num_tokens": 3, "first_token": 0}
         copied = {"src_kv_caches": self.source, "dst_kv_caches": self.destination}
         copied |= {"src_block_ids": [1, 2], "dst_block_ids": [3, 4], "direction": "h2d"}
         yield "copy_kv_blocks", compat.copy_kv_blocks, copied
