@@ -30,7 +30,6 @@ _GIVEN_BY_PLAN = (
     "max_num_batched_tokens",
     "max_encoder_tokens",
     "context_parallel",
-    "page_bytes",
 )
 
 
@@ -301,7 +300,6 @@ def build(
         num_preallocate_tokens=num_preallocate_tokens,
         max_num_reqs=max_num_reqs,
         num_host_blocks=num_host_blocks,
-        page_bytes=plan.page_bytes,
         **options,
     )
     tables = BlockTables.for_groups(

@@ -226,7 +226,7 @@ def test_parts_match_the_plan():
         backend="TRITON_ATTN",
     )
     assert cache.plan is plan and cache.manager.groups == plan.groups
-    assert cache.manager.options.page_bytes == cache.pages.page_bytes == plan.page_bytes
+    assert cache.pages.page_bytes == plan.page_bytes
     assert cache.pages.num_blocks == plan.num_pages and cache.host_pages.num_blocks == 9
     assert cache.worker.pages is cache.pages and cache.worker.host is cache.host_pages
     assert cache.worker.engine.layers_per_event == 1
@@ -435,7 +435,7 @@ def test_invalid_calls_are_reported():
         *(
             (lambda name=name: kvcache.build(plan, max_num_reqs=1, **{name: 2}), TypeError,
              f"{name} is 2: expected no {name}, because the plan sets it")
-            for name in ("page_bytes", "context_parallel", "num_gpu_blocks", "max_model_len",
+            for name in ("context_parallel", "num_gpu_blocks", "max_model_len",
                          "max_num_batched_tokens", "max_encoder_tokens", "groups")
         ),
         (lambda: kvcache.build(plan, max_num_reqs=1, evict=1), TypeError, "option 'evict' is unknown"),

@@ -230,7 +230,6 @@ class KVCacheManager:
             self.groups,
             self.block_sizes,
             cp,
-            options.page_bytes,
             (options.eviction, options.host_eviction),
         )
 

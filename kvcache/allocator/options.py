@@ -12,7 +12,6 @@ from kvcache.allocator.hashing import hash_seed as first_parent
 from kvcache.checks import MAX_INT64, flag, integer, num_entries, number, shown, text
 from kvcache.native.load import core
 
-_MOST_BYTES = 2**62
 HOST_WRITES = {
     "back": core.HostWrite.BACK,
     "through": core.HostWrite.THROUGH,
@@ -57,7 +56,6 @@ class CacheArguments(PolicyArguments, total=False):
 
     max_num_reqs: int | None
     num_host_blocks: int
-    page_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,14 +224,8 @@ class CacheOptions:
     hit, but also the number of hits.
     """
 
-    page_bytes: int = 0
-    """Bytes per page (`CachePlan.page_bytes`), at most 2**62, so that plans can report the number
-    of bytes that they move. 0: unknown.
-    """
-
     def __post_init__(self) -> None:
         checked_watermark(self.watermark)
-        integer(self.page_bytes, "page_bytes", most=_MOST_BYTES)
         first_parent(self.hash_seed, "hash_seed")
         self._native().check_optional()
 

@@ -27,13 +27,12 @@ INITIAL_VERSION = ""  # of the weights before the first `start_epoch`
 
 class CachedTokens(NamedTuple):
     """The number of a request's cached tokens on the device, the number on the device and the host tier
-    together, and the cost of loading the host blocks.
+    together, and the number of host blocks to load.
     """
 
     on_device: int
     with_host: int
     num_host_blocks: int
-    num_host_bytes: int  # bytes to load from the host; 0 if the manager's `page_bytes` is 0
 
 
 class FoundBlocks(NamedTuple):
@@ -83,11 +82,10 @@ class PrefixCache:
         groups: tuple[GroupSpec, ...],
         block_sizes: tuple[int, ...],
         context_parallel: ContextParallel,
-        page_bytes: int,
         policies: tuple[str, str],
     ) -> None:
         self._native, self._requests = native, requests
-        self._groups, self._block_sizes, self._page_bytes = groups, block_sizes, page_bytes
+        self._groups, self._block_sizes = groups, block_sizes
         self._context_parallel, self._policies = context_parallel, policies
         self._model_versions = {0: INITIAL_VERSION}  # by epoch
 
@@ -185,8 +183,7 @@ class PrefixCache:
                 `read_cache`.
         """
         reads = _choice(read_cache, "read_cache")
-        on_device, with_host, num_blocks = self._native.lookup_tiers(self._chain(request), reads)
-        return CachedTokens(on_device, with_host, num_blocks, num_blocks * self._page_bytes)
+        return CachedTokens(*self._native.lookup_tiers(self._chain(request), reads))
 
     def hit_tokens(self, request: Request) -> int:
         """Return how many of a request's tokens `stats` counts as hits.

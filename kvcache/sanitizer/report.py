@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sanitizer's reports, as text and as JSON."""
+"""The sanitizer's reports."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -135,16 +134,6 @@ class Report:
             f"{self.kind}: request {self.request!r}, token {self.position}, group {self.group} "
             f"({self.group_kind}), block {self.block}, offset {self.offset}, step {self.step}"
         )
-
-    def to_json(self) -> str:
-        """Return the report as one line of JSON.
-
-        Example:
-            >>> report = Report(ReportKind.STALE_ROW, 3, "r1", 0, "full", 0, -1, -1, 1, "a", "b")
-            >>> report.to_json()[:40]
-            '{"kind": "stale-row", "step": 3, "reques'
-        """
-        return json.dumps(asdict(self))
 
     def __str__(self) -> str:
         lines = [

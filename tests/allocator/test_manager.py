@@ -573,7 +573,7 @@ from kvcache.allocator import check_invariants
 small = KVCacheManager(16, 9, 64)
 resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
 try:
-    KVCacheManager(16, max_model_len=64, page_bytes=1, {sizes})
+    KVCacheManager(16, max_model_len=64, {sizes})
 except MemoryError as error:
     print(error)
 small.step()

@@ -46,14 +46,12 @@ OTHERS = {
     "host_write": "selective",
     "num_hits_to_write": 3,
     "min_gain_to_write": 0.25,
-    "page_bytes": 4096,
 }
 ELSEWHERE = {
     "hash_seed",
     "hash_algorithm",
     "hash_bytes",
     "num_hash_lookahead_tokens",
-    "page_bytes",
     "eviction_options",
     "host_eviction_options",
 }
@@ -181,7 +179,6 @@ def test_error_for_an_unknown_option_lists_the_known_options(make):
             r"eviction_options\['tenant_share'\] is 'x': expected a number",
         ),
         ("hash_seed", 3, TypeError, "hash_seed is 3: expected a string"),
-        ("page_bytes", 2**63, ValueError, "page_bytes is 9223372036854775808: expected 0 to"),
         ("host_write", "up", ValueError, "host_write is 'up': expected one of back, through, sel"),
     ],
 )
@@ -207,7 +204,7 @@ def test_options_are_immutable_comparable_and_picklable():
     options = CacheOptions(**OTHERS)
     assert pickle.loads(pickle.dumps(options)) == options
     with pytest.raises(FrozenInstanceError):
-        options.page_bytes = 1
+        options.hash_bytes = 1
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 200_000])

@@ -35,7 +35,7 @@ def plan_with_everything() -> StepPlan:
     """
     groups = [GroupSpec("full_attention", 4), GroupSpec("sliding_window", 4, {"window": 8})]
     manager = KVCacheManager.for_groups(
-        groups, 64, 256, num_preallocate_tokens=0, num_host_blocks=32, page_bytes=8
+        groups, 64, 256, num_preallocate_tokens=0, num_host_blocks=32
     )
     a, b, c = Request("a", range(10)), Request("b", range(50, 61)), Request("c", range(90, 97))
     rows = manager.step(new=[a, b]).rows

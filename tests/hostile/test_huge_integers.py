@@ -87,7 +87,6 @@ CALLS = {
         "num_host_blocks": lambda: manager(num_host_blocks=HUGE),
         "watermark": lambda: manager(watermark=HUGE),
         "hash_block_size": lambda: manager(hash_block_size=HUGE),
-        "page_bytes": lambda: manager(page_bytes=HUGE),
     },
     "calls of KVCacheManager": {
         "rows": lambda: manager().step([HUGE], [1]),

@@ -483,7 +483,6 @@ TABLE: dict[str, Row] = {
     ),
     "CacheOptions.num_hits_to_write": Row(of_build, {"num_hits_to_write": 3}, same=WHEN),
     "CacheOptions.min_gain_to_write": Row(of_build, {"min_gain_to_write": 0.1}, same=WHEN),
-    "CacheOptions.page_bytes": Row(of_build, same="covered by CachePlan.page_bytes"),
     "fingerprint.manager": Row(of_identity, same="covered by the groups and options above"),
     "fingerprint.pages": Row(of_identity, {"pages": Pages.allocate(9, [[2048, 2048]])}),
     "fingerprint.model": Row(of_identity, {"model": "n"}),

@@ -108,8 +108,9 @@ def test_file_without_calibration_is_reported(tmp_path, text, message):
     assert str(path) in str(caught.value)
 
 
-def engine(sizes, block_major=False, **options):
-    pages = Pages.allocate(40, sizes, block_major=block_major)
+def engine(sizes, packed=False, **options):
+    pages = Pages.allocate(40, sizes)
+    pages = pages.on_host(40) if packed else pages
     return SwapEngine(pages, pages.on_host(40), streams=SimulatedStreams(0), **options)
 
 
@@ -137,7 +138,7 @@ def test_method_depends_on_contiguity_of_both_sides():
     # Layers are not adjacent on the host, so the fragments of consecutive pages are not merged.
     assert apart.fragment_bytes("out", run) == 8 * KIB
     assert [apart.method_for(d, run) for d in ("out", "in")] == ["staging", "kernel"]
-    packed = engine([[8 * KIB, 8 * KIB]], block_major=True, calibration=BY_SIZE)
+    packed = engine([[8 * KIB, 8 * KIB]], packed=True, calibration=BY_SIZE)
     assert packed.fragment_bytes("in", ids(1, 9, 5, 2)) == 16 * KIB
     assert packed.fragment_bytes("in", run) == 8 * 16 * KIB
     assert packed.fragment_bytes("in", run[::-1]) == 8 * 16 * KIB  # descending runs are merged, too

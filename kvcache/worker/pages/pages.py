@@ -66,7 +66,6 @@ class Pages(PageMemory):
         sizes: Sequence[Sequence[int]],
         *,
         device: torch.device | str = "cpu",
-        block_major: bool = False,
     ) -> Pages:
         """Allocate memory for pages. Only page 0, the null block, is initialized (to zeros).
 
@@ -75,29 +74,20 @@ class Pages(PageMemory):
             sizes: For each layer, the sizes in bytes of its fragments in a page. Each fragment has
                 its own region.
             device: Device of the memory.
-            block_major: Whether all bytes of a page are contiguous.
 
         Returns:
             The pages.
         """
         num_blocks = integer(num_blocks, "num_blocks", 1)
         sizes = _checked_sizes(sizes, num_blocks)
-        block_major = flag(block_major, "block_major")
         fragments = np.array([size for layer in sizes for size in layer], np.int64)
         layers = np.repeat(np.arange(len(sizes)), [len(layer) for layer in sizes])
-        if block_major:
-            strides = np.full(len(fragments), fragments.sum())
-            offsets = np.cumsum(fragments) - fragments
-            total = int(fragments.sum()) * num_blocks
-        else:
-            of_layer = np.array([sum(layer) for layer in sizes], np.int64)
-            room = -(-of_layer * num_blocks // ALIGNMENT) * ALIGNMENT
-            before = (np.cumsum(fragments) - fragments) - (np.cumsum(of_layer) - of_layer)[layers]
-            strides = fragments
-            offsets = (np.cumsum(room) - room)[layers] + before * num_blocks
-            total = int(room.sum())
-        memory = torch.empty(total, dtype=torch.uint8, device=device)
-        pages = cls(memory, num_blocks, offsets, strides, fragments, layers)
+        of_layer = np.array([sum(layer) for layer in sizes], np.int64)
+        room = -(-of_layer * num_blocks // ALIGNMENT) * ALIGNMENT
+        before = (np.cumsum(fragments) - fragments) - (np.cumsum(of_layer) - of_layer)[layers]
+        offsets = (np.cumsum(room) - room)[layers] + before * num_blocks
+        memory = torch.empty(int(room.sum()), dtype=torch.uint8, device=device)
+        pages = cls(memory, num_blocks, offsets, fragments, fragments, layers)
         pages.zero(np.zeros(1, np.int32))
         return pages
 

@@ -381,7 +381,7 @@ def _(device: str) -> object:
     pages = Pages.over(caches, 1)
     pages.zero(np.array([3, 4, 8]))
     found = [pages.fragment(1), *caches]
-    packed = Pages.allocate(9, [[512, 512]] * 4, device=device, block_major=True)
+    packed = Pages.allocate(9, [[512, 512]] * 4, device=device).staging(9 * 4096)
     packed.layer(2).fill_(7)
     packed.zero(np.array([5]))
     found += [packed.layer(2), packed.fragment(4), pages.staging(10_000).num_blocks]

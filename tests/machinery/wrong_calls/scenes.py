@@ -573,8 +573,7 @@ class WorkerScene(Scene):
         yield "KVStorage.over", KVStorage.over, {**over, "layers": [0]}
         cache = torch.zeros(2, 5, 4, 2, 8)
         yield "from_tensors", KVStorage.from_tensors, {"kv_caches": [cache], "backend": None}
-        allocated = {"num_blocks": 4, "sizes": [[64, 64]], "block_major": False}
-        yield "Pages.allocate", Pages.allocate, allocated
+        yield "Pages.allocate", Pages.allocate, {"num_blocks": 4, "sizes": [[64, 64]]}
         yield "Pages.over", Pages.over, {"layers": [torch.zeros(5, 4)], "block_dim": 0}
         yield "on_host", self.pages.on_host, {"num_blocks": 3, "pin_memory": False}
         yield "pages.zero", self.pages.zero, {"ids": np.array([1, 2], np.int32)}
