@@ -33,20 +33,17 @@ from kvcache.sanitizer.report import Report
 from kvcache.sanitizer.sanitizer import Sanitizer
 
 _MAX_REQUESTS, _MAX_TAGS = 100_000, 1 << 27
+_MAX_BYTES = 1 << 32  # of the sanitizer's shadow state
 
 
 def replay_record(
-    record: str | os.PathLike[str],
-    *,
-    log: Callable[[Report], object] | None = None,
-    max_bytes: int = 2**32,
+    record: str | os.PathLike[str], *, log: Callable[[Report], object] | None = None
 ) -> Sanitizer:
     """Repeat the calls in a record, and return the resulting sanitizer with its reports.
 
     Args:
         record: A file that was written by `Sanitizer(record=...)`.
         log: Function that is called with each report.
-        max_bytes: Maximum size in bytes of the sanitizer's shadow state.
 
     Returns:
         A sanitizer in the state after the last recorded call.
@@ -61,7 +58,6 @@ def replay_record(
         ...
         kvcache.sanitizer.record.RecordError: not a record of the sanitizer: expected magic KVSANREC
     """
-    max_bytes = integer(max_bytes, "max_bytes", 1, 2**62)
     sanitizer, number = None, 0
     with open(path(record, "record"), "rb") as file:
         header = file.read(HEADER.size)
@@ -74,7 +70,7 @@ def replay_record(
             rest = bytearray()
             for number, (kind, payload) in enumerate(_chunks(file)):  # noqa: B007
                 if kind == ABOUT and sanitizer is None:
-                    sanitizer = _sanitizer_of(json.loads(payload), log, max_bytes)
+                    sanitizer = _sanitizer_of(json.loads(payload), log)
                 elif kind == CALLS and sanitizer is not None:
                     rest += payload
                     _replay(sanitizer, rest)
@@ -117,17 +113,15 @@ def _chunks(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield kind, payload
 
 
-def _sanitizer_of(
-    about: object, log: Callable[[Report], object] | None, max_bytes: int
-) -> Sanitizer:
+def _sanitizer_of(about: object, log: Callable[[Report], object] | None) -> Sanitizer:
     if not isinstance(about, dict) or not isinstance(about.get("groups"), list):
         raise ValueError("expected a description of groups")
     groups = [SanitizedGroup(**group) for group in about["groups"]]
     sizes = [integer(about[name], name, 0) for name in MEDIA]
     stride = max((group.block_size for group in groups), default=1)
     needed = sum(sizes) * (16 * stride + 512)
-    if needed > max_bytes:
-        raise ValueError(f"it needs {needed} bytes: expected at most {max_bytes}")
+    if needed > _MAX_BYTES:
+        raise ValueError(f"it needs {needed} bytes: expected at most {_MAX_BYTES}")
     return Sanitizer(groups, sizes[0], num_host_blocks=sizes[1], every=about["every"], log=log)
 
 

@@ -101,7 +101,7 @@ def repacked(data: bytes, change) -> bytes:
 
 
 @pytest.mark.parametrize("has_right_checksums", [False, True])
-def test_forged_records_are_rejected_in_one_line(has_right_checksums, tmp_path):
+def test_forged_records_are_rejected_in_one_line(has_right_checksums, tmp_path, monkeypatch):
     recorded(tmp_path / "a")
     data, rng = (tmp_path / "a").read_bytes(), np.random.default_rng(5)
 
@@ -113,6 +113,7 @@ def test_forged_records_are_rejected_in_one_line(has_right_checksums, tmp_path):
                 payload[place] = 255 if wild else rng.integers(256)
         return bytes(payload[: rng.integers(len(payload) + 1)] if rng.random() < 0.2 else payload)
 
+    monkeypatch.setattr(replay_module, "_MAX_BYTES", 1 << 24)
     num_refused = 0
     for _ in range(400):
         forged = (
@@ -122,7 +123,7 @@ def test_forged_records_are_rejected_in_one_line(has_right_checksums, tmp_path):
         )
         (tmp_path / "b").write_bytes(forged)
         try:
-            replay_record(tmp_path / "b", log=lambda report: None, max_bytes=2**24)
+            replay_record(tmp_path / "b", log=lambda report: None)
         except RecordError as error:
             num_refused += 1
             assert "\n" not in str(error) and len(str(error)) < 400

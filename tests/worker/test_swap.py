@@ -601,16 +601,14 @@ def asked(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("batch_copies", [True, False])
-def test_single_copies_are_issued_without_batches(asked, batch_copies):
-    swap = engine(method="copy_engine", batch_copies=batch_copies)
+def test_swap_ins_are_settled_without_swap_outs_in_flight(asked):
+    swap = engine(method="copy_engine")
     swap.device.memory.random_(0, 256)
     before = swap.device.layer(1).clone()
     del asked[:]
     swap.swap_out(pairs((2, 3), (4, 1)))
     swap.swap_in(pairs((3, 5)))
-    batched = [ops.COPY_ENGINE, ops.COPY_ENGINE_SETTLED]
-    assert asked == (batched if batch_copies else [ops.COPY_ENGINE_SINGLY] * 2)
+    assert asked == [ops.COPY_ENGINE, ops.COPY_ENGINE_SETTLED]
     assert torch.equal(swap.device.layer(1)[5], before[2])
 
 

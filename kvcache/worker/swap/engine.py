@@ -77,9 +77,6 @@ class SwapEngine:
         layers_per_event: If positive, swapped-in layers can be used while later layers are still
             arriving; an event is recorded after this many layers. Method "staging" does not support
             this, because it transfers whole pages.
-        batch_copies: If False, fragments are passed to the copy engine one at a time, for drivers
-            that hang in batched copies. `KVCACHE_BATCH_COPIES=0` has the same effect for the whole
-            process.
         streams: The streams to use. None: the default streams for the device.
 
     Raises:
@@ -103,7 +100,6 @@ class SwapEngine:
         calibration: Calibration | None = None,
         staging_bytes: int = 64 << 20,
         layers_per_event: int = 0,
-        batch_copies: bool = True,
         streams: CudaStreams | CpuStreams | None = None,
     ) -> None:
         instance(device, Pages, "device")
@@ -122,7 +118,6 @@ class SwapEngine:
             )
         layers_per_event = integer(layers_per_event, "layers_per_event")
         staging_bytes = integer(staging_bytes, "staging_bytes", most=MAX_INT64)
-        batch_copies = flag(batch_copies, "batch_copies")
         on_cuda = device.device.type == "cuda"
         if method == KERNEL and on_cuda and not host.is_pinned:
             raise ValueError(
@@ -137,8 +132,6 @@ class SwapEngine:
         self._kernel_reaches_host = host.is_pinned or not on_cuda
         self.layers_per_event = layers_per_event
         by_layer = layers_per_event > 0
-        copy_engine = ops.COPY_ENGINE if batch_copies else ops.COPY_ENGINE_SINGLY
-        self._engines = {KERNEL: ops.KERNEL, COPY_ENGINE: copy_engine}
         if isinstance(self._streams, CudaStreams):
             ops.warm_up(device.device)
         # The engine owns its streams. The finalizer keeps the pages alive until the streams' work
@@ -500,8 +493,9 @@ class SwapEngine:
         """Return the value of the op's `engine` argument for a method. `settled` is True if no job
         in flight writes the host pages.
         """
-        engine = self._engines[method]
-        return ops.COPY_ENGINE_SETTLED if settled and engine == ops.COPY_ENGINE else engine
+        if method == KERNEL:
+            return ops.KERNEL
+        return ops.COPY_ENGINE_SETTLED if settled else ops.COPY_ENGINE
 
     def _copy(
         self,

@@ -397,7 +397,7 @@ def _(device: str) -> object:
             {},
             {"layers_per_event": 2},
             {"method": "staging", "staging_bytes": 4096},
-            {"method": "copy_engine", "batch_copies": False},
+            {"method": "copy_engine"},
             {"method": "kernel"},
         )
     ):
