@@ -14,7 +14,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -24,10 +25,12 @@ from kvcache.checks import (
     as_array,
     check_range,
     dtype_name,
+    flag,
     instance,
     instances,
     integer,
     shown,
+    text,
 )
 from kvcache.placement import Placement, check_memory_order, layout_of, place_elements
 from kvcache.specs import ELEMENT_BYTES, GroupSpec, LayerSpec
@@ -37,25 +40,25 @@ from kvcache.transfer.sharding import (
     check_stages,
     check_stages_of,
     check_world_size,
+    equal_stages,
     heads_of_rank,
     layers_of_rank,
     layers_of_stages,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 DESCRIPTION_VERSION = 1
 
 
-def check_identity(version: object, engine_id: object) -> None:
-    """Raise ValueError for a different version of the format, and TypeError for an invalid
-    engine_id.
-    """
+def check_version(version: object, engine_id: object) -> None:
+    """Raise ValueError for another version of the format than that of this library."""
     if type(version) is not int or version != DESCRIPTION_VERSION:
         raise ValueError(
             f"version is {shown(version)}, of engine {shown(engine_id)}: "
             f"expected {DESCRIPTION_VERSION}, the version of this library"
         )
-    if not isinstance(engine_id, str):
-        raise TypeError(f"engine_id is {shown(engine_id)}: expected a string")
 
 
 class Coordinates(NamedTuple):
@@ -66,14 +69,98 @@ class Coordinates(NamedTuple):
     tp_rank: int
 
 
+class EngineDescription:
+    """The numbers of an engine's ranks, and the fields of a description as JSON values.
+
+    A rank is identified by its context-parallel rank, its pipeline stage and its tensor-parallel rank
+    in this stage. Ranks are numbered in this order.
+    """
+
+    num_layers: int
+    tp_size: int
+    pp_size: int
+    cp_world_size: int
+    stages: tuple[PipelineStage, ...] | None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the fields, keyed by name, as JSON values."""
+        return {each.name: plain(getattr(self, each.name)) for each in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
+        """Create a description from the result of `to_dict`.
+
+        Raises:
+            TypeError: `values` is not a mapping.
+            ValueError: The format version is not the version of this library, or fields are unknown
+                or missing.
+        """
+        check_mapping(values)
+        check_version(values.get("version"), values.get("engine_id"))
+        check_fields(cls, values)
+        return cls(**values)
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        return type(self).from_dict, (self.to_dict(),)  # unpickling validates the values
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the engine."""
+        return self.cp_world_size * self._first_ranks[-1]
+
+    @cached_property
+    def pipeline_stages(self) -> tuple[PipelineStage, ...]:
+        """The number of layers and ranks in each stage, from `stages` or as `pp_size` equal stages."""
+        if self.stages is not None:
+            return self.stages
+        return equal_stages(self.num_layers, self.pp_size, self.tp_size)
+
+    @cached_property
+    def _first_ranks(self) -> tuple[int, ...]:
+        """The first rank of each stage in a context-parallel rank, and the number of all these ranks."""
+        return tuple(accumulate((stage.tp_size for stage in self.pipeline_stages), initial=0))
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return the coordinates of a rank. Raises ValueError if the rank is out of range."""
+        rank = integer(rank, "rank", 0, self.world_size - 1)
+        cp_rank, rest = divmod(rank, self._first_ranks[-1])
+        pp_rank = bisect_right(self._first_ranks, rest) - 1
+        return Coordinates(cp_rank, pp_rank, rest - self._first_ranks[pp_rank])
+
+    def rank_of(self, at: Coordinates) -> int:
+        """Return the index of the rank at these coordinates."""
+        instance(at, Coordinates, "at")
+        return at.cp_rank * self._first_ranks[-1] + self._first_ranks[at.pp_rank] + at.tp_rank
+
+
+def plain(value: object) -> object:
+    """Return a field's value with tuples converted to lists."""
+    return [plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def check_mapping(values: object, where: str = "") -> None:
+    """Raise TypeError unless the values are a mapping."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"values{where} is a {type(values).__name__}: expected a mapping")
+
+
+def check_fields(cls: type, values: Mapping[str, object], where: str = "") -> None:
+    """Raise ValueError unless the keys are the fields of a dataclass, without optional ones."""
+    known = {each.name for each in fields(cls)}
+    required = {each.name for each in fields(cls) if each.default is MISSING}
+    if unknown := sorted(set(values) - known, key=str):
+        raise ValueError(f"unknown fields {unknown}{where}: expected {sorted(known)}")
+    if missing := sorted(required - set(values)):
+        raise ValueError(f"missing fields {missing}{where}: expected {sorted(required)}")
+
+
 @dataclass(frozen=True, eq=False)
 class StageCache:
     """What each rank of one pipeline stage holds.
 
     Attributes:
         layers: The model's layers in this stage.
-        tp_size: Number of tensor-parallel ranks in the stage. Within a context-parallel rank, they
-            are numbered from `first_rank`.
+        tp_size: Number of tensor-parallel ranks in the stage.
         placement: Positions of a page's elements. Layers and heads are numbered within the rank.
             Scales are treated as an additional V and have the last index.
         region_strides: int64[r]. Distance in bytes between consecutive pages in each region.
@@ -81,14 +168,13 @@ class StageCache:
 
     layers: range
     tp_size: int
-    first_rank: int
     heads_per_rank: int
     placement: Placement
     region_strides: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheDescription:
+class CacheDescription(EngineDescription):
     """Describes an engine's KV cache. One description covers all ranks, which hold different
     tokens, layers and heads.
 
@@ -174,13 +260,12 @@ class CacheDescription:
     version: int = DESCRIPTION_VERSION
 
     def __post_init__(self) -> None:
-        check_identity(self.version, self.engine_id)
-        if not isinstance(self.is_mla, bool):
-            raise TypeError(f"is_mla is {shown(self.is_mla)}: expected True or False")
+        check_version(self.version, self.engine_id)
+        text(self.engine_id, "engine_id")
+        flag(self.is_mla, "is_mla")
         object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
         object.__setattr__(self, "memory_order", check_memory_order(self.memory_order))
-        if not isinstance(self.hash_algorithm, str):
-            raise TypeError(f"hash_algorithm is {shown(self.hash_algorithm)}: expected a string")
+        text(self.hash_algorithm, "hash_algorithm")
         if self.v_head_size is None:
             object.__setattr__(self, "v_head_size", 0 if self.is_mla else self.head_size)
         for name in _SIZES:
@@ -351,55 +436,10 @@ class CacheDescription:
             **sizes,
         )
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the fields, keyed by name, as JSON values."""
-        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> CacheDescription:
-        """Create a description from the result of `to_dict`.
-
-        Raises:
-            TypeError: `values` is not a mapping.
-            ValueError: The format version is not the version of this library, or fields are unknown
-                or missing.
-        """
-        if not isinstance(values, Mapping):
-            raise TypeError(f"values is a {type(values).__name__}: expected a mapping")
-        if values.get("version") != DESCRIPTION_VERSION:
-            raise ValueError(
-                f"version is {shown(values.get('version'))}, of engine "
-                f"{shown(values.get('engine_id'))}: "
-                f"expected {DESCRIPTION_VERSION}, the version of this library"
-            )
-        known = {field.name for field in fields(cls)}
-        required = {field.name for field in fields(cls) if field.default is MISSING}
-        if unknown := sorted(set(values) - known):
-            raise ValueError(f"unknown fields {unknown}: expected {sorted(known)}")
-        if missing := sorted(required - set(values)):
-            raise ValueError(f"missing fields {missing}: expected {sorted(required)}")
-        return cls(**values)
-
-    def __reduce__(self) -> tuple[Callable, tuple]:
-        return CacheDescription.from_dict, (self.to_dict(),)  # unpickling validates the values
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the engine."""
-        return self.cp_world_size * self._ranks_per_cp_rank
-
-    @cached_property
-    def pipeline_stages(self) -> tuple[PipelineStage, ...]:
-        """The number of layers and ranks in each stage, from `stages` or as `pp_size` equal stages."""
-        if self.stages is not None:
-            return self.stages
-        equal = PipelineStage(self.num_layers // self.pp_size, self.tp_size)
-        return (equal,) * self.pp_size
-
     @cached_property
     def stage_caches(self) -> tuple[StageCache, ...]:
         """What each rank holds, per pipeline stage."""
-        found, first_rank = [], 0
+        found = []
         strides: dict[tuple[PipelineStage, int | None], np.ndarray] = {}
         page_strides = self.page_stride
         if not isinstance(page_strides, tuple):
@@ -419,13 +459,11 @@ class CacheDescription:
                 StageCache(
                     layers,
                     stage.tp_size,
-                    first_rank,
                     placed.head_count,
                     placed,
                     strides[stage, stride],
                 )
             )
-            first_rank += stage.tp_size
         return tuple(found)
 
     @property
@@ -509,26 +547,6 @@ class CacheDescription:
             made[stage] = placed.with_scales_as_part() if self.scale_bytes_per_head else placed
         return tuple(made[stage] for stage in self.pipeline_stages)
 
-    @cached_property
-    def _first_ranks(self) -> tuple[int, ...]:
-        return tuple(stage.first_rank for stage in self.stage_caches)
-
-    @cached_property
-    def _ranks_per_cp_rank(self) -> int:
-        return sum(stage.tp_size for stage in self.pipeline_stages)
-
-    def coordinates(self, rank: int) -> Coordinates:
-        """Return the coordinates of a rank. Raises ValueError if the rank is out of range."""
-        rank = integer(rank, "rank", 0, self.world_size - 1)
-        cp_rank, rest = divmod(rank, self._ranks_per_cp_rank)
-        pp_rank = bisect_right(self._first_ranks, rest) - 1
-        return Coordinates(cp_rank, pp_rank, rest - self._first_ranks[pp_rank])
-
-    def rank_of(self, at: Coordinates) -> int:
-        """Return the index of the rank at these coordinates."""
-        instance(at, Coordinates, "at")
-        return at.cp_rank * self._ranks_per_cp_rank + self._first_ranks[at.pp_rank] + at.tp_rank
-
     def layers(self, rank: int) -> range:
         """Return the model's layers that a rank holds."""
         return self.stage_of(rank).layers
@@ -604,11 +622,6 @@ def _indices(values: np.ndarray, name: str, size: int) -> np.ndarray:
         raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
     check_range(name, "is", array.ravel(), 0, size)
     return array.astype(np.int64)
-
-
-def _plain(value: object) -> object:
-    """Return a field's value with tuples converted to lists."""
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _fixed(array: np.ndarray) -> np.ndarray:

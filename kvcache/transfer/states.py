@@ -11,16 +11,23 @@ each section. A page holds one layer's state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.checks import MAX_LAYERS, as_array, dtype_name, flag, instance, integer, listed, shown
+from kvcache.checks import MAX_LAYERS, as_array, dtype_name, flag, integer, listed, shown, text
 from kvcache.specs import ELEMENT_BYTES
-from kvcache.transfer.description import DESCRIPTION_VERSION, Coordinates, check_identity
+from kvcache.transfer.description import (
+    DESCRIPTION_VERSION,
+    Coordinates,
+    EngineDescription,
+    check_fields,
+    check_mapping,
+    check_version,
+    plain,
+)
 from kvcache.transfer.plan.fragments import Pattern, TransferRuns
 from kvcache.transfer.plan.transfer_plan import PatternPlan
 from kvcache.transfer.sharding import (
@@ -28,7 +35,6 @@ from kvcache.transfer.sharding import (
     check_page_stride,
     check_stages_of,
     check_world_size,
-    equal_stages,
     heads_of_rank,
     layers_of_stages,
     reader_of_head,
@@ -116,7 +122,7 @@ class StateTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateDescription:
+class StateDescription(EngineDescription):
     """Describes an engine's recurrent states, for one group of layers with equal tensors.
 
     Each layer has its own region. A page holds one state, with its `tensors` concatenated. Tensors
@@ -154,7 +160,8 @@ class StateDescription:
     version: int = DESCRIPTION_VERSION
 
     def __post_init__(self) -> None:
-        check_identity(self.version, self.engine_id)
+        check_version(self.version, self.engine_id)
+        text(self.engine_id, "engine_id")
         object.__setattr__(
             self, "num_layers", integer(self.num_layers, "num_layers", 1, MAX_LAYERS)
         )
@@ -178,65 +185,22 @@ class StateDescription:
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields, keyed by name, as JSON values."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        values["tensors"] = [
-            {
-                "sections": [list(section) for section in tensor.sections],
-                "row_size": tensor.row_size,
-                "channels_last": tensor.channels_last,
-                "dtype": tensor.dtype,
-            }
-            for tensor in self.tensors
-        ]
-        if self.stages is not None:
-            values["stages"] = [list(stage) for stage in self.stages]
-        if isinstance(self.page_stride, tuple):
-            values["page_stride"] = list(self.page_stride)
-        return values
+        tensors = [{name: plain(value) for name, value in vars(t).items()} for t in self.tensors]
+        return {**super().to_dict(), "tensors": tensors}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> StateDescription:
         """Create a description from the result of `to_dict`.
 
-        Raises:
-            TypeError: `values` is not a mapping.
-            ValueError: The format version is not the version of this library, or fields are unknown
-                or missing.
+        Raises the errors of `EngineDescription.from_dict`.
         """
-        if not isinstance(values, Mapping):
-            raise TypeError(f"values is a {type(values).__name__}: expected a mapping")
-        _check_fields(cls, values, "")
-        for number, tensor in enumerate(listed(values["tensors"], "tensors")):
-            _check_fields(StateTensor, tensor, f" of tensors[{number}]")
-        return cls(**{**values, "tensors": [StateTensor(**tensor) for tensor in values["tensors"]]})
-
-    @cached_property
-    def pipeline_stages(self) -> tuple[PipelineStage, ...]:
-        """The number of layers and ranks in each stage, from `stages` or as `pp_size` equal stages."""
-        if self.stages is not None:
-            return self.stages
-        return equal_stages(self.num_layers, self.pp_size, self.tp_size)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the engine."""
-        return self.cp_world_size * self._ranks_per_cp_rank
-
-    def coordinates(self, rank: int) -> Coordinates:
-        """Return the coordinates of a rank. Raises ValueError if the rank is out of range."""
-        rank = integer(rank, "rank", 0, self.world_size - 1)
-        cp_rank, rest = divmod(rank, self._ranks_per_cp_rank)
-        pp_rank = 0
-        while rest >= self.pipeline_stages[pp_rank].tp_size:
-            rest -= self.pipeline_stages[pp_rank].tp_size
-            pp_rank += 1
-        return Coordinates(cp_rank, pp_rank, rest)
-
-    def rank_of(self, at: Coordinates) -> int:
-        """Return the index of the rank at these coordinates."""
-        instance(at, Coordinates, "at")
-        before = sum(stage.tp_size for stage in self.pipeline_stages[: at.pp_rank])
-        return at.cp_rank * self._ranks_per_cp_rank + before + at.tp_rank
+        check_mapping(values)
+        check_fields(cls, values)
+        tensors = listed(values["tensors"], "tensors")
+        for number, tensor in enumerate(tensors):
+            check_mapping(tensor, where := f" of tensors[{number}]")
+            check_fields(StateTensor, tensor, where)
+        return cls(**{**values, "tensors": [StateTensor(**tensor) for tensor in tensors]})
 
     def layers(self, rank: int) -> range:
         """Return the layers that a rank holds, as numbered in the group."""
@@ -257,10 +221,6 @@ class StateDescription:
 
     def _bytes_of(self, tp_size: int) -> int:
         return sum(tensor.num_bytes(tp_size) for tensor in self.tensors)
-
-    @cached_property
-    def _ranks_per_cp_rank(self) -> int:
-        return sum(stage.tp_size for stage in self.pipeline_stages)
 
 
 @dataclass(frozen=True, eq=False)
@@ -475,14 +435,3 @@ def _content(tensor: StateTensor) -> tuple:
 def _column(ids: np.ndarray, name: str) -> np.ndarray:
     given = as_array(ids, name)
     return given[:, None] if given.ndim == 1 else given
-
-
-def _check_fields(cls: type, values: Mapping[str, object], where: str) -> None:
-    known = {each.name for each in fields(cls)}
-    required = {each.name for each in fields(cls) if each.default is MISSING}
-    if not isinstance(values, Mapping):
-        raise TypeError(f"values{where} is a {type(values).__name__}: expected a mapping")
-    if unknown := sorted(set(values) - known, key=str):
-        raise ValueError(f"unknown fields {unknown}{where}: expected {sorted(known)}")
-    if missing := sorted(required - set(values)):
-        raise ValueError(f"missing fields {missing}{where}: expected {sorted(required)}")
