@@ -11,7 +11,7 @@ import pytest
 
 from kvcache.cli import main
 from kvcache.cli.plan import _ROUTERS
-from kvcache.replay import ChatShape, Replayer, WorkloadRequest, chat_workload
+from kvcache.replay import Replayer, WorkloadRequest, chat_workload
 from kvcache.replay.content import prefix_keys
 from kvcache.replay.fleet import (
     ROUTERS,
