@@ -31,8 +31,8 @@ import torch
 
 from benchmarks.gpu.machine import commit, processor, write_results
 from kvcache import Admit, External, KVCacheManager, Pages, Request, StepReport
-from kvcache.sources.store import BlockStore, DiskStore, MooncakeStore, StoreTier
-from kvcache.sources.store.value_format import BlockKey, key_text
+from kvcache_exchange.store import BlockStore, DiskStore, MooncakeStore, StoreTier
+from kvcache_exchange.store.value_format import BlockKey, key_text
 from tests.machinery import mooncake_master
 
 SHAPES = ((4096, 16 << 10), (256, 64 << 10), (64, 1 << 20))  # number of blocks, bytes per block

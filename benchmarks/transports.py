@@ -42,9 +42,9 @@ import torch.distributed as dist
 
 from benchmarks.gpu.costs import counted
 from benchmarks.gpu.machine import commit, processor, write_results
-from kvcache.transfer.transport.factory import make_transport
-from kvcache.transfer.transport.nixl_agent import nixl_kind
 from kvcache.worker.pages.pages import Pages
+from kvcache_exchange.transport.factory import make_transport
+from kvcache_exchange.transport.nixl_agent import nixl_kind
 
 SIZES = ((256, 64 << 10), (4096, 16 << 10))  # number of blocks, bytes per block
 POOL_BYTES = 128 << 20

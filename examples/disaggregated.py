@@ -13,7 +13,7 @@ from multiprocessing import get_context
 import torch
 
 from kvcache import Admit, External, KVCacheManager, KVStorage, LayerSpec, Request, plan_cache
-from kvcache.sources.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
+from kvcache_exchange.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
 
 HEADS, SIZE, LAYERS, MAX_LEN = 4, 64, 4, 2048
 PROMPT = [(7 * i) % 1000 for i in range(1500)]

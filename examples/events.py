@@ -4,7 +4,7 @@ missed.
 """
 
 from kvcache import KVCacheManager, Request, StepReport
-from kvcache.router_events import EventPublisher, EventSubscriber
+from kvcache_exchange.router_events import EventPublisher, EventSubscriber
 
 manager = KVCacheManager(
     16, 9, 256, enable_events=True, num_host_blocks=30, num_preallocate_tokens=0

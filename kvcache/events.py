@@ -26,7 +26,7 @@ class BlockStored:
     - `group`: the index of the cache group. `group_kind` is its attention kind, and `window` its
       sliding window in tokens.
     - `medium`: "gpu" for the device, "cpu" for the host tier, or "storage" for a store
-      (`kvcache.sources.store.StoreTier`).
+      (`kvcache_exchange.store.StoreTier`).
     - `lora`, `session`: LoRA adapter and session of the request that computed or hit the blocks.
     - `extra_keys`: one entry per hash block of `hash_block_size` tokens, either a tuple of keys or
       None. The whole field is None if no block has keys.

@@ -15,7 +15,7 @@ from kvcache.kinds import AttentionKind, register
 from kvcache.layouts import AttentionBackend, register_backend
 from kvcache.replay import WorkloadRequest, register_trace_form
 from kvcache.replay.content import prefix_keys
-from kvcache.sources.store import BlockStore, register_store
+from kvcache_exchange.store import BlockStore, register_store
 
 @register("segments")
 class Segments(AttentionKind):
@@ -100,7 +100,7 @@ def test_trace_formats_of_other_packages_are_found_by_name_and_content(run, tmp_
 
 def test_stores_of_other_packages_are_selected_by_the_scheme_of_a_url(run):
     said, _ = run(
-        "from kvcache.sources.store import open_store\n"
+        "from kvcache_exchange.store import open_store\n"
         "store = open_store('memory://here', '2MiB')\n"
         "print(store.url, store.capacity_bytes)\n"
         "try:\n"

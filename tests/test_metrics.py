@@ -175,8 +175,8 @@ except ModuleNotFoundError as error:
     ("module", "blocked", "needed", "extra"),
     [
         ("kvcache.metrics", "prometheus_client", "package prometheus_client", "metrics"),
-        ("kvcache.router_events", "zmq", "packages msgspec and pyzmq", "events"),
-        ("kvcache.router_events", "msgspec", "packages msgspec and pyzmq", "events"),
+        ("kvcache_exchange.router_events", "zmq", "packages msgspec and pyzmq", "events"),
+        ("kvcache_exchange.router_events", "msgspec", "packages msgspec and pyzmq", "events"),
     ],
 )
 def test_error_names_the_missing_package_and_its_extra(module, blocked, needed, extra):
@@ -190,7 +190,7 @@ def test_error_names_the_missing_package_and_its_extra(module, blocked, needed, 
 def test_metrics_include_a_store_only_if_there_is_one():
     from dataclasses import fields
 
-    from kvcache.sources.store import StoreStats
+    from kvcache_exchange.store import StoreStats
 
     manager, metrics, stats = served(), CacheMetrics(), StoreStats()
     for i, field in enumerate(fields(stats)):

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 from kvcache.cli import replay_options as options
 from kvcache.cli.curve import check_curve
 from kvcache.cli.errors import OutputError, UsageError, quoted
-from kvcache.cli.events import events_published, open_publisher
 from kvcache.cli.modules import check_cuda, import_module, require_module
 from kvcache.cli.output import progress, say, show, writing
 from kvcache.cli.parts import Command
 from kvcache.cli.policies import policy_options
+from kvcache_exchange.cli.events import events_published, open_publisher
 
 if TYPE_CHECKING:
     from kvcache.replay import (
@@ -456,7 +456,8 @@ def _verifier(args: argparse.Namespace) -> KVVerifier | None:
             num_blocks=args.num_blocks,
             num_host_blocks=args.host_blocks or 0,
             # Hints also need rows.
-            max_num_reqs=args.concurrency + import_module("kvcache.hints.limits").MAX_ACTIVE,
+            max_num_reqs=args.concurrency
+            + import_module("kvcache_exchange.hints.limits").MAX_ACTIVE,
             device=args.device,
         )
     except (MemoryError, ValueError) as error:  # pages or tables are too large

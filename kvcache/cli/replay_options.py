@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 
 from kvcache.cli.errors import UsageError, quoted
-from kvcache.cli.events import add_events_options
 from kvcache.cli.parsing import (
     MAX_INT32,
     MAX_INT64,
@@ -15,6 +14,7 @@ from kvcache.cli.parsing import (
     number,
     plot_file,
 )
+from kvcache_exchange.cli.events import add_events_options
 
 # Default sizes. The pool holds only part of the workload, so that both hits and evictions occur.
 TRACE_BLOCK_SIZE, TRACE_NUM_BLOCKS = 512, 10_001

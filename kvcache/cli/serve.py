@@ -11,14 +11,14 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import MissingError, UsageError
-from kvcache.cli.events import add_events_options, open_publisher
 from kvcache.cli.models import end_token_ids, load_model, load_tokenizer
 from kvcache.cli.modules import check_cuda, require_module
 from kvcache.cli.output import say
 from kvcache.cli.parsing import MAX_INT32, MAX_INT64, add_policy_options, device_name, number
 from kvcache.cli.parts import Command
 from kvcache.cli.policies import policy_options
-from kvcache.cli.sources import (
+from kvcache_exchange.cli.events import add_events_options, open_publisher
+from kvcache_exchange.cli.sources import (
     add_source_options,
     check_source_options,
     is_loopback,
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from transformers import PreTrainedModel
 
-    from kvcache.router_events import EventPublisher
     from kvcache.server import Texts
-    from kvcache.tracing import TraceBackend
+    from kvcache_exchange.router_events import EventPublisher
+    from kvcache_exchange.tracing import TraceBackend
 
 _KEY_VARIABLE = "KVCACHE_API_KEY"
 # Paths that clients poll. Requests for these paths are logged only at debug level.
@@ -150,7 +150,7 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
 
 
 def _trace(backend: TraceBackend) -> None:
-    from kvcache.tracing import enable_tracing
+    from kvcache_exchange.tracing import enable_tracing
 
     try:
         enable_tracing(backend)

@@ -36,10 +36,10 @@ from kvcache.engine.scheduler import ScheduledStep, Scheduler
 from kvcache.engine.sequence import State
 from kvcache.engine.signals import SignalHold
 from kvcache.events import CacheEvent
-from kvcache.hints import Hint, HintExecutor, PendingHint, Receipt
 from kvcache.sanitizer import Sanitizer
 from kvcache.sources.base import KVSource
 from kvcache.step import StepPlan, StepReport
+from kvcache_exchange.hints import Hint, HintExecutor, PendingHint, Receipt
 
 _MAX_PRIORITY = 2**31
 _IDLE_S = 0.0005  # pause in seconds after a step that could only wait for sources

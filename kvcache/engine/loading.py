@@ -10,8 +10,8 @@ from collections.abc import Sequence as SequenceOf
 
 from kvcache.checks import listed, shown
 from kvcache.engine.sequence import Sequence
-from kvcache.hints import HintExecutor
 from kvcache.sources.base import Arrived, KVSource
+from kvcache_exchange.hints import HintExecutor
 
 _log = logging.getLogger(__name__)
 _METHODS = ("match", "begin", "poll", "save", "cancel", "close")

@@ -18,10 +18,10 @@ from kvcache.allocator.request import last_tokens
 from kvcache.checks import MAX_INT32, check_range, instance, integer, integers, num_entries, shown
 from kvcache.engine.loading import Loading
 from kvcache.engine.sequence import Sequence, State
-from kvcache.hints import HintExecutor
 from kvcache.kinds import make_kind
 from kvcache.sources.base import KVSource
 from kvcache.step import NO_IDS, Status, StepPlan, StepReport
+from kvcache_exchange.hints import HintExecutor
 
 _log = logging.getLogger(__name__)
 _DRAFTS = attrgetter("drafts")

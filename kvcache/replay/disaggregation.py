@@ -23,16 +23,16 @@ from kvcache.replay.report import overload_rows
 from kvcache.replay.service import Service, overload
 from kvcache.replay.workload import WorkloadRequest, check_arrival, checked_workload
 from kvcache.sources.base import Arrived
-from kvcache.sources.disaggregation.connector import Connector
-from kvcache.sources.disaggregation.layout import GroupLayout
-from kvcache.sources.disaggregation.leases import Leases, Progress, done_message, read_slot
-from kvcache.sources.disaggregation.offer import RankAddress
-from kvcache.sources.disaggregation.options import ConnectorOptions
-from kvcache.sources.disaggregation.steps import RankHandshake, Results, Step
 from kvcache.specs import GroupSpec
 from kvcache.step import Status
 from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.states import StateDescription, StateTensor
+from kvcache_exchange.disaggregation.connector import Connector
+from kvcache_exchange.disaggregation.layout import GroupLayout
+from kvcache_exchange.disaggregation.leases import Leases, Progress, done_message, read_slot
+from kvcache_exchange.disaggregation.offer import RankAddress
+from kvcache_exchange.disaggregation.options import ConnectorOptions
+from kvcache_exchange.disaggregation.steps import RankHandshake, Results, Step
 
 if TYPE_CHECKING:
     from rich.table import Table

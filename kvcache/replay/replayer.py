@@ -18,7 +18,6 @@ from kvcache.allocator import (
 )
 from kvcache.checks import MAX_INT32, instance, integer, number
 from kvcache.events import CacheEvent
-from kvcache.hints import Hint, HintExecutor
 from kvcache.kinds import kind_class
 from kvcache.replay.audit import Audit
 from kvcache.replay.groups import checked_groups
@@ -31,6 +30,7 @@ from kvcache.replay.stored import ExternalTokens, SimulatedStore
 from kvcache.replay.workload import WorkloadRequest, check_arrival, checked_workload
 from kvcache.specs import GroupSpec
 from kvcache.step import Status, StepPlan, StepReport
+from kvcache_exchange.hints import Hint, HintExecutor
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -9,10 +9,10 @@ from typing import NamedTuple, Protocol
 
 from kvcache.allocator import KVCacheManager, Request
 from kvcache.events import CacheEvent
-from kvcache.sources.store.announcements import removed_event, stored_event
-from kvcache.sources.store.prefixes import StoredPrefixes
-from kvcache.sources.store.value_format import BlockKey
-from kvcache.sources.store.writes import WaitingBlocks
+from kvcache_exchange.store.announcements import removed_event, stored_event
+from kvcache_exchange.store.prefixes import StoredPrefixes
+from kvcache_exchange.store.value_format import BlockKey
+from kvcache_exchange.store.writes import WaitingBlocks
 
 _NO_LIMIT = 2**62
 

@@ -27,11 +27,11 @@ from kvcache.server.prefill import add_prefill
 from kvcache.server.request_log import RequestLog
 from kvcache.server.snapshot import sanitizer_reports
 from kvcache.server.texts import Texts
-from kvcache.sources.disaggregation import Connector
-from kvcache.sources.disaggregation.offer_calls import offer_key
+from kvcache_exchange.disaggregation import Connector
+from kvcache_exchange.disaggregation.offer_calls import offer_key
 
 if TYPE_CHECKING:
-    from kvcache.sources.peers import PeerSource
+    from kvcache_exchange.peers import PeerSource
 
 
 def make_app(
@@ -82,9 +82,9 @@ def make_app(
         instance(connector, Connector, "connector")
     instance(transfer_secret, bytes, "transfer_secret")
     if peers is not None:
-        # Imported here, because it requires the packages on which `kvcache.router_events` depends.
+        # Imported here, because it requires the packages on which `kvcache_exchange.router_events` depends.
         from kvcache.server.peers import add_peers
-        from kvcache.sources.peers import PeerSource
+        from kvcache_exchange.peers import PeerSource
 
         instance(peers, PeerSource, "peers")
         if loop.publisher is None:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache.checks import instance
 from kvcache.engine import Delta, Engine, Generation, SamplingParams
-from kvcache.hints import Hint, Receipt
 from kvcache.metrics import CacheMetrics
 from kvcache.server.snapshot import snapshot
+from kvcache_exchange.hints import Hint, Receipt
 
 if TYPE_CHECKING:
-    from kvcache.router_events import EventPublisher
+    from kvcache_exchange.router_events import EventPublisher
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

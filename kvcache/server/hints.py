@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from kvcache.checks import shown
-from kvcache.hints import Hint
 from kvcache.server.errors import AskError
 from kvcache.server.request_fields import Fields, Messages, refuse
+from kvcache_exchange.hints import Hint
 
 _FIELDS = sorted(field.name for field in fields(Hint))
 

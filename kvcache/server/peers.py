@@ -13,13 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvcache.checks import MAX_INT32
 from kvcache.engine import Engine
-from kvcache.router_events import EventPublisher
 from kvcache.server.admission import Admission
 from kvcache.server.body_reader import apart, parsed, read_body, refuse_untrusted
 from kvcache.server.engine_loop import EngineLoop
-from kvcache.sources.peers import PeerSource
-from kvcache.sources.peers.source import OFFER_PATH
-from kvcache.sources.peers.watch import PEER_PATH
+from kvcache_exchange.peers import PeerSource
+from kvcache_exchange.peers.source import OFFER_PATH
+from kvcache_exchange.peers.watch import PEER_PATH
+from kvcache_exchange.router_events import EventPublisher
 
 _Token = Annotated[int, Field(ge=0, le=MAX_INT32)]
 

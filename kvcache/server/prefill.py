@@ -16,8 +16,8 @@ from kvcache.server.admission import Admission
 from kvcache.server.body_reader import apart, parsed, read_body, refuse_untrusted
 from kvcache.server.engine_loop import EngineError, EngineLoop
 from kvcache.server.errors import CLOSED, AskError
-from kvcache.sources.disaggregation import Connector
-from kvcache.sources.disaggregation.prefill import PREFILL_PATH
+from kvcache_exchange.disaggregation import Connector
+from kvcache_exchange.disaggregation.prefill import PREFILL_PATH
 
 _CONFLICT, _UNAVAILABLE = 409, 503
 

@@ -10,7 +10,7 @@ from kvcache.lazy import lazy_names
 
 _HOME = {
     "Arrived": "kvcache.sources.base",
-    "KVIdentity": "kvcache.sources.identity",
+    "KVIdentity": "kvcache_exchange.identity",
     "KVSource": "kvcache.sources.base",
     "LoadStats": "kvcache.sources.base",
 }

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public names, for type checkers. `__init__.py` imports each name on first use."""
 
-from kvcache.sources import disaggregation as disaggregation
-from kvcache.sources import store as store
 from kvcache.sources.base import Arrived as Arrived
 from kvcache.sources.base import KVSource as KVSource
 from kvcache.sources.base import LoadStats as LoadStats
-from kvcache.sources.identity import KVIdentity as KVIdentity
+from kvcache_exchange import disaggregation as disaggregation
+from kvcache_exchange import store as store
+from kvcache_exchange.identity import KVIdentity as KVIdentity

@@ -21,10 +21,10 @@ from kvcache import (
 )
 from kvcache.allocator import RequestState, check_invariants
 from kvcache.events import BlockRemoved, BlockStored
-from kvcache.router_events.translator import EventTranslator
 from kvcache.sources.base import LoadStats
-from kvcache.sources.disaggregation.offer import digest_of
 from kvcache.sources.loads import SourceLoads
+from kvcache_exchange.disaggregation.offer import digest_of
+from kvcache_exchange.router_events.translator import EventTranslator
 from tests.machinery.shared import sampled, seed_of_test
 
 ALPHA, BETA = ("alpha", "/adapters/alpha"), ("beta", "/adapters/beta")

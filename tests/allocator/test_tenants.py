@@ -152,10 +152,10 @@ def test_only_documented_modules_listen_and_none_unpickle_or_create_temporary_fi
     listeners = {
         REPO / "kvcache/cli/serve.py",
         *(REPO / "kvcache/server").glob("*.py"),
-        *(REPO / "kvcache/router_events").glob("*.py"),
+        *(REPO / "packages/kvcache-exchange/src/kvcache_exchange/router_events").glob("*.py"),
         *(REPO / "kvcache/transfer/transport").glob("*.py"),
         # The module itself only connects to a server, but Mooncake's client listens.
-        REPO / "kvcache/sources/store/mooncake.py",
+        REPO / "packages/kvcache-exchange/src/kvcache_exchange/store/mooncake.py",
     }
     modules = {
         "socket",
@@ -170,7 +170,9 @@ def test_only_documented_modules_listen_and_none_unpickle_or_create_temporary_fi
     }
     calls = {"eval", "exec"}
     # HTTP clients, which connect but do not listen
-    clients = {REPO / "kvcache/sources/disaggregation/offer_calls.py"}
+    clients = {
+        REPO / "packages/kvcache-exchange/src/kvcache_exchange/disaggregation/offer_calls.py"
+    }
     for path in roots.files(".py"):
         forbidden = modules - of_listeners if path in listeners else modules
         if path in clients:

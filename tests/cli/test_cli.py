@@ -723,8 +723,8 @@ def test_plot_needs_matplotlib(capsys, monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_replay_publishes_its_events(capsys, monkeypatch):
     pytest.importorskip("zmq")
-    from kvcache.router_events import CacheView, EventPublisher
-    from kvcache.router_events.translator import EventTranslator
+    from kvcache_exchange.router_events import CacheView, EventPublisher
+    from kvcache_exchange.router_events.translator import EventTranslator
     from tests.machinery.cache_user import cached, shown
 
     options = ["replay", "--requests", "300", "--num-blocks", "200", "--json"]

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from kvcache import Request
 from kvcache.engine import Engine, SamplingParams
 from kvcache.engine.transformers import attach
-from kvcache.hints import Hint, limits
+from kvcache_exchange.hints import Hint, limits
 from tests.engine.test_engine_sources import (
     LONG,
     MemoryStore,

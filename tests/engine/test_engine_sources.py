@@ -19,16 +19,16 @@ from kvcache.allocator import check_invariants
 from kvcache.engine import Engine, SamplingParams, Scheduler, Sequence
 from kvcache.engine.transformers import attach
 from kvcache.sources import LoadStats
-from kvcache.sources.disaggregation import (
+from kvcache.sources.loads import SourceLoads
+from kvcache_exchange.disaggregation import (
     CacheRank,
     Connector,
     ConnectorOptions,
     RemotePrefill,
     layouts_of_plan,
 )
-from kvcache.sources.disaggregation.steps import Results
-from kvcache.sources.loads import SourceLoads
-from kvcache.sources.store import StoreTier
+from kvcache_exchange.disaggregation.steps import Results
+from kvcache_exchange.store import StoreTier
 from tests.machinery.dense_models import MODELS, dense, greedy
 from tests.machinery.engine_driver import EngineRun, ModelFailed
 from tests.machinery.shared import spread

@@ -60,9 +60,14 @@ SEED = int(os.environ.get("KVCACHE_FUZZ_SEED", "1"))
 
 # Modules whose public calls are fuzzed here. `make fuzz` covers all modules.
 MENDED = [
-    *("kvcache.demo", "kvcache.sources.disaggregation", "kvcache.events", "kvcache.plugins"),
+    *("kvcache.demo", "kvcache_exchange.disaggregation", "kvcache.events", "kvcache.plugins"),
     *("kvcache.kinds", "kvcache.layouts", "kvcache.metrics", "kvcache.ops", "kvcache.replay"),
-    *("kvcache.router_events", "kvcache.server.", "kvcache.engine", "kvcache.sources.store"),
+    *(
+        "kvcache_exchange.router_events",
+        "kvcache.server.",
+        "kvcache.engine",
+        "kvcache_exchange.store",
+    ),
     "kvcache.sanitizer",
     *("kvcache.transfer", "kvcache.worker", "kvcache.Pages", "kvcache.KVStorage"),
     *("kvcache.SwapEngine", "kvcache.Worker", "kvcache.GroupTable", "kvcache.BlockTables"),

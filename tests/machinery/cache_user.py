@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcache import GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_seed
-from kvcache.router_events.wire import wire_hash
+from kvcache_exchange.router_events.wire import wire_hash
 
 GROUPS = [GroupSpec("full_attention", 8), GroupSpec("sliding_window", 4, {"window": 12})]
 

@@ -21,8 +21,8 @@ from kvcache import (
     plan_cache,
 )
 from kvcache.allocator import check_invariants
-from kvcache.sources.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
 from kvcache.transfer import StateTensor
+from kvcache_exchange.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
 from tests.machinery.forked import Forked, received, send
 
 HEADS, SIZE, LAYERS, WINDOW = 4, 8, 4, 48

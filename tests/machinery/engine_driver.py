@@ -23,8 +23,8 @@ from kvcache.allocator import check_invariants
 from kvcache.engine import Engine, Generation, SamplingParams
 from kvcache.engine.sampling import Sampler
 from kvcache.engine.transformers import attach, layer_specs
-from kvcache.sources.store import StoreTier
 from kvcache.step import StepReport
+from kvcache_exchange.store import StoreTier
 from tests.machinery.dense_models import MODELS, VOCAB_SIZE, beam_search, dense, logits_of
 from tests.machinery.stores import FAULTS, MemoryStore, patient
 

@@ -15,12 +15,12 @@ import numpy as np
 
 from kvcache import Admit, External, GroupSpec, KVCacheManager, Request, Status, StepReport
 from kvcache.allocator import check_invariants
-from kvcache.sources.disaggregation import Connector
-from kvcache.sources.disaggregation.layout import GroupLayout
-from kvcache.sources.disaggregation.leases import Leases, done_message, read_slot
-from kvcache.sources.disaggregation.offer import RankAddress
-from kvcache.sources.disaggregation.steps import RankHandshake, Results
 from kvcache.transfer.description import CacheDescription
+from kvcache_exchange.disaggregation import Connector
+from kvcache_exchange.disaggregation.layout import GroupLayout
+from kvcache_exchange.disaggregation.leases import Leases, done_message, read_slot
+from kvcache_exchange.disaggregation.offer import RankAddress
+from kvcache_exchange.disaggregation.steps import RankHandshake, Results
 
 BLOCK, LENGTH = 4, 256
 GROUPS = {

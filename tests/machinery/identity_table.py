@@ -2,7 +2,7 @@
 """Lists every field that describes KV, with the effect of a change: whether a store has another key,
 and whether another engine's offer is refused.
 
-`python -m tests.machinery.identity_table` prints the table. `tests/sources/test_identity.py`
+`python -m tests.machinery.identity_table` prints the table. `packages/kvcache-exchange/tests/kvcache_exchange_tests/test_identity.py`
 enumerates the same classes and signatures and fails for a field without a row here.
 """
 
@@ -31,15 +31,15 @@ from kvcache.allocator import PrefixCache
 from kvcache.kinds import kind_class, make_kind
 from kvcache.layouts import AttentionBackend
 from kvcache.memory_plan import CachePlan
-from kvcache.sources.disaggregation import Connector, layouts_of_plan
-from kvcache.sources.disaggregation.layout import GroupLayout
-from kvcache.sources.disaggregation.offer import RankAddress
-from kvcache.sources.disaggregation.steps import RankHandshake
-from kvcache.sources.identity import KVIdentity
-from kvcache.sources.store import Share, fingerprint
 from kvcache.transfer import CacheDescription, StateDescription, StateTensor
 from kvcache.worker.pages.contents import PageContents
 from kvcache.worker.pages.parts import BlockParts
+from kvcache_exchange.disaggregation import Connector, layouts_of_plan
+from kvcache_exchange.disaggregation.layout import GroupLayout
+from kvcache_exchange.disaggregation.offer import RankAddress
+from kvcache_exchange.disaggregation.steps import RankHandshake
+from kvcache_exchange.identity import KVIdentity
+from kvcache_exchange.store import Share, fingerprint
 
 LAYER = {
     "name": "a", "kind": "full_attention", "block_size": 16, "num_kv_heads": 2, "head_size": 64,

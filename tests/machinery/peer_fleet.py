@@ -18,13 +18,13 @@ import torch
 from kvcache.allocator import check_invariants
 from kvcache.engine import Engine, SamplingParams
 from kvcache.engine.transformers import attach
-from kvcache.router_events.translator import EventTranslator
-from kvcache.router_events.wire import WireRemoved
-from kvcache.sources.circuit import Circuit
-from kvcache.sources.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
-from kvcache.sources.disaggregation.offer_calls import OfferRefusedError, OfferServer
-from kvcache.sources.peers import PeerSource
-from kvcache.sources.peers import source as peer_source
+from kvcache_exchange.circuit import Circuit
+from kvcache_exchange.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
+from kvcache_exchange.disaggregation.offer_calls import OfferRefusedError, OfferServer
+from kvcache_exchange.peers import PeerSource
+from kvcache_exchange.peers import source as peer_source
+from kvcache_exchange.router_events.translator import EventTranslator
+from kvcache_exchange.router_events.wire import WireRemoved
 from tests.machinery.dense_models import dense, greedy
 
 FAULTS = (None, "refuses", "is down", "is slow", "sends nonsense", "loses blocks", "offers nothing")

@@ -43,8 +43,8 @@ from kvcache import (
     plan_cache,
 )
 from kvcache.allocator import check_invariants
-from kvcache.sources.store import BlockStore, Share, StoreRank, StoreTier, cache_identity
-from kvcache.sources.store.orders import RankDescription
+from kvcache_exchange.store import BlockStore, Share, StoreRank, StoreTier, cache_identity
+from kvcache_exchange.store.orders import RankDescription
 from tests.machinery.dense_models import dense, greedy
 from tests.machinery.forked import context
 

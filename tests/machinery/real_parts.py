@@ -37,9 +37,19 @@ PACKAGES = (
     "ai-dynamo-runtime==1.6.1",
 )
 TESTS = (
-    *("tests/transfer/test_transports.py", "tests/transfer/test_transport_paths.py"),
-    *("tests/transfer/test_network_faults.py", "tests/sources", "tests/server"),
-    *("tests/router_events/test_dynamo_indexer.py", "tests/replay/test_fleet_processes.py"),
+    *(
+        "packages/kvcache-exchange/tests/kvcache_exchange_tests/test_transports.py",
+        "packages/kvcache-exchange/tests/kvcache_exchange_tests/test_transport_paths.py",
+    ),
+    *(
+        "packages/kvcache-exchange/tests/kvcache_exchange_tests/test_network_faults.py",
+        "tests/sources",
+        "tests/server",
+    ),
+    *(
+        "packages/kvcache-exchange/tests/kvcache_exchange_tests/test_dynamo_indexer.py",
+        "tests/replay/test_fleet_processes.py",
+    ),
     "tests/replay/test_fleet_faults.py",
     *("tests/engine/test_smollm2.py", "--ignore=tests/server/test_load_generator.py"),  # needs vLLM
 )

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.transfer import make_transport
+from kvcache_exchange.transport import make_transport
 from tests.machinery.forked import context
 
 OPTIONS = {"timeout_s": 5.0, "piece_bytes": 8192}

@@ -18,7 +18,7 @@ from kvcache.replay.content import mix64
 from kvcache.replay.running import Running, Span
 from kvcache.replay.verifier import KVVerifier
 from kvcache.replay.workload import WorkloadRequest
-from kvcache.sources.store import BlockStore, Circuit, StoreTier
+from kvcache_exchange.store import BlockStore, Circuit, StoreTier
 
 FAULTS = ("missing", "corrupt", "short", "other", "raises", "slow", "full")
 

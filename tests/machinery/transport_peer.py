@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
-from kvcache.transfer.transport import base, connection, factory, handshake, lane
+from kvcache.transfer.transport import base
+from kvcache_exchange.transport import connection, factory, handshake, lane
 from tests.machinery.forked import Forked, received, send
 from tests.machinery.network import enter
 

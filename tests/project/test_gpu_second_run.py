@@ -25,13 +25,13 @@ from benchmarks.gpu import (
     say,
     sizes,
 )
-from kvcache.sources.disaggregation import rank
 from kvcache.transfer import fetching, memory
-from kvcache.transfer.transport import registered
 from kvcache.transfer.transport.spans import Spans
 from kvcache.worker.pages import pinning
 from kvcache.worker.swap.bandwidth import hold
 from kvcache.worker.swap.streams import _Past
+from kvcache_exchange.disaggregation import rank
+from kvcache_exchange.transport import registered
 from tests.machinery import flashinfer_stand_in, nixl_stand_in
 from tests.machinery.gpu_less import counts
 

@@ -13,7 +13,7 @@ import pytest
 
 import kvcache
 from kvcache import KVCacheManager, allocator, compat, transfer
-from kvcache.sources import store
+from kvcache_exchange import store
 from tests.machinery import roots
 from tests.machinery.shared import REPO, sampled
 

@@ -10,10 +10,10 @@ import pytest
 
 from kvcache.allocator import check_invariants
 from kvcache.cli import main
-from kvcache.hints import limits
 from kvcache.replay import Replayer, Series, Service, WorkloadRequest, chat_workload
 from kvcache.replay.hinted import DuePrefetch, with_prefetches
 from kvcache.replay.verifier import KVVerifier
+from kvcache_exchange.hints import limits
 
 SLOW = Service(8_000, 50, 20_000, 10_000)
 

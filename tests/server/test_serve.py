@@ -540,8 +540,8 @@ class TestEvents:
     @pytest.mark.slow
     def test_router_receives_the_cached_blocks(self):
         pytest.importorskip("zmq")
-        from kvcache.router_events import EventPublisher, EventSubscriber
-        from kvcache.router_events.wire import wire_hash
+        from kvcache_exchange.router_events import EventPublisher, EventSubscriber
+        from kvcache_exchange.router_events.wire import wire_hash
         from tests.machinery.cache_user import cached, shown
 
         local = "tcp://127.0.0.1:0"
@@ -568,7 +568,7 @@ class TestEvents:
     @pytest.mark.slow
     def test_answers_continue_if_events_fail(self):
         pytest.importorskip("zmq")
-        from kvcache.router_events import EventPublisher
+        from kvcache_exchange.router_events import EventPublisher
 
         publisher = EventPublisher("tcp://127.0.0.1:0")
         publisher.close()
@@ -577,7 +577,7 @@ class TestEvents:
 
     def test_events_require_a_manager_with_events(self):
         pytest.importorskip("zmq")
-        from kvcache.router_events import EventPublisher
+        from kvcache_exchange.router_events import EventPublisher
 
         engine = Engine(attach(dense("llama"), "1MiB", max_model_len=256))
         with (

@@ -17,11 +17,11 @@ from kvcache.cli import main
 from kvcache.cli.models import load_model
 from kvcache.engine import Engine
 from kvcache.engine.transformers import attach
-from kvcache.router_events import EventPublisher
 from kvcache.server import ByteTexts, EngineLoop, make_app
-from kvcache.sources.disaggregation import CacheRank, Connector, layouts_of_plan
-from kvcache.sources.disaggregation.offer_calls import OfferServer, offer_key
-from kvcache.sources.peers import PeerSource
+from kvcache_exchange.disaggregation import CacheRank, Connector, layouts_of_plan
+from kvcache_exchange.disaggregation.offer_calls import OfferServer, offer_key
+from kvcache_exchange.peers import PeerSource
+from kvcache_exchange.router_events import EventPublisher
 from tests.machinery.dense_models import greedy
 from tests.machinery.http.process import ServeProcess, ask, connect, reply_of, request_of
 from tests.machinery.ports import free_port

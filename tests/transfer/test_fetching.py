@@ -24,8 +24,8 @@ from kvcache.transfer import (
 from kvcache.transfer.fetching import GroupFetch, fetch
 from kvcache.transfer.plan.token_range import plan_range
 from kvcache.transfer.transport.base import TransferError
-from kvcache.transfer.transport.factory import make_transport
 from kvcache.worker.pages.pages import Pages
+from kvcache_exchange.transport.factory import make_transport
 from tests.machinery.shared import sampled, seed_of_test
 
 HEADS, LAYERS, SIZE, SPARE = 4, 2, 8, 3

@@ -33,14 +33,14 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.runtime_context import get_model
 
 from kvcache.checks import text
-from kvcache.plugins.disaggregation.model import weights_digest
 from kvcache.plugins.sglang.compatibility import check_version
 from kvcache.plugins.sglang.weights import observe_weight_updates
-from kvcache.sources.circuit import Circuit
-from kvcache.sources.identity import KVIdentity
-from kvcache.sources.store.base import BlockStore
-from kvcache.sources.store.registry import open_store
-from kvcache.sources.store.value_format import HEADER_BYTES, BlockKey, faults, key_text, seal
+from kvcache_exchange.circuit import Circuit
+from kvcache_exchange.identity import KVIdentity
+from kvcache_exchange.plugins.model import weights_digest
+from kvcache_exchange.store.base import BlockStore
+from kvcache_exchange.store.registry import open_store
+from kvcache_exchange.store.value_format import HEADER_BYTES, BlockKey, faults, key_text, seal
 
 _log = logging.getLogger("kvcache.hicache")
 _OPTIONS = ("store", "capacity")

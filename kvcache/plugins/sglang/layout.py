@@ -9,9 +9,9 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from kvcache.plugins.disaggregation.model import model_values
-from kvcache.sources.disaggregation.layout import GroupLayout
 from kvcache.transfer.description import CacheDescription
+from kvcache_exchange.disaggregation.layout import GroupLayout
+from kvcache_exchange.plugins.model import model_values
 
 POOLS = (MHATokenToKVPool,)
 _ORDER = ("layer", "kv", "block", "token", "head", "element")

@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcache.sources.disaggregation.options import ConnectorOptions
+    from kvcache_exchange.disaggregation.options import ConnectorOptions
 
 VARIABLE = "KVCACHE_EXCHANGE"
 
@@ -18,7 +18,7 @@ def options_from_environment() -> ConnectorOptions:
 
     Raises TypeError or ValueError if they are invalid.
     """
-    from kvcache.sources.disaggregation.options import ConnectorOptions
+    from kvcache_exchange.disaggregation.options import ConnectorOptions
 
     try:
         values = json.loads(os.environ[VARIABLE])

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvcache.sources.disaggregation.offer import Offer
+from kvcache_exchange.disaggregation.offer import Offer
 
 KEY = "kvcache"
 ASK = "offer"

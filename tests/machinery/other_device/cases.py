@@ -31,12 +31,10 @@ from kvcache.engine.transformers import attach, layer_specs
 from kvcache.engine.transformers.tiny_models import tiny_model
 from kvcache.replay.content import prefix_keys
 from kvcache.replay.workload import WorkloadRequest
-from kvcache.sources.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
 from kvcache.transfer import (
     CacheDescription,
     GroupFetch,
     fetch,
-    make_transport,
     permute_received_blocks,
     plan_transfer,
     region_addresses,
@@ -50,6 +48,8 @@ from kvcache.worker import (
     SwapEngine,
     TableShape,
 )
+from kvcache_exchange.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
+from kvcache_exchange.transport import make_transport
 from tests.machinery import stores
 from tests.machinery.shared import manager_of
 from tests.machinery.wrong_calls.ops import Calls, make_wrong
@@ -73,8 +73,8 @@ CASES: dict[str, Case] = {}
 
 # Packages whose public names are in the matrix, except for modules that do not use torch.
 PACKAGES = (
-    *("kvcache", "kvcache.worker", "kvcache.transfer", "kvcache.engine", "kvcache.sources.store"),
-    *("kvcache.sources.disaggregation", "kvcache.engine.transformers"),
+    *("kvcache", "kvcache.worker", "kvcache.transfer", "kvcache.engine", "kvcache_exchange.store"),
+    *("kvcache_exchange.disaggregation", "kvcache.engine.transformers"),
 )
 NO_TENSORS = {
     *(

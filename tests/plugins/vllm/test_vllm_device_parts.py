@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.sources.disaggregation.leases import LeaseNumbers, Progress
-from kvcache.sources.disaggregation.offer import Offer
-from kvcache.sources.disaggregation.steps import Load
-from kvcache.sources.identity import KVIdentity
+from kvcache_exchange.disaggregation.leases import LeaseNumbers, Progress
+from kvcache_exchange.disaggregation.offer import Offer
+from kvcache_exchange.disaggregation.steps import Load
+from kvcache_exchange.identity import KVIdentity
 from tests.machinery import vllm_stand_in
 from tests.machinery.nixl_stand_in import stand_in as nixl_stand_in
 
@@ -154,8 +154,8 @@ def test_load_waits_for_the_step_that_still_writes_to_its_blocks(name):
 
 def test_reads_are_not_merged_across_allocations():
     """Layers are adjacent in memory, but belong to separate allocations on one or both sides."""
-    from kvcache.plugins.disaggregation.moves import GroupPlan
     from kvcache.plugins.vllm.disaggregation.layout import layout_of_group
+    from kvcache_exchange.plugins.moves import GroupPlan
 
     shape = (4, HEADS, BLOCK, 2 * SIZE)
     caches = [torch.zeros(shape) for _ in range(LAYERS)]

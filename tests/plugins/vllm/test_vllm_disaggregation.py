@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvcache.sources.disaggregation.offer import sealed
+from kvcache_exchange.disaggregation.offer import sealed
 from tests.machinery.engine_process import some_prompts
 from tests.machinery.shared import sampled
 from tests.machinery.vllm_engine import MODULE, Engine

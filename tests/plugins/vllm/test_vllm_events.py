@@ -25,9 +25,9 @@ from vllm.distributed.kv_events import (
 
 from kvcache import GroupSpec, KVCacheManager, Request, StepReport
 from kvcache.plugins.vllm.events import MEDIUM
-from kvcache.router_events import CacheView, EventPublisher, EventSubscriber
-from kvcache.router_events.translator import EventTranslator
-from kvcache.router_events.wire import GPU, WireBatch, decode_batch, encode_batch
+from kvcache_exchange.router_events import CacheView, EventPublisher, EventSubscriber
+from kvcache_exchange.router_events.translator import EventTranslator
+from kvcache_exchange.router_events.wire import GPU, WireBatch, decode_batch, encode_batch
 from tests.machinery.cache_user import CacheUser, shown
 
 LOCAL = "tcp://127.0.0.1:0"

@@ -21,10 +21,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpe
 from kvcache.plugins.vllm.disaggregation import Options
 from kvcache.plugins.vllm.disaggregation.params import offer_in, params_of
 from kvcache.plugins.vllm.disaggregation.windows import first_needed
-from kvcache.sources.disaggregation.layout import check_like, is_complete
-from kvcache.sources.disaggregation.leases import Lease
-from kvcache.sources.disaggregation.offer import Offer, RankAddress, digest_of
-from kvcache.sources.identity import KVIdentity
+from kvcache_exchange.disaggregation.layout import check_like, is_complete
+from kvcache_exchange.disaggregation.leases import Lease
+from kvcache_exchange.disaggregation.offer import Offer, RankAddress, digest_of
+from kvcache_exchange.identity import KVIdentity
 from tests.machinery import vllm_schedulers
 from tests.machinery.vllm_engine import MODULE
 from tests.machinery.vllm_layouts import Side, check_blocks, random_case, read_all, some_blocks

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from kvcache.checks import shown
-from kvcache.sources.disaggregation.layout import BY_TOKEN, VEC, GroupLayout
 from kvcache.transfer.description import CacheDescription
+from kvcache_exchange.disaggregation.layout import BY_TOKEN, VEC, GroupLayout
 
 _ORDERS = {
     "HND": ("layer", "block", "head", "token", "element"),

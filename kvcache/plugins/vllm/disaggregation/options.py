@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcache.checks import shown
-from kvcache.sources.disaggregation.options import ConnectorOptions
+from kvcache_exchange.disaggregation.options import ConnectorOptions
 
 
 @dataclass(frozen=True)

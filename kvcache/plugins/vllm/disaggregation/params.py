@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvcache.sources.disaggregation.offer import Offer
+from kvcache_exchange.disaggregation.offer import Offer
 
 _KEY = "kvcache"
 

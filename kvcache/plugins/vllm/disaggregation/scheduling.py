@@ -17,17 +17,17 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvcache.plugins.disaggregation.model import model_values
-from kvcache.plugins.disaggregation.moves import CONVERTS
 from kvcache.plugins.vllm.disaggregation.options import Options
 from kvcache.plugins.vllm.disaggregation.params import offer_in, params_of
 from kvcache.plugins.vllm.disaggregation.steps import TransferMetadata
 from kvcache.plugins.vllm.disaggregation.windows import first_needed
-from kvcache.sources.disaggregation.layout import is_complete
-from kvcache.sources.disaggregation.leases import LeaseNumbers, Progress
-from kvcache.sources.disaggregation.offer import Offer, digest_of
-from kvcache.sources.disaggregation.steps import Load, RankHandshake, check_ranks
-from kvcache.sources.identity import KVIdentity
+from kvcache_exchange.disaggregation.layout import is_complete
+from kvcache_exchange.disaggregation.leases import LeaseNumbers, Progress
+from kvcache_exchange.disaggregation.offer import Offer, digest_of
+from kvcache_exchange.disaggregation.steps import Load, RankHandshake, check_ranks
+from kvcache_exchange.identity import KVIdentity
+from kvcache_exchange.plugins.model import model_values
+from kvcache_exchange.plugins.moves import CONVERTS
 
 _log = logging.getLogger(__name__)
 # The settings that determine how vLLM hashes blocks.

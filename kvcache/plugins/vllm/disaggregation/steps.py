@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
-from kvcache.sources.disaggregation.steps import RankHandshake, Step
+from kvcache_exchange.disaggregation.steps import RankHandshake, Step
 
 
 class TransferMetadata(Step, KVConnectorMetadata):

@@ -11,12 +11,12 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from kvcache.plugins.disaggregation.rank import TensorRank
 from kvcache.plugins.vllm.disaggregation.layout import layout_of_group, scales_of
 from kvcache.plugins.vllm.disaggregation.options import Options
 from kvcache.plugins.vllm.disaggregation.steps import Handshake, TransferMetadata
-from kvcache.sources.disaggregation.layout import BY_TOKEN, VEC, GroupLayout
-from kvcache.sources.disaggregation.steps import Results
+from kvcache_exchange.disaggregation.layout import BY_TOKEN, VEC, GroupLayout
+from kvcache_exchange.disaggregation.steps import Results
+from kvcache_exchange.plugins.rank import TensorRank
 
 
 class TransferWorker:

@@ -1,0 +1,1139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of prefill and decode in two engines: correct bytes, rejections, faults, and the absence of
+leaks.
+"""
+
+import base64
+import importlib.util
+import itertools
+import json
+import math
+import random
+import re
+import signal
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from kvcache import Admit, External, GroupSpec, KVCacheManager, Request
+from kvcache.allocator import RequestState
+from kvcache.sources import Arrived, LoadStats
+from kvcache.transfer import CacheDescription
+from kvcache_exchange.disaggregation import (
+    Connector,
+    ConnectorOptions,
+    GroupLayout,
+    Offer,
+    RemotePrefill,
+)
+from kvcache_exchange.disaggregation import rank as rank_module
+from kvcache_exchange.disaggregation.cache_rank import _Parts
+from kvcache_exchange.disaggregation.leases import Progress
+from kvcache_exchange.disaggregation.offer import RankAddress, digest_of, sealed
+from kvcache_exchange.disaggregation.offer_calls import OfferCalls, OfferServer
+from kvcache_exchange.disaggregation.options import secret_from_environment
+from kvcache_exchange.disaggregation.steps import RankHandshake, Results, Step
+from kvcache_exchange.transport import make_transport
+from tests.machinery.disaggregation_engine import Engine, EngineProcess
+from tests.machinery.disaggregation_faults import Faults
+from tests.machinery.shared import sampled, seed_of_test
+
+FULL, HYBRID, STATES = ["full"], ["full", "window"], ["full", "window", "state"]
+TRANSPORTS = [
+    "gloo",
+    pytest.param(
+        "nixl",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"
+        ),
+    ),
+]
+
+
+def tokens_of(rng, count):
+    return [rng.randrange(50_000) for _ in range(count)]
+
+
+@pytest.fixture
+def engines():
+    """Create engines in this process, and close the engines after the test."""
+    with ExitStack() as stack:
+
+        def make(engine_id, **options):
+            return stack.enter_context(Engine(engine_id, **options))
+
+        yield make
+
+
+def send(sender, name, tokens, **options):
+    """Publish an offer for a computed request, and return the offer after a JSON round trip."""
+    request = Request(name, tokens)
+    assert sender.prefill(request) is not None
+    return json.loads(json.dumps(sender.connector.publish(request, **options)))
+
+
+def check_load(receiver, request, offer, end):
+    """Load the KV of a request and check the received bytes.
+
+    Afterwards, compute the remaining tokens and free the request.
+    """
+    assert receiver.admit(request, offer)
+    loaded = receiver.loaded(request)
+    assert (loaded.num_computed_tokens, loaded.error) == (end, None)
+    assert receiver.wrong(request, end) is None
+    receiver.recompute(request, loaded)
+    assert receiver.wrong(request, request.num_tokens) is None
+    receiver.manager.free(request)
+
+
+# Correct bytes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_transfers_between_processes_with_different_tp_block_size_and_layout(transport, engines):
+    rng = random.Random(1)
+    options = {"transport": transport}
+    receiver = engines("decode", tp=1, block=32, layout="NHD", kinds=STATES, options=options)
+    with EngineProcess(
+        "prefill", tp=2, block=16, layout="HND", kinds=STATES, options=options
+    ) as sender:
+        for number, count in enumerate((1, 16, 100, 333)):
+            tokens = tokens_of(rng, count)
+            offer = sender.ask("prefill", id=f"r{number}", tokens=tokens)["offer"]
+            check_load(receiver, Request(f"r{number}", [*tokens, 7]), offer, count)
+        assert sender.ask("drained")["drained"] and receiver.drained()
+
+
+SIDES = [
+    {"tp": 1, "block": 16},
+    {"tp": 2, "block": 32, "layout": "HND"},
+    {"tp": 4, "block": 64, "layout": "HND", "backend": "TRITON_ATTN"},
+    {"tp": 1, "pp": 2, "block": 48},
+    {"tp": 2, "pp": 2, "block": 16, "layout": "HND"},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [FULL, HYBRID, STATES], ids=["full", "hybrid", "states"])
+@pytest.mark.parametrize("pair", sampled([[(4, 2)], [(0, 1), (3, 1)], None]), ids=str)
+def test_transfers_between_different_engines(pair, kinds, engines):
+    pairs = pair or [(a, b) for a in range(len(SIDES)) for b in range(len(SIDES))]
+    seed = seed_of_test()
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for here, there in pairs:
+        with (
+            Engine(f"p{here}", kinds=kinds, **SIDES[here]) as sender,
+            Engine(f"d{there}", kinds=kinds, **SIDES[there]) as receiver,
+        ):
+            shared = tokens_of(rng, rng.randint(1, 200))
+            # The requests share a prefix, so the receiver has hits before the loaded tokens.
+            for number in range(3):
+                tokens = [*shared, *tokens_of(rng, rng.randint(1, 100))]
+                offer = send(sender, f"r{number}", tokens)
+                check_load(receiver, Request(f"r{number}", [*tokens, 7]), offer, len(tokens))
+            assert sender.drained() and receiver.drained()
+
+
+def test_loaded_blocks_are_hits_for_later_requests(engines):
+    sender, receiver = engines("p"), engines("d", block=32)
+    tokens = list(range(100))
+    check_load(receiver, Request("a", [*tokens, 7]), send(sender, "a", tokens), 100)
+    again = Request("b", [*tokens, 8])
+    assert receiver.manager.cache.find_prefix(again).num_tokens == 96
+    offer = send(sender, "b", tokens)
+    assert receiver.connector.match(again, offer) == 4
+    receiver.connector.cancel(again)
+    assert sender.drained() and receiver.drained()
+
+
+def test_block_that_the_sender_holds_partially_is_never_a_hit(engines):
+    """The sender's window covers the last 48 tokens, in blocks of 16.
+
+    The receiver's blocks have 64 tokens, so the first block that it receives is only partially
+    filled.
+    """
+    sender, receiver = engines("p", kinds=HYBRID), engines("d", block=64, kinds=HYBRID)
+    tokens = list(range(150))
+    request = Request("a", tokens)
+    sender.prefill(request)
+    sender.manager.step([sender.manager.row(request)], [0])
+    offer = json.loads(json.dumps(sender.connector.publish(request)))
+    window = sender.kinds.index("window")
+    assert offer["blocks"][window][:6] == [0] * 6 and all(offer["blocks"][window][6:])
+    check_load(receiver, Request("a", [*tokens, 7]), offer, 150)
+    # Tokens 64 to 95 are missing, but after a hit of 128 tokens, the window would cover tokens 81
+    # and later.
+    assert receiver.manager.cache.find_prefix(Request("b", tokens[:140])).num_tokens == 0
+    assert sender.drained() and receiver.drained()
+
+
+def test_nothing_is_read_if_the_receiver_has_all_blocks(engines):
+    sender, receiver = engines("p"), engines("d")
+    tokens = list(range(64))
+    own = Request("own", tokens)
+    receiver.prefill(own)
+    receiver.manager.free(own)
+    offer = send(sender, "a", tokens)
+    assert not receiver.admit(Request("a", [*tokens, 1]), offer)
+    assert sender.drained()  # the sender was notified that no blocks will be read
+
+
+# Rejections --------------------------------------------------------------------------------------------
+
+
+def layout(**changes):
+    sizes = {"num_layers": 2, "total_num_kv_heads": 2, "head_size": 8, "block_size": 16}
+    order = ("block", "kv", "token", "head", "element")
+    description = CacheDescription(engine_id="p", **{**sizes, "memory_order": order, **changes})
+    return GroupLayout(("a", "b"), description, 1, 50)
+
+
+class NoRank:
+    """A simulated rank that records its steps and returns the results that the test sets."""
+
+    def __init__(self, layouts):
+        self.handshake = RankHandshake(layouts, RankAddress("gloo", "bQ==", ((4096, 8192),), 64))
+        self.steps, self.results = [], Results()
+
+    def begin(self, step):
+        self.steps.append(step)
+
+    def advance(self, request_id, progress):
+        self.steps.append((request_id, progress))
+
+    def take_results(self):
+        found, self.results = self.results, Results()
+        return found
+
+
+def lone(
+    engine_id="d", num_ranks=1, num_blocks=50, model=None, clock=None, block_size=16, **manager
+):
+    """Return (connector, manager, ranks) without a transport."""
+    manager = KVCacheManager(block_size, num_blocks, 1024, num_preallocate_tokens=0, **manager)
+    layouts = (layout(tp_size=num_ranks, block_size=block_size),)
+    ranks = [NoRank(layouts) for _ in range(num_ranks)]
+    connector = Connector(manager, ranks, engine_id=engine_id, model=model, clock=clock)
+    return connector, manager, ranks
+
+
+def an_offer(**changes):
+    sender, manager, _ = lone("p", model=changes.pop("model", None), **changes)
+    request = Request("r", range(70))
+    manager.step(new=[request])
+    return json.loads(json.dumps(sender.publish(request)))
+
+
+def test_offer_is_plain_json_with_everything_a_reader_needs():
+    offer = an_offer()
+    assert sorted(offer) == [
+        *("blocks", "digest", "engine_id", "groups", "identity", "lease", "num_tokens"),
+        *("order", "ranks", "request_id", "seal", "version"),
+    ]
+    assert Offer.from_dict(offer).to_dict() == offer
+    assert offer["blocks"] == [[1, 2, 3, 4, 5]] and offer["digest"] == digest_of(
+        range(70), None, []
+    )
+
+
+CHANGES = [
+    (("version",), 1, "version of the offer is 1: expected 5; install the same version of kvcache"),
+    (("num_tokens",), 0, "num_tokens is 0: expected 1"),
+    (("num_tokens",), 97, "5 blocks of 16 tokens: expected enough for 97 tokens"),
+    (("blocks", 0, 1), 50, "a block is 50: expected 0 to 49"),
+    (("blocks", 0, 1), 0, "the sender has freed blocks that are still"),
+    (("blocks",), [], "this is not an offer"),
+    (("groups", 0, "description", "version"), 9, "version is 9"),
+    (("groups", 0, "description", "dtype"), "float16", "dtype is 'bfloat16'"),
+    (("groups", 0, "description", "head_size"), 4, "head_size is 8"),
+    (("groups", 0, "description", "num_layers"), 4, "regions: expected"),
+    (("groups", 0, "layers"), ["a"], "serve the same model"),
+    (
+        ("groups", 0, "interior"),
+        "amx",
+        "arrange a block as 'by token', but the remote engine's kernels use 'amx'",
+    ),
+    (("ranks", 0, "addresses", 0), [1], r"addresses of \[1\] regions: expected \[2\]"),
+    (("ranks", 0, "metadata"), 5, "metadata is 5: expected text"),
+    (("ranks",), [], "there are 0 ranks: expected"),
+    (("lease", "slot"), 1 << 20, "slot is 1048576"),
+    (("lease", "generation"), 0, "generation is 0"),
+    (("lease",), None, "this is not an offer"),
+    (("identity", "hashing", "seed"), "another", "set hash_seed to the same in both"),
+    (("identity", "hashing", "algorithm"), "another", "set hash_algorithm to the same in both"),
+    (
+        ("identity", "model", "name"),
+        "another",
+        "name of the model is None here, but 'another' in engine 'p'",
+    ),
+    (("identity", "groups"), [], "groups of the model is"),
+    (
+        ("identity", "version"),
+        "2",
+        "version of the weights is '' here, but '2' in engine 'p': .*call start_epoch with the same",
+    ),
+    (("identity", "lookahead"), 1, "set num_hash_lookahead_tokens to the same in both"),
+    (("identity", "hashing", "bytes"), 16, "set hash_bytes to the same in both"),
+    (("identity", "hashing"), 3, "hashing is 3: expected a Mapping"),
+    (("identity", "part"), 3, "part is 3: expected a Mapping"),
+    (("identity",), None, "this is not an offer"),
+    (("digest",), "another", "the offer is for other tokens"),
+    (("order",), ["a"], "order is .*: expected each layer"),
+]
+
+
+@pytest.mark.parametrize("path,value,message", CHANGES)
+def test_changed_offer_is_rejected_in_one_line_and_nothing_moves(path, value, message):
+    receiver, manager, (rank,) = lone()
+    offer = at = an_offer()
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    with pytest.raises(ValueError, match=message) as raised:
+        receiver.match(Request("r", range(71)), sealed(offer))
+    assert "\n" not in str(raised.value)
+    assert manager.pool.num_free == 49 and rank.steps == []
+
+
+def leaves(values, path=()):
+    """Return the paths of all scalar values in a nested structure."""
+    if isinstance(values, dict | list) and values:
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            yield from leaves(value, (*path, key))
+    else:
+        yield path
+
+
+def test_any_changed_value_of_an_offer_is_detected():
+    """A changed value is detected even if the new value is a block, address or slot of another
+    request.
+    """
+    for path in [*leaves(an_offer())]:
+        offer = at = an_offer()
+        for key in path[:-1]:
+            at = at[key]
+        was = at[path[-1]]
+        at[path[-1]] = (
+            was + 1 if type(was) in (int, float) else "another" if was != "another" else ""
+        )
+        if type(was) is bool:
+            at[path[-1]] = not was
+        with pytest.raises(ValueError, match=r"offer"):
+            lone()[0].match(Request("r", range(71)), offer)
+
+
+@pytest.mark.parametrize("value", [[], "offer", {}, {"version": 5}])
+def test_non_offers_are_rejected(value):
+    receiver = lone()[0]
+    with pytest.raises(ValueError, match=r"version of the offer|not an offer"):
+        receiver.match(Request("r", range(71)), value)
+    assert receiver.stats.refused_requests == 1
+
+
+def test_match_without_an_offer_uses_the_last_offer():
+    receiver, _, (rank,) = lone()
+    request = Request("r", range(71))
+    assert receiver.match(request) == 0
+    assert receiver.match(request, an_offer()) == receiver.match(request) == 70
+    assert receiver.match(Request("r", range(71))) == 0  # another request with the same ID
+    receiver.cancel(request)
+    assert receiver.match(request) == 0 and len(rank.steps[-1].unread) == 1
+
+
+def test_loads_and_quarantined_blocks_are_counted():
+    receiver, manager, (rank,) = lone()
+    first = admitted(receiver, manager, "a")
+    rank.results = Results(received={"a"})
+    assert receiver.poll() == [Arrived(first, 70, 70)]
+    manager.free(first)
+    manager.cache.reset()
+    second = admitted(receiver, manager, "b")
+    held = len(manager.block_ids(second))
+    rank.results = Results(failed={"b": "why"})
+    assert receiver.poll() == [Arrived(second, None, 0, "why")]
+    expected = LoadStats(2, 140, 70, failed_loads=1, failed_tokens=70, quarantined_loads=1)
+    assert receiver.stats == expected
+    assert receiver.num_quarantined_blocks == manager.pool.num_kept == held and receiver.is_busy
+    rank.results = Results(released={"b"})
+    assert receiver.poll() == [] and receiver.stats == expected
+    assert receiver.num_quarantined_blocks == manager.pool.num_kept == 0 and not receiver.is_busy
+
+
+def test_offer_without_one_of_its_fields_is_rejected():
+    for name in an_offer():
+        offer = an_offer()
+        del offer[name]
+        with pytest.raises(ValueError, match=name):
+            Offer.from_dict(offer)
+
+
+def test_other_hashes_kinds_and_models_are_rejected():
+    receiver, *_ = lone(model={"name": "m"})
+    request = Request("r", range(71))
+    assert receiver.match(request, an_offer(model={"name": "m"})) == 70
+    for offer, message in (
+        (an_offer(model={"name": "n"}), "name of the model is 'm' here, but 'n' in engine 'p'"),
+        (an_offer(model={"name": "m"}, hash_seed="other"), "set hash_seed to the same in both"),
+        (an_offer(model={"name": "m"}, sliding_window=32), "groups of the model is"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lone(model={"name": "m"})[0].match(request, offer)
+
+
+def test_request_that_does_not_read_the_cache_loads_nothing():
+    receiver, _, (rank,) = lone()
+    assert receiver.match(Request("r", range(71), read_cache=False), an_offer()) == 0
+    assert [len(step.unread) for step in rank.steps] == [1]
+
+
+def test_requests_with_inputs_that_a_server_does_not_receive_are_not_sent_to_it():
+    receiver, *_ = lone()
+    source = RemotePrefill(receiver, "127.0.0.1:1")
+    for options in ({"lora": ("a", "b")}, {"read_cache": False}, {"mm_items": [("i", 0, 3)]}):
+        assert source.match(Request("r", range(71), **options)) == 0
+    assert source.stats.asked_requests == 0
+
+
+def test_each_value_of_the_model_is_compared_as_another_engine_receives_it():
+    model = {"groups": 1, "sizes": (1, 2), 3: "x"}
+    offer = json.loads(json.dumps(an_offer(model=model)))
+    assert lone(model=model)[0].match(Request("r", range(71)), offer) == 70
+    for name, other in (("groups", 2), ("sizes", [1]), (3, "y")):
+        with pytest.raises(ValueError, match=f"{name} of the model is"):
+            lone(model=model | {name: other})[0].match(Request("r", range(71)), offer)
+
+
+@pytest.mark.parametrize("value", [object(), {1}, b"x", float("nan")])
+def test_model_that_json_cannot_represent_is_rejected_before_an_offer(value):
+    with pytest.raises((TypeError, ValueError), match=r"model is .*: expected JSON values"):
+        lone(model={"name": value})
+
+
+def test_other_prompts_adapters_and_salts_are_rejected():
+    offer = an_offer()
+    for request, message in (
+        (Request("r", range(60)), "the request has 60 tokens, but the offer has 70"),
+        (Request("r", [*range(69), 0, 1]), "other tokens"),
+        (Request("r", range(71), lora=("a", "path")), "another adapter"),
+        (Request("r", range(71), cache_salt="tenant"), "other tokens"),
+        (Request("r", range(71), mm_items=[("image", 3, 2)]), "other tokens, images"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lone()[0].match(request, offer)
+
+
+EMBEDS = np.ones((71, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    "ours,theirs",
+    [
+        ({"prompt_embeds": EMBEDS}, {"prompt_embeds": 2 * EMBEDS}),
+        ({"prompt_embeds": EMBEDS}, {"prompt_embeds": EMBEDS.astype(np.float64)}),
+        ({"prompt_embeds": EMBEDS}, {}),
+        ({"lora": ("a", "/v1")}, {"lora": ("a", "/v2")}),
+        ({"mm_items": [("salt tenant", 0, 4)]}, {"cache_salt": "tenant"}),
+        ({"mm_items": [("image", 0, 4)]}, {"mm_items": [("image", 0, 60)]}),
+    ],
+)
+def test_digest_includes_everything_besides_tokens_that_kv_depends_on(ours, theirs):
+    sender, manager, _ = lone("p")
+    request = Request("r", range(70), **ours)
+    manager.step(new=[request])
+    offer = json.loads(json.dumps(sender.publish(request)))
+    assert lone()[0].match(Request("r", range(71), **ours), offer) == 70
+    with pytest.raises(ValueError, match="the offer is for other tokens"):
+        lone()[0].match(Request("r", range(71), **theirs), offer)
+
+
+def test_offer_with_states_requires_the_next_token(engines):
+    sender, receiver = engines("p", kinds=STATES), engines("d", kinds=STATES)
+    offer = send(sender, "r", range(40))
+    with pytest.raises(ValueError, match="append the first token that the sender sampled"):
+        receiver.connector.match(Request("r", range(40)), offer)
+
+
+def test_engine_description_must_match_its_manager():
+    manager = KVCacheManager(32, 50, 1024)
+    with pytest.raises(ValueError, match=r"blocks of \[16\] tokens: expected \[32\]"):
+        Connector(manager, [NoRank((layout(),))], engine_id="d")
+    manager = KVCacheManager(16, 50, 1024)
+    with pytest.raises(ValueError, match="there are 1 ranks: expected 2"):
+        Connector(manager, [NoRank((layout(tp_size=2),))], engine_id="d")
+    ring = GroupSpec("circular_window", 16, {"window": 16, "buffer": 49}, cached=False)
+    manager = KVCacheManager.for_groups([ring], 50, 1024)
+    with pytest.raises(ValueError, match=r"kind 'circular_window'.*transferred=False"):
+        Connector(manager, [NoRank((layout(),))], engine_id="d")
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"lease_s": 0}, "lease_s is 0.0: expected seconds above 0"),
+        ({"timeout_s": "1"}, "timeout_s is '1': expected a number"),
+        ({"port": 70_000}, "port is 70000"),
+        ({"host": ""}, "host is ''"),
+        ({"digest": 1}, "digest is 1: expected True or False"),
+        ({"transport": 3}, "transport is 3: expected a name, or None"),
+    ],
+)
+def test_invalid_option_is_rejected_by_name(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        ConnectorOptions(**options)
+
+
+# Leases and quarantine ---------------------------------------------------------------------------------
+
+
+def test_leased_blocks_are_not_reused():
+    sender, manager, (rank,) = lone("p", num_blocks=11)
+    request = Request("r", range(70))
+    manager.step(new=[request])
+    assert sender.publish(request) is not None
+    assert manager.pool.num_free == 5 and sender.num_leased_requests == 1
+    assert manager.step(new=[Request("s", range(1000, 1096))]).status.tolist() == [1]
+    rank.results.sent.add("r")
+    assert sender.poll() == []
+    assert manager.pool.num_free == 10 and sender.num_leased_requests == 0
+
+
+def test_leased_blocks_are_reused_after_the_last_rank_ends_its_lease():
+    sender, manager, ranks = lone("p", num_ranks=2)
+    request = Request("r", range(70))
+    manager.step(new=[request])
+    sender.publish(request)
+    for rank, free in zip(ranks, (44, 49)):
+        rank.results.sent.add("r")
+        sender.poll()
+        assert manager.pool.num_free == free
+
+
+def test_no_offer_is_made_without_a_free_lease_slot():
+    sender, manager, _ = lone("p")
+    while sender._numbers.take(str(len(sender._numbers)), 60):
+        pass
+    request = Request("r", range(70))
+    manager.step(new=[request])
+    assert sender.publish(request) is None
+    assert manager.pool.num_free == 49
+
+
+def test_second_request_with_a_leased_name_is_freed_immediately():
+    sender, manager, _ = lone("p")
+    for expected in (True, False):
+        request = Request("r", range(70))
+        manager.step(new=[request])
+        assert (sender.publish(request) is not None) == expected
+    assert sender.num_leased_requests == 1
+
+
+@pytest.mark.parametrize("lease_s", ["5", math.nan, math.inf, -1, 0, True])
+def test_lease_of_zero_seconds_is_rejected_and_holds_nothing(lease_s):
+    sender, manager, (rank,) = lone("p")
+    request = Request("r", range(70))
+    manager.step(new=[request])
+    for publish in (sender.publish, partial(sender.publish_early, order=["a", "b"])):
+        with pytest.raises((TypeError, ValueError), match=r"lease_s is .*: expected"):
+            publish(request, lease_s=lease_s)
+    assert sender.num_leased_requests == 0 and rank.steps == []
+    assert sender.publish(request) is not None
+
+
+@pytest.mark.parametrize("order", [["nonsense"], [], ["a"], ["a", "a"], "ab", [1, 2], None])
+def test_order_with_other_layers_is_rejected_and_reserves_nothing(order):
+    sender, manager, (rank,) = lone("p")
+    request = Request("r", range(70))
+    manager.step(new=[request])
+    with pytest.raises((TypeError, ValueError), match=r"order is .*: expected"):
+        sender.publish_early(request, order)
+    assert sender.num_leased_requests == 0 and rank.steps == []
+    assert sender.publish_early(request, ["b", "a"]) is not None
+
+
+def admitted(receiver, manager, name="r"):
+    request = Request(name, range(71))
+    count = receiver.match(request, an_offer())
+    manager.step(new=[Admit(request, external=External(count, delayed=True))])
+    receiver.begin(request)
+    return request
+
+
+def test_tokens_of_a_failed_load_are_computed_after_the_hit_in_the_same_blocks():
+    receiver, manager, (rank,) = lone()
+    request = admitted(receiver, manager)
+    rank.results = Results(failed={"r": "why"}, released={"r"})
+    (loaded,) = receiver.poll()
+    assert (loaded.request, loaded.num_computed_tokens, loaded.error) == (request, 0, "why")
+    assert manager.state(request) is not RequestState.RECEIVING
+    manager.free(request)
+    assert manager.pool.num_free == 49 and manager.pool.num_cached == 0
+
+
+def test_pages_still_written_by_a_transport_are_quarantined():
+    receiver, manager, (rank,) = lone(num_blocks=11)
+    request = admitted(receiver, manager)
+    held = set(manager.block_ids(request).tolist())
+    rank.results = Results(failed={"r": "why"})
+    (loaded,) = receiver.poll()
+    assert (loaded.num_computed_tokens, loaded.error) == (None, "why")
+    assert manager.pool.num_free == 5 and receiver.num_loading_requests == 1
+    manager.step(new=[request])  # the request is computed in other blocks
+    assert not held & set(manager.block_ids(request).tolist())
+    with pytest.raises(ValueError, match="an earlier load may still write to"):
+        receiver.match(request, an_offer())
+    rank.results = Results(released={"r"})
+    assert receiver.poll() == []
+    manager.free(request)
+    assert manager.pool.num_free == 10 and receiver.num_loading_requests == 0
+
+
+def test_failure_of_one_rank_cancels_the_others():
+    receiver, manager, ranks = lone(num_ranks=2)
+    request = Request("r", range(71))
+    offer = an_offer()
+    manager.step(
+        new=[Admit(request, external=External(receiver.match(request, offer), delayed=True))]
+    )
+    receiver.begin(request)
+    ranks[0].results = Results(failed={"r": "why"}, released={"r"})
+    assert [each.num_computed_tokens for each in receiver.poll()] == [None]
+    assert all(rank.steps[-1] == Step(cancels={"r"}) for rank in ranks)
+    # This rank finished its load before it received the cancellation.
+    ranks[1].results = Results(received={"r"})
+    assert receiver.poll() == [] and manager.pool.num_free == 49
+
+
+def test_unresponsive_rank_does_not_block_its_request():
+    now = [0.0]
+    receiver, manager, _ = lone(clock=lambda: now[0])
+    admitted(receiver, manager)
+    assert receiver.poll() == []
+    now[0] = 60.0
+    (loaded,) = receiver.poll()
+    assert loaded.num_computed_tokens is None and "did not answer in time" in loaded.error
+    # The blocks stay in quarantine, because the rank may still write to them.
+    assert manager.pool.num_kept == 5
+
+
+def test_abandoned_request_keeps_its_blocks_until_they_are_released():
+    receiver, manager, (rank,) = lone()
+    request = admitted(receiver, manager)
+    receiver.cancel(request)
+    receiver.cancel(request)
+    assert manager.pool.num_free == 44 and rank.steps[-1] == Step(cancels={"r"})
+    rank.results = Results(failed={"r": "it was given up"}, released={"r"})
+    assert receiver.poll() == []
+    assert manager.pool.num_free == 49 and receiver.num_loading_requests == 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("moment", ["matched", "begun", "connecting", "one is connected"])
+def test_cancel_before_the_first_connection_frees_the_senders_blocks(
+    engines, monkeypatch, transport, tp, moment
+):
+    """The lease lasts an hour, so only the receiver's notice can end it."""
+    options = {"transport": transport, "lease_s": 3600}
+    sender, receiver = (
+        engines(name, tp=size, options=options) for name, size in zip(("prefill", "decode"), tp)
+    )
+    request = Request("r", range(101))
+    offer = send(sender, "r", range(100))
+    goes_on, has_begun = threading.Event(), threading.Event()
+    calls = itertools.count()
+    for rank in receiver.ranks:
+        connect = rank._reader.transport.connect
+
+        def held(metadata, *, timeout_s, connect=connect):
+            if moment != "one is connected" or next(calls) > 0:
+                has_begun.set()
+                assert goes_on.wait(60)
+            return connect(metadata, timeout_s=timeout_s)
+
+        monkeypatch.setattr(rank._reader.transport, "connect", held)
+    if moment == "matched":
+        assert receiver.connector.match(request, offer) == 100
+    else:
+        assert receiver.admit(request, offer)
+    if moment == "connecting" or (moment == "one is connected" and tp != (1, 1)):
+        assert has_begun.wait(60)
+    receiver.connector.cancel(request)
+    deadline = time.monotonic() + 60
+    while receiver.connector.is_busy:  # the local blocks are free without a connection
+        assert time.monotonic() < deadline
+        receiver.connector.poll()
+    goes_on.set()
+    assert sender.drained(60) and receiver.drained(60)
+
+
+def test_offer_from_a_server_that_does_not_fit_is_declined():
+    receiver, _, (rank,) = lone()
+    calls, request = OfferCalls(receiver, "test"), Request("r", range(500, 571))
+    calls.ask(request, [OfferServer("localhost:1", timeout_s=60)], lambda server: an_offer())
+    with pytest.raises(ValueError, match="the offer is for other tokens"):
+        while calls.match(request) is None:
+            time.sleep(0.001)
+    assert calls.has_late and calls.poll() == [] and not calls.has_late
+    assert [each.request_id for step in rank.steps for each in step.unread] == ["r"]
+
+
+def test_load_is_begun_once_and_only_after_admission():
+    receiver, *_ = lone()
+    request = Request("r", range(71))
+    for matched in (False, True):
+        with pytest.raises(ValueError, match="request 'r' has no load to begin: call match"):
+            receiver.begin(request)
+        if not matched:
+            receiver.match(request, an_offer())
+
+
+def test_returning_request_is_matched_again():
+    receiver, manager, (rank,) = lone()
+    offer = an_offer()
+    assert receiver.match(Request("r", range(71)), offer) == 70
+    other = Request("r", range(500, 571))
+    with pytest.raises(ValueError, match="the offer is for other tokens"):
+        receiver.match(other, offer)
+    assert [each.request_id for step in rank.steps for each in step.unread] == ["r"]
+    rank.steps.clear()
+    # The same offer will still be read, so the sender does not receive an "unread" message.
+    for _ in range(2):
+        request = Request("r", range(71))
+        assert receiver.match(request, offer) == 70
+    assert rank.steps == []
+    assert receiver.match(Request("r", range(71)), an_offer()) == 70
+    assert [len(step.unread) for step in rank.steps] == [1]
+    manager.step(new=[Admit(request, external=External(70, delayed=True))])
+    with pytest.raises(ValueError, match="request 'r' has no load to begin"):
+        receiver.begin(request)  # the last match was for another request object with this ID
+
+
+def test_load_does_not_begin_if_the_hit_grew_before_the_step():
+    receiver, manager, (rank,) = lone()
+    request = Request("r", range(300))
+    count = receiver.match(request, an_offer())
+    manager.step(new=[Request("before", range(32))])
+    manager.step(new=[Admit(request, external=External(count, delayed=True))])
+    with pytest.raises(
+        ValueError, match=r"admitted with 102 tokens.*expected 70, because its hit was 0"
+    ):
+        receiver.begin(request)
+    assert receiver.num_loading_requests == 0 and rank.steps == []
+    receiver.cancel(request)
+    assert [len(step.unread) for step in rank.steps] == [1]
+    assert manager.pool.num_free == 47
+    assert receiver.match(request, an_offer()) == 38
+
+
+# Faults, with real transports --------------------------------------------------------------------------
+
+
+def test_expired_lease_fails_the_load_but_not_the_answer(engines):
+    sender, receiver = engines("p"), engines("d", block=32)
+    tokens = list(range(100))
+    offer = send(sender, "r", tokens, lease_s=0.05)
+    assert sender.drained()
+    for first in range(5000, 9000, 1000):  # this request overwrites the offered blocks
+        other = Request(f"from {first}", range(first, first + 900))
+        sender.prefill(other)
+        sender.manager.free(other)
+    request = Request("r", [*tokens, 7])
+    assert receiver.admit(request, offer)
+    loaded = receiver.loaded(request)
+    assert "the lease of request r has ended: set a longer lease_s in engine 'p'" in loaded.error
+    receiver.recompute(request, loaded)
+    assert receiver.wrong(request, 101) is None
+    receiver.manager.free(request)
+    assert receiver.drained()
+
+
+def test_withdrawn_lease_fails_the_load(engines):
+    sender, receiver = engines("p"), engines("d")
+    request = Request("r", range(50))
+    sender.prefill(request)
+    offer = sender.connector.publish(request)
+    sender.connector.withdraw(request)
+    assert sender.drained()
+    request = Request("r", range(51))
+    assert receiver.admit(request, offer)
+    assert "has ended" in receiver.loaded(request).error
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (
+            lambda rank: rank.update(transport="other"),
+            "transport is 'gloo' here, but 'other' in engine",
+        ),
+        (lambda rank: rank.update(metadata="!"), "base64|padding|Only"),
+        (lambda rank: rank.update(metadata="e30="), "metadata"),
+        (lambda rank: rank.update(addresses=[[4096] * 4]), "registered|memory"),
+        (lambda rank: rank.update(leases=4096), "registered|memory"),
+    ],
+)
+def test_offer_with_foreign_addresses_reads_nothing(change, message, engines):
+    sender, receiver = engines("p"), engines("d")
+    offer = send(sender, "r", range(50))
+    change(offer["ranks"][0])
+    request = Request("r", range(51))
+    assert receiver.admit(request, sealed(offer))
+    loaded = receiver.loaded(request)
+    assert re.search(message, loaded.error), loaded.error
+    receiver.recompute(request, loaded)
+    assert receiver.wrong(request, 51) is None
+    receiver.manager.free(request)
+    assert receiver.drained()
+
+
+def test_transport_digest_is_an_option(engines):
+    sender, receiver = (engines(name, options={"digest": True}) for name in "pd")
+    assert all(each.ranks[0]._reader.transport.digest for each in (sender, receiver))
+    check_load(receiver, Request("r", range(51)), send(sender, "r", range(50)), 50)
+
+
+@pytest.mark.parametrize("value", ["", " \n"])
+def test_blank_secret_in_the_environment_is_rejected(value, monkeypatch):
+    monkeypatch.delenv("KVCACHE_TRANSFER_SECRET", raising=False)
+    assert secret_from_environment() == b""
+    monkeypatch.setenv("KVCACHE_TRANSFER_SECRET", value)
+    with pytest.raises(ValueError, match=r"\$KVCACHE_TRANSFER_SECRET is empty: expected a secret"):
+        secret_from_environment()
+
+
+def test_peer_without_the_secret_is_rejected(engines):
+    sender, receiver = engines("p", secret="a"), engines("d", secret="b")
+    request = Request("r", range(51))
+    assert receiver.admit(request, send(sender, "r", range(50)))
+    assert receiver.loaded(request).error is not None
+    receiver.manager.free(request)
+    assert receiver.drained()
+
+
+@pytest.mark.slow
+def test_stopped_sender_delays_a_load_only_until_the_deadline(engines):
+    receiver = engines("decode", options={"timeout_s": 1.0})
+    with EngineProcess("prefill") as sender:
+        offers = [
+            sender.ask("prefill", id=f"r{n}", tokens=[*range(n, n + 60)])["offer"] for n in range(3)
+        ]
+        # On a busy machine, a load may take longer than `timeout_s` (1 s).
+        check_load_again(receiver, "r0", range(61), offers[0])
+        sender.signal(signal.SIGSTOP)
+        begun, request = time.monotonic(), Request("r1", range(1, 62))
+        assert receiver.admit(request, offers[1])
+        loaded = receiver.loaded(request)
+        assert loaded.error and time.monotonic() - begun < 30  # other engines have 60 s
+        receiver.recompute(request, loaded)
+        assert receiver.wrong(request, 61) is None
+        receiver.manager.free(request)
+        sender.signal(signal.SIGCONT)
+        check_load_again(receiver, "r2", range(2, 63), offers[2])
+        assert receiver.drained()
+
+
+def test_new_sender_can_use_the_name_of_a_stopped_one(engines):
+    receiver = engines("decode", options={"timeout_s": 3.0})
+    with EngineProcess("prefill") as stopped, EngineProcess("prefill") as started:
+        old, unread = (
+            stopped.ask("prefill", id=name, tokens=[*range(60)])["offer"] for name in "rs"
+        )
+        check_load(receiver, Request("r", range(61)), old, 60)
+        receiver.manager.cache.reset()
+        stopped.signal(signal.SIGSTOP)
+        waiting = Request("s", range(61))
+        assert receiver.admit(waiting, unread)
+        time.sleep(0.1)
+        new = started.ask("prefill", id="t", tokens=[*range(100, 160)])["offer"]
+        request = Request("t", range(100, 161))
+        assert receiver.admit(request, new)
+        loaded = [receiver.connector.poll()]
+        until(lambda: loaded.append(receiver.connector.poll()) or sum(map(len, loaded)) == 2)
+        ended = {each.request.request_id: each for found in loaded for each in found}
+        assert (ended["t"].num_computed_tokens, ended["t"].error) == (60, None)
+        assert receiver.wrong(request, 60) is None and ended["s"].error is not None
+        receiver.recompute(waiting, ended["s"])
+        assert receiver.wrong(waiting, 61) is None
+        for each in (waiting, request):
+            receiver.manager.free(each)
+        # An old offer must not replace the new sender as the owner of the peer's name.
+        again = Request("r", range(61))
+        receiver.manager.cache.reset()
+        assert receiver.admit(again, old)
+        assert "is connected" in receiver.loaded(again).error
+        receiver.manager.free(again)
+        stopped.signal(signal.SIGCONT)
+        assert receiver.drained()
+
+
+def check_load_again(receiver, name, tokens, offer):
+    """After a fault, retry until a load succeeds."""
+    deadline = time.monotonic() + 30
+    while True:
+        request = Request(name, tokens)
+        assert receiver.admit(request, offer)
+        loaded = receiver.loaded(request)
+        wrong = loaded.num_computed_tokens and receiver.wrong(request, loaded.num_computed_tokens)
+        assert not wrong, wrong
+        if loaded.num_computed_tokens is not None:
+            receiver.manager.free(request)
+        receiver.manager.cache.reset()
+        if loaded.error is None:
+            return
+        assert time.monotonic() < deadline, loaded.error
+        time.sleep(0.3)
+
+
+@pytest.mark.slow
+def test_sender_can_be_killed_and_restarted_under_its_name(engines):
+    receiver = engines("decode", options={"timeout_s": 5.0})
+    with EngineProcess("prefill") as sender:
+        offer = sender.ask("prefill", id="r", tokens=[*range(60)])["offer"]
+        check_load(receiver, Request("r", range(61)), offer, 60)
+        offer = sender.ask("prefill", id="s", tokens=[*range(100, 160)])["offer"]
+        sender.signal(signal.SIGKILL)
+        request = Request("s", range(100, 161))
+        assert receiver.admit(request, offer)
+        loaded = receiver.loaded(request)
+        assert loaded.error is not None
+        if loaded.num_computed_tokens is not None:
+            receiver.manager.free(request)
+        sender.start()
+        offer = sender.ask("prefill", id="s", tokens=[*range(100, 160)])["offer"]
+        check_load_again(receiver, "s", range(100, 161), offer)
+        assert receiver.drained()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_random_faults_change_no_answer(transport):
+    """`python -m benchmarks.disaggregation` runs a longer version of this test."""
+    seed = seed_of_test()
+    print(f"seed {seed}")
+    counts = {"num_requests": 12, "num_kills": 1, "num_stops": 1}
+    found = Faults(seed, **counts, transport=transport, margin_s=8.0).run()
+    print(found)
+    assert found["wrong"] == found["hanging"] == found["leaked"] == 0
+    assert found["loaded"] > 0
+
+
+# While the prefill computes ----------------------------------------------------------------------------
+
+
+def here(receiver, request, kind, layer, end):
+    """Return whether the receiver's pages contain a layer's KV for tokens [0, end)."""
+    group = receiver.kinds.index(kind)
+    tokens = request.token_ids.tolist()
+    for rank, at, number in receiver.rank_layers():
+        if number != layer:
+            continue
+        cache = receiver.storages[rank][group].key_cache(at)
+        for block, slots, (low, high) in receiver.each_page(request, group, 0, end):
+            right = receiver.values(rank, layer, 0, tokens[low:high], low)
+            if not (cache[block, slots] == right).all():
+                return False
+    return True
+
+
+def until(condition, timeout_s=30):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [FULL, STATES], ids=["full", "states"])
+@pytest.mark.parametrize("sides", [(0, 1), (4, 3)], ids=str)
+def test_layers_arrive_before_the_last_one_is_computed(sides, kinds, engines):
+    sender, receiver = (
+        engines(name, kinds=kinds, **SIDES[side]) for name, side in zip("pd", sides)
+    )
+    tokens = list(range(200))
+    request, again = Request("r", tokens), Request("r", [*tokens, 7])
+    plan = sender.manager.step(new=[request])
+    sender.apply(plan)
+    offer = json.loads(json.dumps(sender.connector.publish_early(request, sender.order)))
+    assert receiver.admit(again, offer)
+    stages = -(-sender.num_ranks // sender.tp)
+    per_stage = len(sender.order) // stages
+
+    def compute(end, count):
+        """Compute the last chunk's tokens in the first `count` layers, and report each rank's
+        progress.
+        """
+        sender.compute(request, 0 if end < 200 else 96, end, layers=sender.order[:count])
+        for rank in range(sender.num_ranks):
+            done = min(max(count - rank // sender.tp * per_stage, 0), per_stage)
+            first = 0 if end < 200 else 96
+            if done == per_stage:
+                sender.connector.advance(request, end, rank=rank)
+            else:
+                sender.connector.advance(request, first, end, done, rank=rank)
+
+    compute(96, 2 * len(kinds))  # the first chunk has been computed in half of the layers
+    until(lambda: here(receiver, again, "full", 0, 96) and here(receiver, again, "full", 1, 96))
+    assert not here(receiver, again, "full", 3, 96)
+    assert (
+        receiver.connector.poll() == [] and receiver.manager.state(again) is RequestState.RECEIVING
+    )
+    compute(96, 4 * len(kinds))
+    compute(200, 1)
+    until(lambda: here(receiver, again, "full", 0, 200))
+    assert not here(receiver, again, "full", 1, 200)
+    compute(200, 4 * len(kinds))
+    assert sender.connector.publish(request) is None
+    loaded = receiver.loaded(again)
+    assert (loaded.num_computed_tokens, loaded.error) == (200, None)
+    assert receiver.wrong(again, 200) is None
+    receiver.manager.free(again)
+    assert sender.drained() and receiver.drained()
+
+
+@pytest.mark.parametrize(
+    "memory_order,expected",
+    [
+        (("block", "kv", "token", "head", "element"), [96, 64]),
+        (("layer", "block", "token", "head", "element"), [96, 64]),
+        # Both layers are in a single region.
+        (("block", "layer", "kv", "token", "head", "element"), [64, 64]),
+    ],
+)
+def test_adjacent_layers_are_read_together(memory_order, expected):
+    description = CacheDescription(
+        engine_id="p",
+        **{"num_layers": 2, "total_num_kv_heads": 2, "head_size": 8, "block_size": 16},
+        memory_order=memory_order,
+    )
+    offer = Offer.from_dict(an_offer())
+    groups = (GroupLayout(("a", "b"), description, 1, 50),)
+    parts = _Parts(replace(offer, groups=groups, order=("a", "b")))
+    assert parts.computed(0, 0, Progress(64, 96, 1)).tolist() == expected
+    assert parts.computed(0, 0, Progress(64, 96, 2)).tolist() == [96, 96]
+
+
+def test_prefill_can_be_withdrawn_during_a_load(engines):
+    sender, receiver = engines("p"), engines("d")
+    request, again = Request("r", range(100)), Request("r", range(101))
+    sender.manager.step(new=[request])
+    offer = sender.connector.publish_early(request, sender.order)
+    assert receiver.admit(again, offer)
+    sender.compute(request, 0, 100, layers=sender.order[:1])
+    sender.connector.advance(request, 0, 100, 1)
+    until(lambda: here(receiver, again, "full", 0, 100))
+    sender.connector.withdraw(request)
+    loaded = receiver.loaded(again)
+    assert "has ended" in loaded.error
+    receiver.recompute(again, loaded)
+    assert receiver.wrong(again, 101) is None
+    receiver.manager.free(again)
+    assert sender.drained() and receiver.drained()
+
+
+@pytest.mark.slow
+def test_layers_are_read_from_another_process_until_it_is_killed(engines):
+    receiver = engines("decode", block=32, kinds=HYBRID)
+    with EngineProcess("prefill", tp=2, layout="HND", kinds=HYBRID) as sender:
+        for name, tokens in (("r", range(100)), ("s", range(500, 600))):
+            offer = sender.ask("early", id=name, tokens=[*tokens])["offer"]
+            request = Request(name, [*tokens, 7])
+            assert receiver.admit(request, offer)
+            sender.ask("layers", id=name, first=0, end=100, count=2)
+            until(lambda request=request: here(receiver, request, "full", 0, 100))
+            assert receiver.connector.poll() == []
+            if name == "r":
+                sender.ask("layers", id=name, first=0, end=100, count=8)
+                sender.ask("publish", id=name)
+                loaded = receiver.loaded(request)
+                assert (loaded.num_computed_tokens, loaded.error) == (100, None)
+                assert receiver.wrong(request, 100) is None
+                assert sender.ask("drained")["drained"]
+            else:
+                sender.signal(signal.SIGKILL)
+                loaded = receiver.loaded(request)
+                assert loaded.error is not None
+                receiver.recompute(request, loaded)
+                assert receiver.wrong(request, 101) is None
+            receiver.manager.free(request)
+        assert receiver.drained()
+
+
+# Misbehaving peers and ranks ---------------------------------------------------------------------------
+
+
+def test_malformed_message_of_a_peer_does_not_end_the_thread(engines):
+    sender, receiver = engines("p"), engines("d")
+    peer = make_transport("evil", "gloo")
+    name = peer.connect(base64.b64decode(sender.ranks[0].handshake.address.metadata))
+    for message in (b'{"done":"x","generation":Infinity,"readers":1}', b"[" * 100_000):
+        peer.send(name, message)
+    time.sleep(0.2)
+    check_load(receiver, Request("r", range(51)), send(sender, "r", range(50)), 50)
+    assert sender.drained()
+    peer.close()
+
+
+def test_thread_continues_after_a_failed_iteration(engines, monkeypatch):
+    sender, receiver = engines("p"), engines("d")
+    with monkeypatch.context() as patch:
+        patch.setattr(sender.ranks[0]._reader.transport, "notifications", lambda: 1 / 0)
+        time.sleep(0.2)
+    check_load(receiver, Request("r", range(51)), send(sender, "r", range(50)), 50)
+    assert sender.drained()
+
+
+def test_failed_thread_ends_loads_and_leases(engines, monkeypatch):
+    monkeypatch.setattr(rank_module, "_MOST_WRONG", 2)
+    sender, receiver = engines("p"), engines("d")
+    offers = [send(sender, name, range(50)) for name in "rs"]
+    for engine in (receiver, sender):
+        monkeypatch.setattr(engine.ranks[0]._reader.transport, "notifications", lambda: 1 / 0)
+        until(lambda engine=engine: not engine.ranks[0]._thread.is_alive())
+    for name, offer in zip("rs", offers):
+        request = Request(name, range(51))
+        assert receiver.admit(request, offer)
+        loaded = receiver.loaded(request)
+        assert loaded.num_computed_tokens == 0 and "has failed" in loaded.error
+        receiver.manager.free(request)
+    assert send(sender, "t", range(50)) is not None  # the lease expires immediately
+    assert sender.drained() and receiver.drained()
+
+
+def test_failed_thread_fails_the_loads_in_progress(engines, monkeypatch):
+    monkeypatch.setattr(rank_module, "_MOST_WRONG", 2)
+    sender, receiver = engines("p"), engines("d")
+    request, again = Request("r", range(50)), Request("r", range(51))
+    sender.manager.step(new=[request])
+    assert receiver.admit(again, sender.connector.publish_early(request, sender.order))
+    time.sleep(0.1)  # the load is now waiting for layers to be computed
+    monkeypatch.setattr(receiver.ranks[0]._reader.transport, "notifications", lambda: 1 / 0)
+    loaded = receiver.loaded(again)
+    assert "the thread that loads KV has failed" in loaded.error
+    receiver.recompute(again, loaded)
+    receiver.manager.free(again)
+    sender.connector.withdraw(request)
+    assert sender.drained() and receiver.drained()
+
+
+def test_load_that_cannot_begin_fails_only_its_own_request(engines, monkeypatch):
+    sender, receiver = engines("p"), engines("d")
+    with monkeypatch.context() as patch:
+        patch.setattr(receiver.ranks[0], "_begin_load", lambda load: 1 / 0)
+        request = Request("r", range(51))
+        assert receiver.admit(request, send(sender, "r", range(50)))
+        assert "did not begin: ZeroDivisionError" in receiver.loaded(request).error
+        receiver.manager.free(request)
+    check_load(receiver, Request("s", range(51)), send(sender, "s", range(50)), 50)
+
+
+def test_request_name_may_begin_with_nul(engines):
+    sender, receiver = engines("p"), engines("d")
+    check_load(receiver, Request("\0r", range(51)), send(sender, "\0r", range(50)), 50)
+    assert sender.drained() and receiver.drained()

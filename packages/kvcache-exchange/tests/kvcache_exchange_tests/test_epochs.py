@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New weights while engines exchange KV: KV of earlier weights is neither offered nor used."""
+
+import json
+import random
+import time
+
+import pytest
+
+from kvcache import Admit, External, Request
+from kvcache_exchange.disaggregation.leases import Progress
+from kvcache_exchange.disaggregation.steps import Results
+from kvcache_exchange_tests.test_disaggregation import lone
+from tests.machinery import disaggregation_engine as transport
+from tests.machinery.epoch_fleet import Fleet
+from tests.machinery.shared import sampled
+
+TOKENS = list(range(70))
+CHANGED = "the weights have changed"
+
+
+def computed(manager, name="r", tokens=TOKENS):
+    request = Request(name, tokens)
+    manager.step(new=[request])
+    return request
+
+
+def offered(engine, name="r"):
+    connector, manager, _ = engine
+    return json.loads(json.dumps(connector.publish(computed(manager, name))))
+
+
+def asked(name="r"):
+    return Request(name, [*TOKENS, 1])
+
+
+def admitted(engine, offer, name="r"):
+    connector, manager, _ = engine
+    request = asked(name)
+    count = connector.match(request, offer)
+    manager.step(new=[Admit(request, external=External(count, delayed=True))])
+    return request
+
+
+@pytest.mark.parametrize("version", [None, "step 1", 1])
+def test_offer_made_before_a_new_epoch_is_refused_after_it(version):
+    sender, receiver = lone("p"), lone("d")
+    offer = offered(sender)
+    receiver[1].cache.start_epoch(version)
+    sender[1].cache.start_epoch(version)
+    with pytest.raises(
+        ValueError, match=r"^version of the weights is '.+' here, but '' in engine 'p'"
+    ):
+        receiver[0].match(asked(), offer)
+    assert receiver[0].stats.refused_requests == 1
+
+
+def test_offers_are_accepted_again_once_both_engines_name_the_same_weights():
+    sender, receiver = lone("p"), lone("d")
+    for version in ("step 1", "step 2"):
+        sender[1].cache.start_epoch(version)
+        offer = offered(sender, version)
+        with pytest.raises(ValueError, match="version of the weights"):
+            receiver[0].match(asked(version), offer)
+        receiver[1].cache.start_epoch(version)
+        assert receiver[0].match(asked(version), offer) == 70
+
+
+def test_unnamed_weights_are_known_to_one_engine_alone():
+    one, other = lone("p"), lone("d")
+    for _, manager, _ in (one, other):
+        manager.cache.start_epoch()
+    assert one[1].cache.model_version != other[1].cache.model_version
+    with pytest.raises(ValueError, match="version of the weights is 'unnamed "):
+        other[0].match(asked(), offered(one))
+
+
+def test_versions_are_validated_before_the_epoch_starts():
+    manager = lone("p")[1]
+    manager.cache.start_epoch(7)
+    manager.step(new=[Request("a", TOKENS)])
+    for version, error, message in (
+        (
+            7,
+            ValueError,
+            "model_version is 7: expected another name than that of the current weights, '7'",
+        ),
+        ("7", ValueError, "model_version is '7': expected another name"),
+        ("", ValueError, "model_version is '': expected another name"),
+        (True, TypeError, "model_version is True: expected a string"),
+        (1.5, TypeError, "model_version is 1.5: expected a string"),
+        ("\ud800", ValueError, "model_version is .*: expected text that UTF-8 can hold"),
+    ):
+        with pytest.raises(error, match=message):
+            manager.cache.start_epoch(version)
+    assert (manager.cache.epoch, manager.cache.model_version) == (1, "7")
+    assert manager.cache.find_prefix(Request("b", TOKENS)).num_tokens == 64
+
+
+def test_new_epoch_ends_all_leases():
+    connector, manager, (rank,) = lone("p")
+    offered((connector, manager, rank), "a")
+    early = computed(manager, "b")
+    assert connector.publish_early(early, ["a", "b"]) is not None
+    manager.cache.start_epoch("step 1")
+    assert connector.poll() == []
+    assert rank.steps[-1].ends == {"a", "b"}
+    rank.results = Results(sent={"a", "b"})
+    connector.poll()
+    assert connector.num_leased_requests == 1  # until the early request is published
+    assert connector.publish(early) is None
+    assert connector.num_leased_requests == manager.pool.num_kept == 0
+    assert manager.pool.num_free == manager.pool.num_total
+
+
+def test_tokens_computed_after_a_new_epoch_are_not_reported_to_readers_of_an_earlier_offer():
+    connector, manager, (rank,) = lone("p")
+    request = computed(manager)
+    connector.publish_early(request, ["a", "b"])
+    manager.cache.start_epoch("step 1")
+    connector.advance(request, 70)
+    assert rank.steps[1].ends == {"r"} and rank.steps[2] == ("r", Progress(70))
+
+
+@pytest.mark.parametrize("how", ["publish", "publish_early", "fork"])
+def test_request_that_runs_across_an_epoch_is_not_offered(how):
+    connector, manager, (rank,) = lone("p")
+    request = computed(manager)
+    assert not manager.cache.is_stale(request)
+    manager.cache.start_epoch("step 1")
+    assert manager.cache.is_stale(request)
+    if how == "publish_early":
+        assert connector.publish_early(request, ["a", "b"]) is None
+        manager.free(request)
+    elif how == "fork":
+        child = Request("child", TOKENS)
+        manager.fork(request, child)
+        assert connector.publish(child) is None
+        manager.free(request)
+    else:
+        assert connector.publish(request) is None
+    assert rank.steps == [] and manager.pool.num_free == manager.pool.num_total
+    again = computed(manager)
+    assert not manager.cache.is_stale(again) and connector.publish(again) is not None
+
+
+def test_request_that_was_freed_and_admitted_again_is_offered():
+    connector, manager, _ = lone("p")
+    request = computed(manager)
+    manager.cache.start_epoch("step 1")
+    manager.free(request)
+    manager.step(new=[request])
+    offer = connector.publish(request)
+    assert offer["identity"]["version"] == "step 1" and offer["num_tokens"] == 70
+
+
+def test_cached_prefix_of_earlier_weights_is_not_offered():
+    connector, manager, _ = lone("p")
+    manager.free(computed(manager))
+    manager.cache.start_epoch()
+    assert connector.publish_cached(Request("x", [*TOKENS, 0])) is None
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_load_in_flight_at_a_new_epoch_is_canceled_and_quarantined(num_ranks):
+    receiver, manager, ranks = lone("d", num_ranks)
+    request = admitted((receiver, manager, ranks), offered(lone("p")))
+    receiver.begin(request)
+    manager.cache.start_epoch("step 1")
+    (arrived,) = receiver.poll()
+    assert (arrived.num_computed_tokens, arrived.num_loaded_tokens) == (None, 0)
+    assert arrived.error == CHANGED and all(rank.steps[-1].cancels == {"r"} for rank in ranks)
+    assert receiver.num_quarantined_blocks == manager.pool.num_kept > 0
+    for rank in ranks:
+        rank.results.released.add("r")
+    assert receiver.poll() == [] and manager.pool.num_free == manager.pool.num_total
+
+
+def test_load_that_arrived_with_the_new_epoch_loads_no_tokens():
+    receiver, manager, (rank,) = lone("d")
+    request = admitted((receiver, manager, rank), offered(lone("p")))
+    receiver.begin(request)
+    rank.results.received.add("r")
+    manager.cache.start_epoch("step 1")
+    (arrived,) = receiver.poll()
+    assert (arrived.num_computed_tokens, arrived.error) == (0, CHANGED)
+    manager.step([manager.row(request)], [71])
+    manager.free(request)
+    assert manager.cache.find_prefix(asked("x")).num_tokens == 64  # of the present weights
+
+
+@pytest.mark.parametrize("is_admitted", [False, True])
+def test_match_of_earlier_weights_is_not_loaded_and_its_sender_is_notified(is_admitted):
+    receiver, manager, (rank,) = lone("d")
+    offer = offered(lone("p"))
+    if is_admitted:
+        request = admitted((receiver, manager, rank), offer)
+    else:
+        request = asked()
+        assert receiver.match(request, offer) == 70
+    manager.cache.start_epoch()
+    if is_admitted:
+        with pytest.raises(ValueError, match=r"'r' has no load to begin: .*without a new epoch"):
+            receiver.begin(request)
+    else:
+        assert receiver.match(request) == 0
+    assert [len(step.unread) for step in rank.steps] == [1]
+    receiver.cancel(request)
+    assert manager.pool.num_free == manager.pool.num_total
+
+
+def test_description_contains_the_version_of_the_weights():
+    one, other = lone("p"), lone("d")
+    one[0].check_peer(other[0].describe())
+    other[1].cache.start_epoch("step 1")
+    with pytest.raises(
+        ValueError, match="version of the weights is '' here, but 'step 1' in engine 'd'"
+    ):
+        one[0].check_peer(json.loads(json.dumps(other[0].describe())))
+
+
+def test_lookahead_tokens_on_which_kv_depends_must_be_equal():
+    options = {"hash_algorithm": "engine:x", "num_hash_lookahead_tokens": 1, "hash_bytes": 16}
+    connector, manager, (rank,) = lone("p", **options)
+    hashes = [bytes([i] * 16) for i in range(4)]
+    request = Request("r", TOKENS, block_hashes=hashes)
+    manager.step(new=[request])
+    offer = json.loads(json.dumps(connector.publish(request)))
+    assert (
+        offer["num_tokens"] == 69
+    )  # the KV of the last token depends on a token that is not known
+    assert rank.steps[0].leases["r"][2] == Progress(70)
+    receiver = lone("d", **options)[0]
+    assert receiver.match(Request("a", [*TOKENS, 1], block_hashes=hashes), offer) == 69
+    with pytest.raises(ValueError, match="the offer is for other tokens"):
+        receiver.match(Request("b", [*TOKENS[:69], 3, 1], block_hashes=hashes), offer)
+    with pytest.raises(ValueError, match="the request has 69 tokens, but the offer has 70"):
+        receiver.match(Request("c", TOKENS[:69], block_hashes=hashes), offer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_load_over_a_transport_ends_without_tokens_at_a_new_epoch(has_arrived):
+    with transport.Engine("p") as sender, transport.Engine("d") as receiver:
+        request = Request("r", range(200))
+        sender.prefill(request)
+        offer = json.loads(json.dumps(sender.connector.publish(request)))
+        again = Request("r", [*range(200), 7])
+        assert receiver.admit(again, offer)
+        if has_arrived:
+            until = time.monotonic() + 30
+            while not (rank := receiver.ranks[0])._results.received:
+                assert rank._thread.is_alive() and time.monotonic() < until
+                time.sleep(0.001)
+        receiver.manager.cache.start_epoch("step 1")
+        sender.manager.cache.start_epoch("step 1")
+        loaded = receiver.loaded(again)
+        assert (loaded.num_loaded_tokens, loaded.error) == (0, CHANGED)
+        receiver.recompute(again, loaded)
+        assert receiver.wrong(again, again.num_tokens) is None
+        receiver.manager.free(again)
+        assert sender.drained() and receiver.drained()
+
+
+@pytest.mark.parametrize("kinds", ["full", "window"])
+@pytest.mark.parametrize("seed", sampled(range(200), 4))
+def test_only_kv_of_the_current_weights_is_read(seed, kinds):
+    """Random requests, offers, loads, leases and new weights: each token that a request reads has
+    the content of its prefix under the present version of the weights.
+    """
+    fleet = Fleet(seed * 1000 + random.Random(kinds).randrange(1000), kinds=kinds)
+    fleet.run(300)
+    assert fleet.num_read > 0

@@ -1,0 +1,651 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of prefixes loaded from peers: the index, offers of cached blocks, and engines with faulty
+peers.
+"""
+
+import http.server
+import json
+import random
+import re
+import threading
+import time
+from itertools import takewhile
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+# Skip the file before it imports modules that need transformers.
+pytest.importorskip("transformers")
+pytest.importorskip("zmq")
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvcache import GroupSpec, Request, Status
+from kvcache.allocator import check_invariants
+from kvcache_exchange.circuit import Circuit
+from kvcache_exchange.disaggregation.offer_calls import OfferRefusedError, OfferServer, offer_key
+from kvcache_exchange.peers import EventIndex, PeerSource, RadixTreeIndex
+from kvcache_exchange.router_events import EventPublisher, EventSubscriber
+from kvcache_exchange.router_events.translator import EventTranslator
+from kvcache_exchange_tests.test_disaggregation import lone
+from tests.machinery.disaggregation_engine import Engine
+from tests.machinery.dynamo_indexer import needs_dynamo
+from tests.machinery.peer_fleet import Fleet
+from tests.machinery.shared import manager_of, spread
+
+
+@pytest.fixture
+def fleet_of(monkeypatch):
+    fleets = []
+
+    def make(size=2, seed=0, **options):
+        fleets.append(Fleet(size, seed, monkeypatch, **options))
+        return fleets[-1]
+
+    yield make
+    for each in fleets:
+        each.close()
+
+
+LONG = [random.Random(1).randrange(1, 500) for _ in range(100)]
+
+
+def test_prefix_is_loaded_from_the_peer_that_has_it(fleet_of):
+    fleet = fleet_of(3)
+    one, two, three = fleet.peers
+    fleet.answer(one, LONG[:60])
+    fleet.answer(two, LONG)  # 48 tokens are loaded, and the rest is computed
+    fleet.answer(three, LONG)
+    assert [each.source.stats.loaded_tokens for each in fleet.peers] == [0, 48, 96]
+    assert [each.source.stats.offered_tokens for each in fleet.peers] == [48, 96, 0]
+    assert three.engine.metrics.computed_tokens == 4 + 1
+    fleet.settle()
+    fleet.answer(three, LONG)  # the local hit is long enough
+    assert three.source.stats.asked_requests == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", spread(range(39), 2))
+def test_random_runs_with_faulty_peers_return_the_models_answers(fleet_of, seed):
+    fleet = fleet_of(3, seed, model=["llama", "gemma3"][seed % 2])
+    fleet.run(100)
+    assert fleet.num_compared > 10
+
+
+def test_offer_of_a_peer_that_lags_is_refused_and_its_blocks_are_released(fleet_of):
+    fleet = fleet_of(2, num_weights=2, lease_s=60.0)
+    one, two = fleet.peers
+    fleet.answer(one, LONG)
+    two.new_weights(1, "weights 1")
+    fleet.answer(two, LONG)
+    assert (one.source.stats.offered_requests, two.source.stats.refused_requests) == (1, 1)
+    fleet.settle()  # long before the lease expires
+    one.new_weights(1, "weights 1")
+    fleet.answer(one, LONG)  # computed by the peer that was ahead
+    assert one.source.stats.loaded_tokens == 96 and fleet.num_compared == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", spread(range(40), 2))
+def test_random_runs_with_changing_weights_return_the_answers_of_the_current_weights(
+    fleet_of, seed
+):
+    fleet = fleet_of(3, seed, num_weights=3)
+    fleet.run(100)
+    assert fleet.num_compared > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "count", "tokens"),
+    [
+        ("refuses", "refused_requests", 0),
+        ("is down", "unanswered_requests", 0),
+        ("offers nothing", "missed_requests", 0),
+        ("sends nonsense", "refused_requests", 0),
+        ("loses blocks", "missed_requests", 0),
+        (None, "loads", 96),
+    ],
+)
+def test_prompt_is_computed_if_a_peer_cannot_offer_it(fleet_of, caplog, fault, count, tokens):
+    fleet = fleet_of()
+    one, two = fleet.peers
+    fleet.answer(one, LONG)
+    one.fault = fault
+    fleet.answer(two, LONG)
+    stats = two.source.stats
+    assert (stats.asked_requests, getattr(stats, count), stats.loaded_tokens) == (1, 1, tokens)
+    fleet.settle()
+    if fault == "refuses":
+        assert "is computed without source 'peers': not for you" in caplog.text
+    if fault == "is down":
+        assert "the server at 127.0.0.1:1: ConnectionRefusedError" in caplog.text
+
+
+@pytest.mark.slow
+def test_late_offer_of_a_slow_peer_is_declined(fleet_of):
+    fleet = fleet_of(timeout_s=0.2)
+    one, two = fleet.peers
+    fleet.answer(one, LONG)
+    one.fault = "is slow"
+    fleet.answer(two, LONG)
+    assert two.source.stats.unanswered_requests == 1 and two.engine.is_busy
+    fleet.settle()  # the late offer is declined, which ends its lease
+    assert one.source.stats.offered_requests == 1
+
+
+def test_failing_peers_get_no_requests_until_their_breaker_allows_it(fleet_of):
+    fleet = fleet_of()
+    one, two = fleet.peers
+    (watch,) = two.source._watches.values()
+    watch.server.circuit = Circuit(num_failures=1, retry_s=60)
+    one.fault = "is down"
+    for first in (1, 2, 3):
+        fleet.answer(one, [first, *LONG[:40]])
+        fleet.answer(two, [first, *LONG[:40]])
+    stats = two.source.stats
+    assert (stats.asked_requests, stats.unasked_requests) == (1, 2)
+
+
+def test_blocks_of_an_offer_are_kept_when_other_prompts_fill_the_peers_pool(fleet_of):
+    fleet = fleet_of()
+    one, two = fleet.peers
+    fleet.answer(one, LONG)
+    serve, fleet.size = one.serve_asks, 2
+
+    def then_evict():
+        serve()
+        if one.source.stats.offered_requests:  # fill the pool with other prompts
+            one.serve_asks = serve
+            for first in range(3):
+                fleet.add(one, [400 + first, *reversed(LONG)], 1)
+
+    one.serve_asks = then_evict
+    fleet.answer(two, LONG)
+    assert two.source.stats.loaded_tokens == 96
+    fleet.settle()
+
+
+def test_unsuitable_requests_are_not_sent_to_peers(fleet_of):
+    fleet = fleet_of()
+    one, two = fleet.peers
+    fleet.answer(one, LONG)
+    for options in ({"lora": ("a", "b")}, {"read_cache": False}, {"mm_items": [("i", 0, 3)]}):
+        assert two.source.match(Request("r", LONG, **options)) == 0
+    assert two.source.match(Request("short", LONG[:16])) == 0
+    assert two.source.stats.asked_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"peers": ["x"]}, "address is 'x': expected HOST:PORT"),
+        ({"peers": "a:1"}, "peers is 'a:1': expected a sequence of addresses"),
+        ({"peers": ["a:1", "a:1"]}, "expected different addresses"),
+        ({"min_tokens": 0}, "min_tokens is 0: expected 1"),
+        ({"timeout_s": 0}, "timeout_s is 0.0: expected seconds above 0"),
+        ({"lease_s": -1}, "lease_s is -1.0: expected seconds above 0"),
+        ({"recheck_s": 0}, "recheck_s is 0.0: expected seconds above 0"),
+        ({"max_kept_share": 2}, "max_kept_share is 2.0: expected 0 to 1"),
+        ({"index": 5}, "index is 5: expected a PrefixIndex"),
+        ({"secret": "s"}, "secret is 's': expected a bytes"),
+    ],
+)
+def test_invalid_arguments_of_a_source_are_rejected_by_name(options, message):
+    connector, manager, _ = lone()
+    options = {"peers": ["a:1"]} | options
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        PeerSource(manager, connector, options.pop("peers"), **options)
+
+
+# --- offers of cached blocks ----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [["full"], ["full", "window"]])
+@pytest.mark.parametrize("num_tokens", [95, 96, 97, 98])
+def test_cached_prefix_is_offered_without_computing(kinds, num_tokens):
+    tokens = [(31 * i) % 997 for i in range(num_tokens)]
+    with Engine("p", kinds=kinds) as sender, Engine("d", kinds=kinds, block=32) as receiver:
+        first = Request("first", tokens)
+        sender.prefill(first)
+        sender.manager.free(first)
+        offer = sender.connector.publish_cached(Request("asked", [*tokens, 0]))
+        assert offer["num_tokens"] == (num_tokens - 1) // 16 * 16
+        request = Request("r", tokens)
+        assert receiver.admit(request, offer)
+        loaded = receiver.loaded(request)
+        assert (loaded.error, loaded.num_computed_tokens) == (None, offer["num_tokens"])
+        receiver.recompute(request, loaded)
+        assert receiver.wrong(request, num_tokens) is None
+        receiver.manager.free(request)
+        assert sender.drained() and receiver.drained()
+
+
+def test_offer_of_cached_blocks_is_bounded_and_changes_nothing_if_declined():
+    connector, manager, _ = lone(num_blocks=11, max_num_reqs=1)
+    request = Request("r", range(100))
+    manager.step(new=[request])
+    asked = Request("asked", [*range(100), 0])
+    assert connector.publish_cached(asked) is None  # the only row is in use
+    manager.free(request)
+    before = manager.pool.num_free
+    for options in ({"min_tokens": 97}, {"max_kept_blocks": 5}):
+        assert connector.publish_cached(asked, **options) is None
+    assert connector.publish_cached(Request("short", [0])) is None
+    assert connector.publish_cached(Request("unknown", range(500, 600))) is None
+    assert (manager.pool.num_free, connector.num_leased_requests) == (before, 0)
+    offer = connector.publish_cached(asked, min_tokens=96, max_kept_blocks=6)
+    assert offer["num_tokens"] == 96 and manager.pool.num_kept == 6
+    more = Request("more", [*range(50), 0])
+    assert connector.publish_cached(more, max_kept_blocks=8) is None
+    assert connector.publish_cached(more, max_kept_blocks=9)["num_tokens"] == 48
+    with pytest.raises(ValueError, match="lease_s is 0"):
+        connector.publish_cached(asked, lease_s=0)
+    with pytest.raises(ValueError, match="min_tokens is 0: expected 1"):
+        connector.publish_cached(asked, min_tokens=0)
+    with pytest.raises(ValueError, match="max_kept_blocks is -1: expected 0"):
+        connector.publish_cached(asked, max_kept_blocks=-1)
+
+
+def test_groups_without_cached_blocks_cannot_be_offered():
+    refusal = pytest.raises(
+        ValueError, match=r"group \d has kind 'recurrent': expected transferred="
+    )
+    with Engine("p", kinds=["full", "window", "state"]) as sender, refusal:
+        sender.connector.publish_cached(Request("asked", range(100)))
+
+
+class Offers(RuleBasedStateMachine):
+    """Random offers of cached blocks, checked against a model of each block's content."""
+
+    def __init__(self):
+        super().__init__()
+        self.connector, self.manager, self.ranks = lone("p", num_blocks=30, max_num_reqs=4)
+        self.running, self.contents, self.leases, self.number = {}, {}, {}, 0
+
+    @rule(prefix=st.integers(0, 2), count=st.integers(1, 150))
+    def compute(self, prefix, count):
+        self.number += 1
+        request = Request(f"r{self.number}", range(1000 * prefix, 1000 * prefix + count))
+        plan = self.manager.step(new=[request])
+        if plan.status[0] != Status.SERVED:
+            return
+        self.running[self.number] = request
+        kept = {block for blocks, _ in self.leases.values() for block in blocks}
+        for i, block in enumerate(self.manager.block_ids(request).tolist()):
+            if i * 16 >= plan.num_computed_tokens[0]:
+                assert block not in kept, "a block under lease was overwritten"
+                self.contents[block] = prefix, i
+
+    @rule()
+    def free(self):
+        if self.running:
+            self.manager.free(self.running.pop(next(iter(self.running))))
+
+    @rule(prefix=st.integers(0, 3), count=st.integers(1, 150), most=st.integers(0, 20))
+    def offer(self, prefix, count, most):
+        self.number += 1
+        tokens = [*range(1000 * prefix, 1000 * prefix + count), 0]
+        request = Request(f"o{self.number}", tokens)
+        num_kept = self.manager.pool.num_kept
+        cached = self.manager.cache.find_prefix(Request("x", tokens[:-1])).num_tokens
+        offer = self.connector.publish_cached(request, max_kept_blocks=most)
+        if offer is None:
+            is_full = self.manager.pool.num_free == 0 or len(self.running) == 4
+            assert cached == 0 or num_kept + cached // 16 > most or is_full
+            assert self.manager.pool.num_kept == num_kept
+            return
+        (blocks,) = offer["blocks"]
+        assert len(blocks) * 16 == offer["num_tokens"] == cached
+        assert [self.contents[each] for each in blocks] == [(prefix, i) for i in range(len(blocks))]
+        assert self.manager.pool.num_kept == num_kept + len(blocks) <= most
+        self.leases[request.request_id] = blocks, request
+
+    @rule()
+    def lease_ends(self):
+        if self.leases:
+            name = next(iter(self.leases))
+            del self.leases[name]
+            self.ranks[0].results.sent.add(name)
+            self.connector.poll()
+
+    @rule()
+    def reset(self):
+        self.manager.cache.reset()
+
+    @invariant()
+    def check(self):
+        check_invariants(self.manager)
+
+    def teardown(self):
+        while self.leases:
+            self.lease_ends()
+        while self.running:
+            self.free()
+        pool = self.manager.pool
+        assert pool.num_free == pool.num_total and pool.num_kept == 0
+
+
+TestOffers = Offers.TestCase
+TestOffers.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+
+
+# --- indexes --------------------------------------------------------------------------------------
+
+
+class Tree:
+    """A simple model of Dynamo's `RadixTree`."""
+
+    def __init__(self):
+        self.blocks = {}  # (worker, block hash) -> hashes of the tokens from the root
+
+    def apply_event(self, worker, event):
+        data = json.loads(event)["data"]
+        if removed := data.get("removed"):
+            for each in removed["block_hashes"]:
+                del self.blocks[worker, each]
+            return
+        parent = data["stored"]["parent_hash"]
+        path = () if parent is None else self.blocks[worker, parent]
+        for block in data["stored"]["blocks"]:
+            path = (*path, block["tokens_hash"])
+            self.blocks[worker, block["block_hash"]] = path
+
+    def remove_worker(self, worker):
+        self.blocks = {key: path for key, path in self.blocks.items() if key[0] != worker}
+
+    def find_matches(self, sequence):
+        scores = {}
+        for worker in {worker for worker, _ in self.blocks}:
+            paths = {path for (owner, _), path in self.blocks.items() if owner == worker}
+            prefixes = [tuple(sequence[: n + 1]) for n in range(len(sequence))]
+            if count := len([*takewhile(paths.__contains__, prefixes)]):
+                scores[worker, 0] = count
+        return SimpleNamespace(scores=scores)
+
+
+def block_hashes(tokens, size):
+    return [hash(tuple(tokens[i : i + size])) for i in range(0, len(tokens) // size * size, size)]
+
+
+def dynamo_tree():
+    from dynamo._core import RadixTree, compute_block_hash_for_seq
+
+    return RadixTree(), compute_block_hash_for_seq
+
+
+WINDOW = GroupSpec("sliding_window", 16, {"window": 48})
+FULL = GroupSpec("full_attention", 16)
+
+
+@pytest.mark.parametrize(
+    ("groups", "tree"),
+    [
+        ([FULL], None),
+        ([FULL, WINDOW], None),
+        ([FULL], lambda: (Tree(), block_hashes)),
+        pytest.param([FULL], dynamo_tree, marks=needs_dynamo),
+    ],
+)
+@pytest.mark.parametrize("seed", spread(range(20), 2))
+def test_index_knows_what_peers_can_offer(groups, tree, seed):
+    rng = random.Random(seed)
+    asking = manager_of(*groups, max_model_len=256)
+    index = EventIndex(asking) if tree is None else RadixTreeIndex(*tree(), 16)
+    peers = {}
+    for name in ("a", "b"):
+        manager = manager_of(*groups, num_blocks=30, max_model_len=256, enable_events=True)
+        peers[name] = manager, EventTranslator(manager.options.hash_seed)
+    num_found = 0
+    for number in range(120):
+        name = rng.choice("ab")
+        manager, translator = peers[name]
+        prefix, salt = rng.randrange(3), rng.choice([None, None, "s"])
+        tokens = range(1000 * prefix, 1000 * prefix + rng.randrange(20, 200))
+        if rng.random() < 0.03:
+            manager.cache.reset()
+        request = Request(f"r{number}", tokens, cache_salt=salt)
+        manager.step(new=[request])
+        manager.free(request)
+        index.view(name).apply(translator.translate(manager.cache.drain_events()))
+        if rng.random() < 0.02:
+            index.view(name).clear()  # the peer was restarted
+            manager.cache.reset()
+            manager.cache.drain_events()
+        asked = Request("q", range(1000 * prefix, 1000 * prefix + rng.randrange(20, 200)))
+        found = index.num_tokens(asked)
+        for peer, (theirs, _) in peers.items():
+            count = theirs.cache.find_prefix(asked, whole_blocks=True).num_tokens
+            assert min(found.get(peer, 0), (asked.num_tokens - 1) // 16 * 16) == count
+            num_found += count > 0
+    assert num_found > 20
+    salted = Request("q", range(100), cache_salt="s")
+    if tree is not None:
+        assert index.num_tokens(salted) == {}
+
+
+def test_invalid_arguments_of_an_index_are_rejected_by_name():
+    for arguments, message in (
+        ((5, len, 16), "tree is 5: expected an object with apply_event"),
+        ((Tree(), 5, 16), "hash_tokens is 5: expected a function of tokens and a block size"),
+        ((Tree(), len, 0), "block_size is 0: expected 1"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            RadixTreeIndex(*arguments)
+    with pytest.raises(TypeError, match="view is 5: expected an object with apply and clear"):
+        EventSubscriber("tcp://127.0.0.1:1", view=5)
+    with pytest.raises(ValueError, match="the manager caches no blocks"):
+        EventIndex(manager_of(FULL, enable_caching=False))
+
+
+# --- following a peer -----------------------------------------------------------------------------
+
+
+class Remote:
+    """A peer process as seen through its HTTP server: its description and real events."""
+
+    def __init__(self, engine_id, **model):
+        connector, self.manager, _ = lone(engine_id, model=model, enable_events=True)
+        self.source = PeerSource(self.manager, connector, [])
+        self.publisher = EventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="kv@a@b")
+        self.changes = {}
+        self.requests = 0
+
+    def cache(self, first):
+        request = Request(f"r{first}", range(first, first + 50))
+        self.manager.step(new=[request])
+        self.manager.free(request)
+        self.publisher.publish(self.manager.cache.drain_events())
+
+    def described(self):
+        self.requests += 1
+        events = {name: getattr(self.publisher, name) for name in ENDPOINTS}
+        return json.loads(json.dumps(self.source.describe() | {"events": events} | self.changes))
+
+
+ENDPOINTS = ("endpoint", "replay_endpoint", "topic")
+
+
+class Network:
+    """The peer at the address a:1. It may be replaced or down."""
+
+    def __init__(self, monkeypatch, remote):
+        self.remote = remote
+        monkeypatch.setattr(OfferServer, "fetch", lambda server, path: self._fetch(path))
+        connector, manager, (rank,) = lone("own")
+        rank.close = lambda: None
+        self.source = PeerSource(manager, connector, ["a:1"], recheck_s=0.05)
+
+    def _fetch(self, path):
+        assert path == "/peer"
+        if self.remote is None:
+            raise ConnectionRefusedError("it is down")
+        return self.remote.described()
+
+    def wait(self, condition):
+        until = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < until, self.source.errors
+            time.sleep(0.01)
+
+    def count(self, first):
+        """Return how many tokens of a prompt the peer has cached according to the index."""
+        asked = Request("q", range(first, first + 100))
+        return self.source._index.num_tokens(asked).get("a:1", 0)
+
+    def is_refused(self, message):
+        return re.search(message, self.source.errors["a:1"] or "") is not None
+
+
+@pytest.fixture
+def remote():
+    made = Remote("theirs")
+    yield made
+    made.publisher.close()
+
+
+@pytest.fixture
+def network(monkeypatch, remote):
+    made = Network(monkeypatch, remote)
+    yield made
+    made.source.close()
+
+
+def test_index_follows_a_peer_across_its_end_and_restart(network, remote, caplog):
+    caplog.set_level("INFO")
+    remote.cache(0)
+    network.wait(lambda: network.count(0) == 48)
+    network.wait(lambda: network.source.errors == {"a:1": None})
+    remote.cache(1000)
+    network.wait(lambda: network.count(1000) == 48)
+    network.remote = None
+    network.wait(lambda: network.is_refused("it is down"))
+    assert network.count(0) == 0
+    again = network.remote = Remote("restarted")
+    again.cache(2000)
+    network.wait(lambda: network.count(2000) == 48)
+    network.wait(lambda: network.source.errors == {"a:1": None})
+    assert network.count(0) == 0
+    again.publisher.close()
+    assert "peer a:1 is not used: it is down" in caplog.text and "peer a:1 is used" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peer": {"version": 1}}, "version of the peer is 1: expected 5"),
+        ({"peer": None}, "values is None: expected a Mapping"),
+        ({"peer": "own"}, "the address is that of this server itself"),
+        ({"events": None}, "events of the peer are None: expected its endpoints"),
+        ({"events": {"endpoint": 5}}, "endpoint of the peer's events is 5"),
+        ({"events": {"endpoint": "x", "topic": 5}}, "topic of the peer's events is 5"),
+        ({"events": {"endpoint": "x:y"}}, "endpoint is 'x:y'"),
+    ],
+)
+def test_incompatible_peer_is_refused_by_name(network, remote, caplog, changes, message):
+    own = network.source.describe()["peer"]
+    remote.changes = {"peer": own} if changes == {"peer": "own"} else changes
+    network.wait(lambda: network.is_refused(message))
+    before = remote.requests
+    network.wait(
+        lambda: remote.requests > before + 1
+    )  # the peer is checked again, in case it was restarted
+    assert len(re.findall(f"peer a:1 is not used: .*{message}", caplog.text)) == 1
+    remote.changes = {}
+    network.wait(lambda: network.source.errors["a:1"] is None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 32}, r"block_sizes is \[16\] here, but \[32\] in the peer: expected equal"),
+        ({"hash_block_size": 8}, "hash_block_size is 16 here, but 8 in the peer"),
+    ],
+)
+def test_peer_with_other_blocks_is_refused_by_name(options, message):
+    engines = lone("a"), lone("b", **options)
+    own, theirs = (PeerSource(manager, connector, []) for connector, manager, _ in engines)
+    with pytest.raises(ValueError, match=message):
+        own.check_peer(theirs.describe())
+
+
+def test_peer_with_other_weights_is_refused_until_their_versions_are_equal():
+    engines = lone("a"), lone("b")
+    own, theirs = (PeerSource(manager, connector, []) for connector, manager, _ in engines)
+    managers = [manager for _, manager, _ in engines]
+    own.check_peer(theirs.describe())
+    for manager in managers:
+        manager.cache.start_epoch()
+        with pytest.raises(ValueError, match="version of the weights is '"):
+            own.check_peer(theirs.describe())
+    for manager in managers:
+        manager.cache.start_epoch("step 1")
+    own.check_peer(theirs.describe())
+
+
+def test_peer_with_another_model_is_refused_by_name(monkeypatch):
+    remote = Remote("theirs", weights="other")
+    network = Network(monkeypatch, remote)
+    network.wait(
+        lambda: network.is_refused("weights of the model is None here, but 'other' in eng")
+    )
+    remote.publisher.close()
+    network.source.close()
+
+
+def test_endpoints_on_all_addresses_are_reached_at_the_address_of_the_peer(network):
+    (watch,) = network.source._watches.values()
+    reached = [watch._reachable(f"tcp://{host}:5") for host in ("0.0.0.0", "*", "[::]", "b")]
+    assert reached == ["tcp://a:5", "tcp://a:5", "tcp://a:5", "tcp://b:5"]
+    watch.server.host = "::1"
+    assert watch._reachable("tcp://*:5") == "tcp://[::1]:5"
+    assert watch._reachable("ipc:///tmp/x") == "ipc:///tmp/x"
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """A server that answers each request with the next reply from a list."""
+
+    replies: ClassVar[list] = []
+    seen: ClassVar[list] = []
+
+    def do_GET(self):
+        status, content = self.replies.pop(0)
+        self.seen.append((self.command, self.path, self.headers["authorization"]))
+        self.rfile.read(int(self.headers["content-length"] or 0))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_POST = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+def test_replies_of_servers_are_offers_refusals_or_failures():
+    refusal = json.dumps({"error": {"message": "too old"}}).encode()
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{listener.server_port}"
+        server = OfferServer(address, timeout_s=5, secret=b"s")
+        Answers.replies = [(200, b'{"offer": 1}'), (200, b"{}")]
+        assert server.fetch("/a", {"x": 1}) == {"offer": 1} and server.fetch("/b") == {}
+        key = f"Bearer {offer_key(b's')}"
+        assert Answers.seen == [("POST", "/a", key), ("GET", "/b", key)]
+        for status, content, error, message in (
+            (404, refusal, OfferRefusedError, "answers 404: too old"),
+            (429, refusal, ConnectionError, "answers 429: too old"),
+            (503, refusal, ConnectionError, "answers 503: too old"),
+            (200, b"<html>", ConnectionError, "answers 200 with b'<html>': expected the JSON of"),
+            (500, b"[]", ConnectionError, r"answers 500 with b'\[\]': expected the JSON of"),
+            (200, b"[" * 100_000, ConnectionError, "expected the JSON of a kvcache server"),
+        ):
+            Answers.replies = [(status, content)]
+            with pytest.raises(error, match=message):
+                server.fetch("/a", {})
+        listener.shutdown()

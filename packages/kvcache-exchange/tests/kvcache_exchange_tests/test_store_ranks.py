@@ -1,0 +1,861 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of a store tier over several ranks. The tier must return a single result for all ranks,
+whatever a rank or its store does.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import time
+from collections import deque
+from dataclasses import replace
+
+import pytest
+
+from kvcache import (
+    Admit,
+    ContextParallel,
+    External,
+    GroupSpec,
+    KVCacheManager,
+    KVStorage,
+    Pages,
+    Request,
+    StepReport,
+)
+from kvcache.allocator import check_invariants
+from kvcache.replay.running import Running
+from kvcache.replay.verifier import KVVerifier
+from kvcache_exchange.store import Share, StoreRank, StoreTier, cache_identity, fingerprint
+from kvcache_exchange.store.orders import LookUp, StoreResults
+from kvcache_exchange.store.value_format import key_of_text
+from kvcache_exchange_tests.test_store import LONG, MIXES, match_of, prompts, told
+from tests.machinery.shared import sampled
+from tests.machinery.stores import FAULTS, MemoryStore, StoreUser, patient
+
+FULL = GroupSpec("full_attention", 4)
+
+
+class Link:
+    """A connection to a rank. It delivers orders at the latest before the next plan.
+
+    Results are delayed, or never delivered (`is_silent`). Orders and results are pickled.
+    """
+
+    def __init__(self, rank, choose=None):
+        self.rank, self.choose = rank, random.Random(0) if choose is None else choose
+        self.description = pickle.loads(pickle.dumps(rank.description))
+        self.orders, self.results = deque(), deque()
+        self.lag, self.is_silent = 0.0, False
+
+    def begin(self, orders):
+        self.orders.append(pickle.dumps(orders))
+
+    def deliver(self):
+        while self.orders:
+            self.rank.begin(pickle.loads(self.orders.popleft()))
+
+    def work(self):
+        """Run the rank between steps."""
+        self.deliver()
+        if (results := self.rank.take_results()) is not None:
+            self.results.append(pickle.dumps(results))
+
+    def take_results(self):
+        if self.choose.random() >= self.lag:
+            self.work()
+        if self.is_silent or not self.results or self.choose.random() < self.lag:
+            return None
+        return pickle.loads(self.results.popleft())
+
+    def close(self, timeout_s):
+        self.deliver()
+        return self.rank.close(timeout_s)
+
+
+class RankedVerifier:
+    """The verifiers of all ranks, which have different numbers of layers."""
+
+    def __init__(self, num_ranks, **sizes):
+        self.of_rank = [KVVerifier(num_layers=2 + i, **sizes) for i in range(num_ranks)]
+        self.links = []
+
+    def reserve(self, num_tokens):
+        for each in self.of_rank:
+            each.reserve(num_tokens)
+
+    def apply(self, plan):
+        for link, verifier in zip(self.links, self.of_rank):
+            link.deliver()
+            verifier.apply(plan)
+            link.deliver()
+
+    def check_arrival(self, span):
+        return self._first(each.check_arrival(span) for each in self.of_rank)
+
+    def check(self, span):
+        return self._first(each.check(span) for each in self.of_rank)
+
+    def write(self, span):
+        for each in self.of_rank:
+            each.write(span)
+
+    @staticmethod
+    def _first(found):
+        return max(found, key=lambda each: each[0])
+
+
+class RankedUser(StoreUser):
+    """An engine with a rank for each of the given stores."""
+
+    def __init__(self, stores, groups=(FULL,), choose=None, **options):
+        self.stores, self.choose = stores, choose
+        super().__init__(None, [*groups], **options)
+
+    @property
+    def verifiers(self):
+        return self.verifier.of_rank
+
+    def make_verifier(self, **sizes):
+        return RankedVerifier(len(self.stores), **sizes)
+
+    def make_tier(self, of_tier, of_rank):
+        self.of_rank = of_rank | {"with_host": of_tier["write_from"] in ("auto", "host")}
+        self.links = [self.make_link(i) for i in range(len(self.stores))]
+        self.verifier.links = self.links
+        return StoreTier.over(self.manager, self.links, **of_tier)
+
+    def make_link(self, i):
+        given = dict(self.of_rank)
+        verifier = self.verifier.of_rank[i]
+        host = verifier._host if given.pop("with_host") else None
+        given |= self.of_verifier(verifier) | {"host_pages": host, "rank": f"stage {i}"}
+        if given["circuit"] is not None:
+            given["circuit"] = patient()
+        identity = pickle.loads(pickle.dumps(cache_identity(self.manager)))
+        rank = StoreRank(identity, verifier.storage.pages, self.stores[i], **given)
+        return Link(rank, self.choose)
+
+    def kill(self, i):
+        """End a rank before it has received its last orders, and replace it with a new rank."""
+        self.links[i].rank.close(10)
+        lose(self.verifier.of_rank[i])
+        self.links[i] = self.make_link(i)
+        self.tier.replace_rank(i, self.links[i])
+        for each in [*self.receiving.values()]:
+            self.cancel(each)
+            self.waiting.append(Running(each.item, each.request, 0))
+        for each in [*self.running.values()]:
+            self.manager.free(each.request)
+            self.waiting.append(Running(each.item, each.request, 0))
+        self.running.clear()
+        assert self.manager.cache.reset()
+
+    def end(self):
+        for each in self.links:
+            each.lag, each.is_silent = 0.0, False
+        ranks, self.tier._ranks = self.tier._ranks, []  # their staging memory is checked below
+        for each in [*self.receiving.values()]:
+            self.tier._ranks = ranks
+            self.cancel(each)
+            self.tier._ranks = []
+        self.tier._ranks = ranks
+        for each in [*self.running.values()]:
+            self.manager.free(each.request)
+        self.running.clear()
+        assert self.tier.close(60)
+        for link, store in zip(self.links, self.stores):
+            link.work()
+            assert store.is_closed
+            assert link.rank._staging.num_free == link.rank._staging.num_values
+        assert self.manager.pool.num_free == self.manager.pool.num_total
+        check_invariants(self.manager)
+        assert self.tier.num_loading_requests == 0
+
+
+def lose(verifier):
+    """Overwrite all of a rank's pages."""
+    for pages in filter(None, (verifier.storage.pages, verifier._host)):
+        for region in range(len(pages.sizes)):
+            pages.fragment(region)[1:] = 255
+
+
+def stores_of(num_ranks=2, **options):
+    return [MemoryStore(**options) for _ in range(num_ranks)]
+
+
+def filled(stores, **options):
+    """Return stores that contain the blocks of the prompt LONG."""
+    user = RankedUser(stores, **options)
+    user.run(*prompts(LONG))
+    user.settle()
+    user.end()
+    return stores
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 90])
+@pytest.mark.parametrize("mix", ["full", "all", "unequal blocks", "a drafter"])
+def test_blocks_computed_by_ranks_are_loaded_by_other_ranks(mix, num_host_blocks):
+    groups, hash_block_size = MIXES[mix]
+    options = {
+        **{"groups": groups, "hash_block_size": hash_block_size, "host_write": "through"},
+        "num_host_blocks": num_host_blocks,
+    }
+    stores = filled(stores_of(3), **options)
+    user = RankedUser(stores, **options)
+    user.run(*prompts(LONG))
+    assert user.num_loaded == {"unequal blocks": 24, "a drafter": 24}.get(mix, 28)
+    user.end()
+
+
+def test_only_blocks_that_all_ranks_find_are_loaded():
+    stores = filled(stores_of(2))
+    for store, place in zip(stores, (5, 3)):
+        del store.values[[*store.values][place]]
+    user = RankedUser(stores)
+    user.run(*prompts(LONG))
+    assert user.num_loaded == 12
+    user.settle()
+    again = RankedUser(stores)  # all ranks have stored the missing blocks
+    again.run(*prompts(LONG))
+    assert again.num_loaded == 28
+    user.end()
+    again.end()
+
+
+@pytest.mark.parametrize("fault", ["missing", "corrupt", "short", "other", "raises", "slow"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_fault_of_one_rank_is_a_miss_for_all(failing, fault):
+    stores = filled(stores_of(2))
+    store = stores[failing]
+    store.slow_s, get = 60, store.get
+
+    def failing_get(keys, values):
+        store.fault = lambda: fault
+        return get(keys, values)
+
+    store.get = failing_get
+    user = RankedUser(stores, timeout_s=0.3 if fault == "slow" else 30.0)
+    user.run(*prompts(LONG))
+    assert user.num_loaded < 28 and user.num_finished == 1
+    assert user.tier.stats.failed_loads == 1
+    store.fault = lambda: None
+    store.goes_on.set()
+    user.end()
+
+
+@pytest.mark.parametrize("during", ["lookup", "load"])
+def test_rank_that_does_not_answer_is_a_miss(during):
+    user = RankedUser(filled(stores_of(2)), timeout_s=0.2)
+    begun = time.monotonic()
+    user.add(prompts(LONG)[0])
+    if during == "load":
+        while not user.receiving:
+            user.step()
+    user.links[1].is_silent = True
+    user.run(*prompts(LONG, [7] * 30)[1:])
+    assert time.monotonic() - begun < 30 and user.num_loaded == 0 and user.num_finished == 2
+    user.links[1].is_silent = False
+    user.manager.cache.reset()
+    user.settle()
+    user.run(*prompts(LONG, LONG, LONG)[2:])
+    assert user.num_loaded == 28
+    user.end()
+
+
+def test_result_that_arrives_after_its_deadline_is_ignored():
+    """By then, the request's pages belong to another request."""
+    user = RankedUser(filled(stores_of(2, slow_s=0.2)), timeout_s=10)
+    user.add(prompts(LONG)[0])
+    while not user.receiving:
+        user.step()
+    user.links[0].is_silent = user.links[1].is_silent = True
+    user.tier._timeout_s = 0
+    for load in user.tier._loads.under_way:
+        load.detail.deadline = 0.0
+    user.run(*prompts(LONG, [7] * 30, [8] * 30)[1:])
+    assert user.num_finished == 3
+    for each in user.links:
+        each.is_silent = False
+    user.tier.poll()
+    user.end()
+
+
+def test_order_of_ranks_progress_does_not_matter():
+    """One rank finishes its load and its puts before another rank has begun. If the ranks used
+    collective operations, this difference would cause a deadlock.
+    """
+    stores = filled(stores_of(3))
+    user = RankedUser(stores, timeout_s=60)
+    for item in prompts(LONG, [*range(20), *range(90, 120)], [5] * 30):
+        user.add(item)
+        for turn in range(200):
+            for number, link in enumerate(user.links):
+                link.lag = 0.0 if number == turn // 10 % 3 else 1.0
+            user.step()
+            for each in [*user.running.values()]:
+                if not each.num_left:
+                    user.finish(each)
+    for link in user.links:
+        link.lag = 0.0
+    user.run()
+    assert user.num_loaded >= 28 and user.num_loaded + user.num_hit == 48 and user.num_finished == 3
+    user.settle()
+    user.end()
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_replaced_rank_continues_with_its_store(replaced):
+    stores = filled(stores_of(2))
+    user = RankedUser(stores)
+    user.add(prompts(LONG)[0])
+    while not user.receiving:
+        user.step()
+    # The process of a rank ends, and its pages are lost.
+    user.links[replaced].rank.close(10)
+    lose(user.verifier.of_rank[replaced])
+    link = user.links[replaced] = user.make_link(replaced)
+    user.tier.replace_rank(replaced, link)
+    user.run()
+    assert user.num_loaded == 0 and user.num_finished == 1
+    user.manager.cache.reset()
+    user.run(*prompts(LONG, LONG)[1:])
+    assert user.num_loaded == 28
+    user.manager.cache.start_epoch("newer")
+    with pytest.raises(
+        ValueError, match="rank was created for a manager with other groups, hashes or v"
+    ):
+        user.tier.replace_rank(replaced, link)
+    user.end()
+
+
+def test_storage_events_name_blocks_that_all_ranks_hold():
+    stores = stores_of(2)
+    user = RankedUser(stores)
+    user.run(*prompts(LONG))
+    user.settle()
+    assert len(told(user)) == 7
+    stores[1].remove([*stores[1].values][:2])
+    match_of(user, [3] * 30)
+    user.settle()
+    assert len(told(user)) == 5
+    user.end()
+    other = RankedUser(stores)
+    while len(told(other)) < 5:
+        other.tier.poll()
+        other.events += other.tier.drain_events()
+    assert len(told(other)) == 5
+    other.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", sampled(range(60), 5))
+def test_content_is_correct_for_any_behavior_of_ranks_and_stores(seed):
+    choose = random.Random(seed)
+    groups, hash_block_size = MIXES[[*MIXES][seed % len(MIXES)]]
+    faults = choose.sample(FAULTS, choose.randint(0, 4))
+    rate = choose.choice([0.0, 0.0, 0.1, 0.4])
+
+    def fault_now():
+        return choose.choice(faults) if faults and choose.random() < rate else None
+
+    num_ranks = choose.randint(1, 3)
+    capacity = choose.choice([10, 60, 1000])
+    stores = [MemoryStore(capacity, fault_now, slow_s=0.02) for _ in range(num_ranks)]
+    options = {}
+    if choose.random() < 0.4:
+        options = {
+            "num_host_blocks": choose.randint(5, 60) * len(groups),
+            "host_write": choose.choice(["back", "through"]),
+            "write_from": choose.choice(["host", "device"]),
+        }
+    user = RankedUser(
+        stores, groups, choose, num_blocks=choose.randint(20, 40) * len(groups), circuit=patient(),
+        hash_block_size=hash_block_size, staging_blocks=choose.randint(2, 12),
+        timeout_s=choose.choice([0.01, 5.0]), **options,
+    )  # fmt: skip
+    families = [[choose.randrange(1000) for _ in range(60)] for _ in range(4)]
+    for number in range(40):
+        head = choose.choice(families)[: choose.randint(1, 50)]
+        tail = [choose.randrange(1000) for _ in range(choose.randint(1, 8))]
+        user.add(prompts(*[[0]] * number, [*head, *tail])[-1])
+        for link in user.links:
+            link.lag = choose.choice([0.0, 0.3, 0.8])
+            if user.tier._timeout_s < 1:
+                link.is_silent = choose.random() < 0.1
+        for _ in range(choose.randint(1, 6)):
+            user.step(chunk=choose.choice([8, 16, 64]))
+            check_invariants(user.manager)
+            for link in user.links:
+                if choose.random() < 0.3:
+                    link.work()
+            for each in [*user.running.values()]:
+                if not each.num_left and choose.random() < 0.7:
+                    user.finish(each)
+            if user.receiving and choose.random() < 0.1:
+                user.cancel(choose.choice([*user.receiving.values()]))
+            if choose.random() < 0.05 and user.running:
+                request = choose.choice([*user.running.values()]).request
+                blocks = user.manager.block_ids(request)
+                user.restart(user.tier.invalidate(blocks[blocks > 0][-2:]))
+            if choose.random() < 0.03:
+                user.manager.cache.reset()
+            if choose.random() < 0.02:
+                user.kill(choose.randrange(num_ranks))
+            if choose.random() < 0.01:
+                user.new_weights(choose.choice([None, "a", "b"]))
+            if choose.random() < 0.3:
+                time.sleep(0.002)
+    for link in user.links:
+        link.is_silent = False
+    user.run()
+    for store in stores:
+        store.fault = lambda: None
+    time.sleep(0.03)
+    for link in user.links:
+        link.lag = 0.0
+    user.settle()
+    user.end()
+    while any(link.results for link in user.links):
+        user.tier._take_over()
+    user.events += user.tier.drain_events()
+    held = [
+        {key for text in store.values if (key := key_of_text(link.rank._fingerprint, text))}
+        for store, link in zip(stores, user.links)
+    ]
+    assert told(user) == set.intersection(*held)
+
+
+# What a rank leaves behind ------------------------------------------------------------------------------
+
+
+def invalidated(user):
+    """Invalidate blocks in the middle of a running request. Return the keys of the removed
+    blocks.
+    """
+    request = next(iter(user.running.values())).request
+    hashes = user.manager.cache.hashes(request)
+    user.restart(user.tier.invalidate(user.manager.block_ids(request)[2:3]))
+    return {each.tobytes().hex() for each in hashes[2:6]}
+
+
+def holding_long(stores, **options):
+    """Return a user with a running request for the prompt LONG, whose blocks are on the device and
+    in the stores.
+    """
+    user = RankedUser(stores, **options)
+    user.add(prompts(LONG)[0])
+    while not user.running or user.tier.num_waiting_blocks:
+        user.step()
+    return user
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+@pytest.mark.parametrize("has_new_weights", [False, True])
+def test_blocks_invalidated_before_a_rank_died_are_removed_by_its_successor(
+    is_broken, has_new_weights
+):
+    stores = stores_of(2)
+    user = holding_long(stores)
+    if is_broken:  # the rank has received the order, but its store fails to remove the blocks
+        stores[1].fault = lambda: "raises"
+    invalid = invalidated(user)
+    assert user.tier.is_busy
+    if is_broken:
+        user.links[1].work()
+    stores[1].fault = lambda: None
+    user.links[1].orders.clear()  # the process is killed
+    user.links[1].rank._invalid.clear()
+    user.links[1].rank.close(10)
+    if has_new_weights:  # the blocks must not return with the former weights
+        user.manager.cache.start_epoch("newer")
+    user.links[1] = user.make_link(1)
+    user.tier.replace_rank(1, user.links[1])
+    user.tier.cancel(next(iter(user.running.values())).request)
+    user.running.clear()
+    assert user.manager.cache.reset()
+    assert user.tier.is_busy
+    user.settle()
+    for store in stores:
+        assert store.values and not any(text.split("-")[-1] in invalid for text in store.values)
+    user.end()
+
+
+def test_tier_is_busy_until_all_ranks_have_removed_invalid_blocks():
+    """Results that a rank sent before it received the order do not end the wait."""
+    user = holding_long(stores_of(2))
+    invalidated(user)
+    orders = [link.orders for link in user.links]
+    for link in user.links:
+        link.orders = deque()
+        link.results.append(pickle.dumps(StoreResults()))
+    user.tier.poll()
+    assert user.tier.is_busy
+    for link, of_link in zip(user.links, orders):
+        link.orders = of_link
+    user.settle()
+    user.end()
+
+
+def test_replaced_connection_to_a_living_rank_stops_its_loads():
+    user = RankedUser(filled(stores_of(2, slow_s=0.2)))
+    user.add(prompts(LONG)[0])
+    for store in user.stores:
+        store.fault = lambda: "slow"
+    while not user.receiving:
+        user.step()
+    rank = user.links[0].rank
+    user.links[0] = Link(rank)
+    user.tier.replace_rank(0, user.links[0])
+    user.links[0].deliver()
+    assert not rank._loads
+    for store in user.stores:
+        store.fault = lambda: None
+        store.goes_on.set()
+    user.run()
+    assert user.num_finished == 1 and user.num_loaded == 0
+    user.end()
+
+
+def test_lookup_ends_once_one_rank_finds_nothing():
+    stores = filled(stores_of(2))
+    stores[0].values.clear()
+    user = RankedUser(stores, timeout_s=60)
+    user.links[1].is_silent = True
+    user.run(*prompts(LONG))
+    assert user.num_loaded == 0
+    user.links[1].is_silent = False
+    user.settle()
+    user.end()
+
+
+def test_results_are_used_although_steps_take_longer_than_the_timeout():
+    user = RankedUser(filled(stores_of(2)), timeout_s=0.02)
+    request = Request("r", LONG)
+    found = []
+    for _ in range(5):
+        found.append(user.tier.match(request))
+        time.sleep(0.03)
+    assert 28 in found
+    user.tier.cancel(request)
+    user.end()
+
+
+def test_silent_rank_counts_as_one_timeout_per_lookup():
+    user = RankedUser(filled(stores_of(3)), timeout_s=0.05)
+    for link in user.links:
+        link.is_silent = True
+    request = Request("r", LONG)
+    assert user.tier.match(request) is None
+    time.sleep(0.1)
+    assert user.tier.match(request) == 0
+    for link in user.links:
+        link.is_silent = False
+    user.tier.cancel(request)
+    user.settle()
+    assert user.tier.stats.timeouts == 1
+    user.end()
+
+
+def test_blocks_wait_until_a_dead_rank_reports_its_trial():
+    stores = stores_of(2)
+    user = RankedUser(stores, circuit=patient())
+    stores[1].fault = lambda: "raises"
+    user.run(*prompts(range(20), range(50, 70), range(80, 100)))
+    assert user.tier.is_dead and user.tier.num_waiting_blocks
+    while (
+        user.tier.num_waiting_blocks > len(user.tier._waiting)
+        or not user.links[1].rank._circuit.would_allow
+    ):
+        user.tier.poll()
+    user.tier.poll()
+    stores[1].fault = lambda: None
+    # The lookup is the trial call. Its answer has been sent, but not received yet.
+    for store in stores:
+        store.fault = lambda: "slow"
+    user.links[1].is_silent = True
+    request = Request("trial", LONG)
+    assert user.tier.match(request) is None
+    dropped = user.tier.stats.dropped_blocks
+    user.tier.save(StepReport(user.manager.last_step_id, True))
+    assert not user.tier._saves
+    user.links[1].is_silent = False
+    for store in stores:
+        store.fault = lambda: None
+    user.tier.cancel(request)
+    user.settle()
+    assert not user.tier.is_dead and user.tier.stats.dropped_blocks == dropped
+    user.end()
+
+
+# Arguments ----------------------------------------------------------------------------------------------
+
+
+def manager_of(dcp_world_size=1, **options):
+    options["context_parallel"] = ContextParallel(dcp_world_size=dcp_world_size)
+    groups = [GroupSpec("full_attention", 16)]
+    return KVCacheManager.for_groups(groups, 9, 64, enable_events=True, **options)
+
+
+def a_rank(manager, rank="", num_kv_heads=2, **options):
+    pages = options.pop("pages", None) or KVStorage(9, 16, num_kv_heads, 8).pages
+    return StoreRank(manager, pages, MemoryStore(), **{"model": "m", "rank": rank, **options})
+
+
+def test_ranks_with_equal_shares_have_equal_fingerprints():
+    manager = manager_of()
+    shares = [Share.of_rank(num_layers=1, num_heads=4, tp_rank=i, tp_size=8) for i in range(8)]
+    pages = KVStorage(9, 16, 1, 8).pages
+    found = [fingerprint(manager, pages, model="m", rank=each) for each in shares]
+    assert [found.index(each) for each in found] == [0, 0, 2, 2, 4, 4, 6, 6]
+    of_other_size = Share.of_rank(num_layers=1, num_heads=4, tp_rank=3, tp_size=4)
+    assert fingerprint(manager, pages, model="m", rank=of_other_size) == found[-1]
+
+
+STATES = [GroupSpec("full_attention", 16), GroupSpec("recurrent", 16)]
+HEADS = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, {"window": 32})]
+
+
+@pytest.mark.parametrize("groups", [STATES, HEADS])
+def test_replicas_of_a_head_with_different_parts_of_the_rest_have_different_fingerprints(groups):
+    """They hold other parts of a state, or other heads of a group with more heads."""
+    manager = KVCacheManager.for_groups(groups, 9, 64)
+    shares = [Share.of_rank(num_layers=2, num_heads=1, tp_rank=i, tp_size=4) for i in range(4)]
+    pages = Pages.allocate(9, [[4096]])
+
+    def found(**changes):
+        options = {"model": "m", "contents": "bytes"}
+        return [fingerprint(manager, pages, rank=replace(s, **changes), **options) for s in shares]
+
+    assert len(set(found())) == 4
+    assert len(set(found(tp=(1, 4)))) == 1
+    with pytest.raises(
+        ValueError, match="with tp=None, but the manager has states or several groups"
+    ):
+        found(tp=None)
+
+
+def test_ranks_that_lack_a_part_of_states_are_rejected():
+    manager = KVCacheManager.for_groups(STATES, 9, 64, enable_events=True)
+
+    def tier_of(tp_ranks):
+        shares = [Share.of_rank(num_layers=2, num_heads=1, tp_rank=i, tp_size=2) for i in tp_ranks]
+        pages = [Pages.allocate(9, [[4096]]) for _ in shares]
+        links = [a_rank(manager, s, pages=p, contents="b") for s, p in zip(shares, pages)]
+        try:
+            return StoreTier.over(manager, links)
+        finally:
+            for each in links:
+                assert each.close()
+
+    tier_of([0, 1])
+    with pytest.raises(ValueError, match="ranks lack layer 0, tensor-parallel part 1"):
+        tier_of([0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_heads", [1, 2, 4])
+def test_each_rank_loads_its_own_part_of_a_state_from_a_common_store(num_heads):
+    manager = KVCacheManager.for_groups(STATES, 9, 64, enable_events=True, num_preallocate_tokens=0)
+    pages, store = [Pages.allocate(9, [[64]]) for _ in range(4)], MemoryStore()
+    ranks = []
+    for i, each in enumerate(pages):
+        share = Share.of_rank(num_layers=2, num_heads=num_heads, tp_rank=i, tp_size=4)
+        ranks.append(StoreRank(manager, each, store, model="m", contents="bytes", rank=share))
+    tier = StoreTier.over(manager, ranks)
+
+    def content(group, rank):
+        return 50 + rank if group else 1 + rank * num_heads // 4
+
+    def step(*new):
+        plan = manager.step(new=list(new))
+        return plan, StepReport(plan.step_id, completed=True)
+
+    def pages_of(request):
+        return [int(manager.block_ids(request, group)[0]) for group in range(2)]
+
+    first = Request("a", range(17))
+    _, report = step(Admit(first, 16))
+    for group, page in enumerate(pages_of(first)):
+        for rank, each in enumerate(pages):
+            each.fragment(0)[page] = content(group, rank)
+    while True:
+        manager.report(report)
+        tier.save(report)
+        if not tier.is_busy:
+            break
+        tier.poll()
+        _, report = step()
+    manager.free(first)
+    assert manager.cache.reset()
+    for each in pages:
+        each.fragment(0)[:] = 255
+    again = Request("b", range(17))
+    while (count := tier.match(again)) is None:
+        time.sleep(0.001)
+    assert count == 16
+    step(Admit(again, external=External(count, delayed=True)))
+    tier.begin(again)
+    while not (arrived := tier.poll()):
+        time.sleep(0.001)
+    assert arrived[0].num_computed_tokens == 16
+    for group, page in enumerate(pages_of(again)):
+        for rank, each in enumerate(pages):
+            assert (each.fragment(0)[page] == content(group, rank)).all()
+    assert tier.close()
+
+
+SHARE = {"num_layers": 4, "num_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([], "ranks is empty: expected one rank or more"),
+        (["", ""], r"ranks\[1\] has rank '', as ranks\[0\]: expected another one, or a Share"),
+        (["a", "b", "a"], r"ranks\[2\] has rank 'a', as ranks\[0\]"),
+        (
+            [Share((0, 4), 4, (0, 2), 4), "b", Share((0, 4), 4, (0, 2), 4)],
+            r"ranks\[2\] has rank Share",
+        ),
+        (
+            [Share.of_rank(**SHARE, tp_rank=0, tp_size=2)],
+            r"ranks lack layer 0, head 2 \(context-parallel rank 0\)",
+        ),
+        (
+            [Share.of_rank(**SHARE, layers=(0, 2)), Share.of_rank(**SHARE, layers=(3, 4))],
+            r"ranks lack layer 2, head 0",
+        ),
+        (
+            [Share.of_rank(**SHARE, cp_rank=1, cp_world_size=2)] * 2,
+            r"ranks lack layer 0, head 0 \(context-parallel rank 0\): expected each part",
+        ),
+        (
+            [Share.of_rank(**SHARE), Share.of_rank(num_layers=5, num_heads=4)],
+            r"ranks\[1\] has layers 0 to 4 of 5, heads 0 to 3 of 4: expected a share of the same model",
+        ),
+    ],
+)
+def test_ranks_that_do_not_hold_each_block_once_are_rejected(ranks, message):
+    manager = manager_of(
+        dcp_world_size=max([1, *(getattr(each, "cp_world_size", 1) for each in ranks)])
+    )
+    links = [a_rank(manager, each, cp_kv_cache_interleave_size=1) for each in ranks]
+    with pytest.raises(ValueError, match=message):
+        StoreTier.over(manager, links)
+    for each in links:
+        assert each.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "n"}, r"ranks\[1\] has model 'n': expected 'm'"),
+        (
+            {"manager": {"hash_seed": "s"}},
+            r"ranks\[1\] was created for a manager with other groups",
+        ),
+        (
+            {"pages": Pages.allocate(8, [[64]]), "contents": "c"},
+            r"ranks\[1\] has 8 pages: expected 9, as in the manager's pool",
+        ),
+        (
+            {"host_pages": KVStorage(9, 16, 2, 8).pages},
+            r"ranks\[1\] has host_pages: expected none, because write_from is 'device'",
+        ),
+    ],
+)
+def test_ranks_of_another_engine_are_rejected(options, message):
+    manager = manager_of()
+    own = manager_of(**options.pop("manager", {}))
+    links = [a_rank(manager, "0"), a_rank(own, "1", **options)]
+    with pytest.raises(ValueError, match=message):
+        StoreTier.over(manager, links)
+    for each in links:
+        assert each.close()
+
+
+def test_host_pages_are_required_on_each_rank():
+    manager = manager_of(num_host_blocks=5)
+    links = [a_rank(manager, "0", host_pages=KVStorage(5, 16, 2, 8).pages), a_rank(manager, "1")]
+    with pytest.raises(ValueError, match=r"ranks\[1\].host_pages has 0 pages: expected 5"):
+        StoreTier.over(manager, links)
+    for each in links:
+        assert each.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ((((0, 0), 2, (0, 2), 2)), ValueError, r"layers\[1\] is 0: expected 1 to 2"),
+        ((((0, 3), 2, (0, 2), 2)), ValueError, r"layers\[1\] is 3: expected 1 to 2"),
+        ((((0, 1, 2), 2, (0, 2), 2)), ValueError, r"layers is \(0, 1, 2\): expected the first one"),
+        ((((0, 2), 2, (2, 3), 2)), ValueError, r"heads\[0\] is 2: expected 0 to 1"),
+        ((((0, 2), 2, 3, 2)), TypeError, "heads is 3: expected"),
+        ((((0, 2), 2, (0, 2), 2, 1)), ValueError, "cp_rank is 1: expected 0"),
+        ((((0, 2), 2, (0, 2), 2, 0, 1, (2, 2))), ValueError, r"tp\[0\] is 2: expected 0 to 1"),
+        ((((0, 2), 2, (0, 2), 2, 0, 1, (2,))), ValueError, r"tp is \(2,\): expected the rank and"),
+    ],
+)
+def test_invalid_shares_are_rejected_by_name(given, error, message):
+    with pytest.raises(error, match=message):
+        Share(*given)
+
+
+def test_shares_of_uneven_tensor_parallelism_are_rejected():
+    with pytest.raises(ValueError, match="tp_size is 3: expected a divisor or a multiple of num_h"):
+        Share.of_rank(num_layers=1, num_heads=4, tp_size=3)
+
+
+@pytest.mark.parametrize("identity", ["", "[]", "3", "{}", '{"format": 3}', "[" * 100_000])
+def test_text_that_is_not_an_identity_is_rejected(identity):
+    with pytest.raises(ValueError, match=r"manager is .*: expected a manager, or the result of ca"):
+        fingerprint(identity, None, model="m")
+
+
+def test_identity_of_another_version_is_rejected():
+    identity = cache_identity(manager_of()).replace('"format": 3', '"format": 2')
+    with pytest.raises(ValueError, match="manager has format 2: expected 3"):
+        fingerprint(identity, None, model="m")
+
+
+def test_connection_without_a_description_is_rejected():
+    with pytest.raises(
+        TypeError, match=r"ranks\[0\] is 3: expected a StoreRank, or a StoreRankLink"
+    ):
+        StoreTier.over(manager_of(), [3])
+
+
+def test_unknown_order_is_rejected():
+    rank = a_rank(manager_of())
+    with pytest.raises(TypeError, match=r"orders\[0\] is 'stop': expected"):
+        rank.begin(["stop"])
+    with pytest.raises(TypeError, match="orders is 3: expected"):
+        rank.begin(3)
+    rank.begin([LookUp(1, ())])
+    assert rank.close()
+
+
+def test_share_without_the_context_parallel_rank_is_rejected():
+    """Otherwise, ranks that hold different tokens would use equal keys."""
+    manager = manager_of(dcp_world_size=2)
+    share = Share.of_rank(num_layers=1, num_heads=2)
+    links = [a_rank(manager, share, cp_kv_cache_interleave_size=1) for _ in range(2)]
+    message = r"ranks\[0\] has rank layers 0 .*cp_world_size=1: expected cp_world_size=2"
+    with pytest.raises(ValueError, match=message):
+        StoreTier.over(manager, links)
+    for each in links:
+        assert each.close()
+
+
+def test_rank_that_is_passed_twice_is_rejected():
+    manager = manager_of()
+    share = Share.of_rank(num_layers=1, num_heads=1)
+    links = [a_rank(manager, share, num_kv_heads=1) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"ranks\[1\] is ranks\[0\]: expected another rank"):
+        StoreTier.over(manager, [links[0], links[0]])
+    tier = StoreTier.over(manager, links)
+    with pytest.raises(ValueError, match=r"rank is already rank 0 of this tier: expected a new"):
+        tier.replace_rank(1, links[0])
+    assert tier.close()
