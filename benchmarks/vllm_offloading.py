@@ -25,7 +25,7 @@ CASES = {
     "host tier": {"tier": TIER},
     "host tier and kvcache's scheduler": {
         "tier": TIER,
-        "scheduler_cls": "kvcache.plugins.vllm.VllmScheduler",
+        "scheduler_cls": "kvcache_vllm.VllmScheduler",
     },
 }
 NUM_BLOCKS = {"llama": 100, "gemma3": 160}

@@ -25,8 +25,8 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 
+import kvcache_vllm as ours
 from benchmarks.gpu.machine import write_results
-from kvcache.plugins import vllm as ours
 from tests.machinery.vllm_schedulers import (
     TINY_LLAMA,
     answer,

@@ -25,7 +25,7 @@ from tests.machinery import roots
 from tests.machinery.shared import REPO
 from tests.machinery.vllm_models import MODELS
 
-CASES = {"vLLM": None, "kvcache": "kvcache.plugins.vllm.VllmScheduler"}
+CASES = {"vLLM": None, "kvcache": "kvcache_vllm.VllmScheduler"}
 NUM_REQUESTS, PROMPT, ANSWER = 256, 64, 96  # PROMPT and ANSWER are numbers of tokens
 PROGRAM = """
 import json, random, sys, time

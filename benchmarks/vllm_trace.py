@@ -18,9 +18,9 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
+import kvcache_vllm as ours
 from benchmarks.gpu.machine import write_results
 from benchmarks.vllm_schedule import scheduler_with
-from kvcache.plugins import vllm as ours
 from tests.machinery import vllm_schedulers
 from tests.machinery.vllm_schedulers import (
     TINY_LLAMA,

@@ -22,7 +22,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-TIER = "kvcache.plugins.vllm.offloading"
+TIER = "kvcache_vllm.offloading"
 SWAPS = ("swap_in", "swap_out")
 
 

@@ -27,7 +27,7 @@ ALL = ("llama", "gemma3", "granite4")
 TIER = {
     "kv_transfer_config": {
         **{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
-        "kv_connector_module_path": "kvcache.plugins.vllm.offloading",
+        "kv_connector_module_path": "kvcache_vllm.offloading",
         "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},
     }
 }
@@ -663,7 +663,7 @@ class Engine:
     def start(self):
         from vllm import LLM
 
-        from kvcache.plugins.vllm_sanitizer.observer import observe
+        from kvcache_vllm.sanitizer.observer import observe
 
         defaults = {
             **{

@@ -17,7 +17,7 @@ ENVIRONMENT = {
     **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
     **{"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0", "PYTHONPATH": roots.python_path()},
 }
-MODULE = "kvcache.plugins.vllm.disaggregation"
+MODULE = "kvcache_vllm.disaggregation"
 
 
 class Engine(EngineInProcess):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the tests of `kvcache.plugins.vllm` in a separate environment with vLLM (`make test-vllm`).
+"""Runs the tests of `kvcache_vllm` in a separate environment with vLLM (`make test-vllm`).
 
     python -m tests.machinery.vllm_environment [--vllm 0.32.0] [-m MODULE] [ARGUMENT ...]
 

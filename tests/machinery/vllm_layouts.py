@@ -6,9 +6,9 @@ import random
 
 import torch
 
-from kvcache.plugins.vllm.disaggregation.layout import layout_of_group
 from kvcache_exchange.disaggregation.layout import VEC
 from kvcache_exchange.plugins.moves import GroupPlan
+from kvcache_vllm.disaggregation.layout import layout_of_group
 
 
 class Side:

@@ -109,7 +109,7 @@ OPTIONS = {
     "olmo2": {"num_gpu_blocks_override": 40},
     "phi3": {"num_gpu_blocks_override": 40},
 }
-OURS = "kvcache.plugins.vllm."
+OURS = "kvcache_vllm."
 DRAFTS = {
     "speculative_config": {
         **{"method": "ngram", "num_speculative_tokens": 3},

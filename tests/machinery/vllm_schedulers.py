@@ -40,10 +40,10 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+import kvcache_vllm as ours
 from kvcache.allocator import check_invariants
-from kvcache.plugins import vllm as ours
-from kvcache.plugins.vllm import hashing
-from kvcache.plugins.vllm.compatibility import check_version
+from kvcache_vllm import hashing
+from kvcache_vllm.compatibility import check_version
 from tests.machinery.vllm_outputs import compare_outputs, compare_scheduled, compare_states
 
 BLOCK, LONGEST = 16, 2048  # tokens per block, and maximum tokens per request

@@ -3,7 +3,7 @@
 integration uses.
 
     with stand_in():
-        from kvcache.plugins.vllm.offloading.host_worker import HostWorker
+        from kvcache_vllm.offloading.host_worker import HostWorker
 
 Modules are imported individually, because each package's `__init__` would import the complete
 integration.
@@ -24,7 +24,7 @@ import numpy as np
 
 from tests.machinery.shared import REPO
 
-_OWN = "kvcache.plugins.vllm"
+_OWN = "kvcache_vllm"
 
 
 class GPULoadStoreSpec:

@@ -34,7 +34,7 @@ RINGS = {
     "compat": {"kvcache.compat"},
     "engine": {"kvcache.engine", "kvcache.engine.transformers", "kvcache.server"},
     "plugins": {
-        *("kvcache.plugins", "kvcache.plugins.vllm", "kvcache.plugins.vllm_sanitizer"),
+        *("kvcache.plugins", "kvcache_vllm", "kvcache_vllm.sanitizer"),
         *("kvcache.plugins.sglang_sanitizer", "kvcache.plugins.sglang"),
         "kvcache_exchange.plugins",
     },
@@ -107,11 +107,11 @@ MAY_IMPORT = {
         *("kvcache.plugins", "kvcache_exchange.plugins", "kvcache.sources"),
         *("kvcache_exchange.disaggregation", "kvcache_exchange.store", "kvcache.transfer"),
     },
-    "kvcache.plugins.vllm": {
+    "kvcache_vllm": {
         *("kvcache", "kvcache.allocator", "kvcache.sources", "kvcache_exchange.disaggregation"),
         *("kvcache.transfer", "kvcache.worker", "kvcache_exchange.plugins"),
     },
-    "kvcache.plugins.vllm_sanitizer": {"kvcache.plugins", "kvcache.sanitizer"},
+    "kvcache_vllm.sanitizer": {"kvcache.plugins", "kvcache.sanitizer"},
     "kvcache.plugins.sglang_sanitizer": {"kvcache.plugins", "kvcache.sanitizer"},
     "kvcache.replay": {
         *("kvcache.allocator", "kvcache_exchange.disaggregation", "kvcache_exchange.store"),
@@ -127,7 +127,7 @@ MAY_IMPORT = {
         *("kvcache.engine.transformers", "kvcache_exchange.router_events", "kvcache.server"),
         *("kvcache.sources", "kvcache_exchange.disaggregation", "kvcache_exchange.store"),
         "kvcache_exchange.peers",
-        *("kvcache.worker", "kvcache.plugins.vllm", "kvcache.sanitizer"),
+        *("kvcache.worker", "kvcache_vllm", "kvcache.sanitizer"),
     },
     "kvcache.__main__": {"kvcache.cli"},
 }

@@ -29,8 +29,8 @@ _SPECIAL = ("__getitem__", "__contains__", "__call__")
 
 # Modules that are not imported, each with the reason. EXCLUDED lists names that are not called.
 EXCLUDED_MODULES = {
-    "kvcache.plugins.vllm": "needs vLLM, which is in a separate environment",
-    "kvcache.plugins.vllm_sanitizer": "the same",
+    "kvcache_vllm": "needs vLLM, which is in a separate environment",
+    "kvcache_vllm.sanitizer": "the same",
     "kvcache.plugins.sglang_sanitizer": "needs SGLang, which is in a separate environment",
     "kvcache.cli": "the command line, which reads sys.argv, prints and exits; tested in tests/cli",
     "kvcache.native": "builds the libraries: starts compilers",

@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports the steps of a vLLM worker to a `Sanitizer`.
+
+The observer reads the kernels' inputs: the tokens and positions of the batch, the slot mapping and
+block table of each cache group, copies of blocks and recurrent states, and blocks that a connector
+has filled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import vllm
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.worker import gpu_model_runner, mamba_utils
+
+from kvcache.sanitizer import SanitizedGroup, Sanitizer
+from kvcache.sanitizer.environment import options_from_environment
+from kvcache.sanitizer.guard import ObserverGuard
+from kvcache.sanitizer.wrapping import wrap_once
+from kvcache_vllm.sanitizer.block_bytes import BlockBytes, has_host_tier
+from kvcache_vllm.sanitizer.holds import Holds
+
+_log = logging.getLogger("kvcache.sanitizer")
+_HOOKS = ("execute_model", "_build_attention_metadata", "_zero_block_ids")
+_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+_current: WorkerObserver | None = None  # the observer of the running step
+
+
+def observe(worker: Any, sanitizer: Sanitizer | None = None) -> WorkerObserver:
+    """Observe the model runner of a worker whose KV cache is allocated.
+
+    Args:
+        worker: A worker of vLLM, on a CPU or a GPU.
+        sanitizer: The sanitizer. None: a sanitizer with options from the environment.
+
+    Returns:
+        The observer, which is also stored in `worker.model_runner.kvcache_sanitizer`.
+
+    Raises:
+        ValueError: The model runner or its cache layout is not supported.
+
+    Example:
+        >>> import os
+        >>> os.environ["KVCACHE_SANITIZE"] = "1"  # before vLLM starts, instead of a call
+    """
+    runner = worker.model_runner
+    if not isinstance(runner, gpu_model_runner.GPUModelRunner):
+        raise ValueError(
+            f"the model runner is {type(runner).__module__}.{type(runner).__qualname__}: expected vLLM's "
+            "V1 runner (VLLM_USE_V2_MODEL_RUNNER=0)"
+        )
+    missing = [name for name in _HOOKS if not hasattr(runner, name)]
+    if missing:
+        raise ValueError(f"the model runner of vLLM {vllm.__version__} has no {', '.join(missing)}")
+    if runner.dcp_world_size > 1:
+        raise ValueError("decode context parallelism spreads a block over ranks: not supported")
+    observer = WorkerObserver(runner, sanitizer)
+    observer.install()
+    return observer
+
+
+def _checked_group(spec: KVCacheSpec, is_drafting: bool) -> SanitizedGroup | str:
+    """Return a group, or the reason why it is not checked."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        each = [_checked_group(one, is_drafting) for one in spec.kv_cache_specs.values()]
+        return each[0] if all(one == each[0] for one in each) else "its layers differ in kind"
+    if isinstance(spec, MambaSpec):
+        if is_drafting:
+            return "states of draft tokens are copied by a kernel that is not observed"
+        return SanitizedGroup("state", 1)  # one state per page, regardless of the number of tokens
+    if type(spec) not in _SPECS:  # subclasses may read other tokens
+        return f"{type(spec).__name__} is not supported"
+    size, chunk = spec.block_size, getattr(spec, "attention_chunk_size", None)
+    if chunk is not None:
+        return SanitizedGroup("chunk", size, chunk=chunk)
+    window = getattr(spec, "sliding_window", None)
+    return (
+        SanitizedGroup("full", size)
+        if window is None
+        else SanitizedGroup("window", size, window=window)
+    )
+
+
+class WorkerObserver:
+    """Observes one model runner. See `observe`."""
+
+    def __init__(self, runner: Any, sanitizer: Sanitizer | None = None) -> None:
+        config = runner.kv_cache_config
+        is_drafting = runner.speculative_config is not None
+        self.unchecked: dict[int, str] = {}
+        self._gids: list[int] = []  # vLLM's number of each sanitized group
+        groups = []
+        for gid, group in enumerate(config.kv_cache_groups):
+            checked = _checked_group(group.kv_cache_spec, is_drafting)
+            if isinstance(checked, str):
+                self.unchecked[gid] = checked
+                _log.warning("The KV cache sanitizer does not check group %d: %s", gid, checked)
+                continue
+            self._gids.append(gid)
+            groups.append(checked)
+        if not groups:
+            raise ValueError("no cache group can be checked")
+        if sanitizer is None:
+            sanitizer = Sanitizer(groups, config.num_blocks, **(options_from_environment() or {}))
+            atexit.register(sanitizer.close)  # completes the record
+        elif sanitizer.groups != tuple(groups):
+            raise ValueError(f"sanitizer has groups {sanitizer.groups}: expected {tuple(groups)}")
+        self.sanitizer = sanitizer
+        self._runner = runner
+        specs = [config.kv_cache_groups[gid].kv_cache_spec for gid in self._gids]
+        self._sizes = [spec.block_size for spec in specs]
+        self._holds = Holds(sanitizer, self._gids, self._sizes)
+        self._arguments: dict[str, dict[str, object]] = {}  # arguments for `observe_request`
+        self._loaded: set[str] = set()  # requests for which a connector loaded blocks
+        self._bytes: BlockBytes | None = None
+        # Number of tokens of each request that are certain after the last step, without drafts.
+        self._verified: dict[str, int] = {}
+        # For each request with drafts in the last step, the position of its first token.
+        self._drafted: dict[str, int] = {}
+        self._is_computing = False
+        self._has_sync_loads = False
+        self._guard = ObserverGuard(sanitizer)
+
+    def install(self) -> None:
+        """Wrap the hooks of the model runner."""
+        runner = self._runner
+        runner.kvcache_sanitizer = self
+        for name in _HOOKS:
+            setattr(runner, name, getattr(self, f"_{name.lstrip('_')}")(getattr(runner, name)))
+        wrap_once(gpu_model_runner, "copy_kv_cache_blocks_inplace", _copied)
+        wrap_once(mamba_utils, "collect_mamba_copy_meta", _copied_state)
+        if has_kv_transfer_group():
+            connector = get_kv_transfer_group()
+            if has_host_tier(connector):
+                self._bytes = BlockBytes(runner, self.sanitizer, self._gids)
+                self.unchecked |= self._bytes.unchecked
+            name = "get_transfer_results"  # name of the method in later versions
+            name = name if hasattr(connector, name) else "get_finished"
+            setattr(connector, name, self._get_finished(getattr(connector, name)))
+
+    def findings(self) -> dict[str, object]:
+        """See `kvcache_vllm.sanitizer.findings`."""
+        return self._guard.findings() | {
+            "unchecked": self.unchecked,
+            "blocks_loaded": 0 if self._bytes is None else self._bytes.num_loaded,
+            "loads_checked": 0 if self._bytes is None else self._bytes.num_checked,
+        }
+
+    # Hooks --------------------------------------------------------------------------------------------
+
+    def _execute_model(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def execute_model(scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+            global _current
+            self._guard(self._begin, scheduler_output)
+            self._is_computing, before, _current = True, _current, self
+            try:
+                return original(scheduler_output, *arguments, **options)
+            finally:
+                self._is_computing, _current = False, before
+
+        return execute_model
+
+    def _build_attention_metadata(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def build(*arguments: Any, **options: Any) -> Any:
+            result = original(*arguments, **options)
+            if self._is_computing:  # not a warm-up
+                self._guard(self._computes, result, options)
+            return result
+
+        return build
+
+    def _zero_block_ids(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def zero_block_ids(block_ids: list[int]) -> None:
+            original(block_ids)
+            self._guard(self.sanitizer.observe_clear, block_ids)
+
+        return zero_block_ids
+
+    def _get_finished(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def get_finished(finished_req_ids: set[str]) -> Any:
+            result = original(finished_req_ids)
+            self._guard(self._observe_loaded, result)
+            return result
+
+        return get_finished
+
+    def _observe_loaded(self, result: Any) -> None:
+        self._loaded.update(
+            (result[1] if isinstance(result, tuple) else result.finished_recving) or ()
+        )
+
+    def _observe_copies(self, copies: Any) -> None:
+        pairs = np.array([tuple(each) for each in copies], np.int64).reshape(-1, 2)
+        self.sanitizer.observe_copy(pairs[:, 0], pairs[:, 1])
+
+    def _observe_state_copies(self, *arguments: Any) -> None:
+        gids, src, dst, bias, request = arguments[3:8]
+        for blocks in (request.block_ids[gid] for gid in gids):
+            self.sanitizer.observe_copy([blocks[src + bias]], [blocks[dst]])
+
+    # A step -------------------------------------------------------------------------------------------
+
+    def _begin(self, output: Any) -> None:
+        """Observe the scheduler's decisions before the worker acts on them."""
+        sanitizer, holds = self.sanitizer, self._holds
+        self._output = output
+        if self._bytes is not None:
+            for name, num_tokens in self._verified.items():
+                self._bytes.observe(name, holds.of(name), num_tokens)
+            self._verified = {}
+        sanitizer.observe_step()
+        self._has_sync_loads = getattr(output, "has_sync_kv_loads", has_kv_transfer_group())
+        for name in output.finished_req_ids:
+            holds.release(name)
+            sanitizer.finish(name)
+            self._arguments.pop(name, None)
+            self._loaded.discard(name)
+            if self._bytes is not None:
+                self._bytes.finish(name)
+        for name in output.preempted_req_ids or ():
+            holds.release(name)
+        cached = output.scheduled_cached_reqs
+        holds.scheduled = output.num_scheduled_tokens.keys()
+        holds.leave(cached.req_ids, self._num_computed(cached))
+        begun = []
+        for request in output.scheduled_new_reqs:
+            name, tokens = request.req_id, request.prompt_token_ids
+            if tokens is None or request.prompt_embeds is not None:
+                raise ValueError(f"{name!r} has prompt embeddings, which are not supported")
+            images = [
+                (each.mm_position.offset, each.mm_position.length, each.identifier)
+                for each in request.mm_features
+            ]
+            lora = None if request.lora_request is None else request.lora_request.lora_name
+            self._arguments[name] = {"adapter": lora, "images": images}
+            begun.append((name, tokens, request.block_ids, request.num_computed_tokens))
+        for name, blocks, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
+        ):
+            if name in cached.resumed_req_ids:
+                begun.append((name, cached.all_token_ids[name], blocks, num_computed))
+            elif blocks is not None:
+                holds.take(name, blocks, 0)
+        for name, *_ in begun:
+            holds.release(name)
+        # Begin requests with loads first, because other requests of the step may hit loaded blocks.
+        for each in sorted(begun, key=lambda each: each[0] not in self._loaded):
+            self._begin_request(*each)
+
+    def _num_computed(self, cached: Any) -> list[int]:
+        """Return, for each request, the number of tokens that are certain to be computed."""
+        if not (self._runner.use_async_scheduling and self._drafted):
+            return cached.num_computed_tokens
+        # The scheduler counts all drafts of the previous step, although some may be rejected.
+        return [
+            min(count, self._drafted.get(name, count) + 1)
+            for name, count in zip(cached.req_ids, cached.num_computed_tokens)
+        ]
+
+    def _begin_request(
+        self, name: str, tokens: list[int], blocks: tuple[list[int], ...], num_computed: int
+    ) -> None:
+        """Observe a new or resumed request, with `num_computed` tokens from prefix hits and loads."""
+        sanitizer = self.sanitizer
+        sanitizer.observe_request(name, tokens[:num_computed], **self._arguments[name])
+        self._holds.take(name, blocks, num_computed)
+        is_loaded = num_computed > 0 and (name in self._loaded or self._has_sync_loads)
+        self._loaded.discard(name)
+        for g, gid in enumerate(self._gids) if is_loaded else ():
+            table, first = np.array([self._holds.exclusive(name, g, blocks[gid])], np.int64), 0
+            if sanitizer.groups[g].kind == "state":
+                first = num_computed - 1
+                table = table[:, first // self._sizes[g], None]
+            sanitizer.observe_load(g, [name], [first], [num_computed], table)
+        if self._bytes is not None:
+            self._bytes.begin(name, self._holds.of(name), num_computed, is_loaded)
+
+    def _computes(self, result: Any, options: dict[str, Any]) -> None:
+        """Observe the tokens, writes and reads of a step, before the model computes it."""
+        metadata, slot_mappings = result[0], options["slot_mappings"]
+        runner, sanitizer = self._runner, self.sanitizer
+        batch = runner.input_batch
+        names = list(batch.req_ids)
+        splits = runner.query_start_loc.np[: len(names) + 1].astype(np.int64)
+        total = int(splits[-1])
+        starts = _array(runner.positions[:total])[splits[:-1]].astype(np.int64)
+        counts = np.diff(splits)
+        tokens = _array(runner.input_ids.gpu[:total]).astype(np.int64)
+        self._observe_accepted(names, starts)
+        sanitizer.observe_tokens(names, starts, counts, tokens)
+        tables, stops = {}, starts + counts
+        if self._bytes is not None:
+            ends = zip(names, starts.tolist(), stops.tolist())
+            self._verified = {
+                name: start + 1 if name in self._drafted else stop for name, start, stop in ends
+            }
+        for g, gid in enumerate(self._gids):
+            layer = self._layer_metadata(metadata, gid)
+            table = self._table(layer, gid, len(names))
+            if sanitizer.groups[g].kind == "state":
+                self._observe_states(g, names, starts, stops, table)
+                self._observe_checkpoints(g, names, starts, layer)
+                continue
+            tables[g] = table, self._seq_lens(layer, len(names))
+            slots = _array(slot_mappings[gid][:total])
+            sanitizer.observe_write(g, names, starts, counts, slots, table)
+        for g, (table, seq_lens) in tables.items():
+            sanitizer.observe_read(g, names, starts, seq_lens, table)
+
+    def _observe_accepted(self, names: list[str], starts: np.ndarray) -> None:
+        """Observe which drafts of the previous step were accepted."""
+        for name, first in self._drafted.items():
+            row = self._runner.input_batch.req_id_to_index.get(name)
+            if row is None or starts[row] <= first:
+                continue
+            tokens = self._runner.input_batch.token_ids_cpu[row, first : starts[row]].astype(
+                np.int64
+            )
+            if tokens.min() >= 0:  # otherwise, the counts are still on the device
+                self.sanitizer.observe_tokens([name], [first], [len(tokens)], tokens)
+        drafts = self._output.scheduled_spec_decode_tokens
+        self._drafted = {name: int(starts[i]) for i, name in enumerate(names) if name in drafts}
+
+    def _observe_states(
+        self, g: int, names: list[str], starts: np.ndarray, stops: np.ndarray, table: np.ndarray
+    ) -> None:
+        sanitizer, size = self.sanitizer, self._sizes[g]
+        rows, mode = np.arange(len(names)), self._runner.cache_config.mamba_cache_mode
+        first = last = np.zeros_like(starts)
+        if mode != "none":
+            last = (stops - 1) // size
+            first = last if mode == "align" else np.maximum(starts - 1, 0) // size
+        sanitizer.observe_state_read(g, names, starts, table[rows, first].astype(np.int64))
+        if mode == "all":  # a state at the end of each block
+            for i, name in enumerate(names):
+                ends = np.arange(starts[i] // size + 1, (stops[i] - 1) // size + 1)
+                if len(ends):
+                    pages = table[i, ends - 1].astype(np.int64)
+                    sanitizer.observe_state_write(g, [name] * len(ends), ends * size, pages)
+        sanitizer.observe_state_write(g, names, stops, table[rows, last].astype(np.int64))
+
+    def _observe_checkpoints(
+        self, g: int, names: list[str], starts: np.ndarray, layer: Any
+    ) -> None:
+        """Observe states that a prompt chunk writes at positions inside the chunk."""
+        found = getattr(layer, "checkpoint_meta", None) or getattr(layer, "checkpoint", None)
+        if found is None:
+            return
+        rows, offsets = _array(found.request_rows), np.array(found.offsets, np.int64)
+        rows, pages = rows[offsets > 0], _array(found.state_indices)[offsets > 0].astype(np.int64)
+        counts = starts[rows] + offsets[offsets > 0]
+        self.sanitizer.observe_state_write(g, [names[row] for row in rows], counts, pages)
+
+    # Inputs of kernels --------------------------------------------------------------------------------
+
+    def _layer_metadata(self, metadata: Any, gid: int) -> Any:
+        """Return the metadata of the first layer of a group, or None if batches are split."""
+        if not isinstance(metadata, dict):
+            return None
+        return metadata.get(self._runner.kv_cache_config.kv_cache_groups[gid].layer_names[0])
+
+    def _table(self, layer: Any, gid: int, num_rows: int) -> np.ndarray:
+        """Return a group's block table.
+
+        The table in the layer's metadata is used if it has the expected shape.
+        """
+        runner = self._runner
+        ours = runner.input_batch.block_table[gid]
+        table = ours.get_device_tensor(num_rows)
+        seen = getattr(layer, "block_table", None)
+        if isinstance(seen, torch.Tensor) and seen.shape == table.shape:
+            table = seen
+        spec = runner.kv_cache_config.kv_cache_groups[gid].kv_cache_spec
+        ratio = spec.block_size // ours.block_size
+        array = _array(table)
+        return array if ratio == 1 else array[:, ::ratio] // ratio
+
+    def _seq_lens(self, layer: Any, num_rows: int) -> np.ndarray:
+        seen = getattr(layer, "seq_lens", None)
+        if not isinstance(seen, torch.Tensor) or seen.ndim != 1 or len(seen) < num_rows:
+            seen = self._runner.seq_lens
+        return _array(seen[:num_rows]).astype(np.int64)
+
+
+def _copied(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def copy_blocks(kv_caches: Any, num_blocks: int, copies: Any) -> None:
+        original(kv_caches, num_blocks, copies)
+        if _current is not None:
+            _current._guard(_current._observe_copies, copies)
+
+    return copy_blocks
+
+
+def _copied_state(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def collect(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options)
+        if _current is not None:
+            _current._guard(_current._observe_state_copies, *arguments)
+
+    return collect
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.cpu().numpy()
