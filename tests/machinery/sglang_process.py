@@ -61,7 +61,7 @@ async def serve(options):
     from sglang import Engine
     from sglang.srt.managers import io_struct
 
-    from kvcache.plugins.sglang.params import offer_of, params_for
+    from kvcache_sglang.params import offer_of, params_for
 
     engine = Engine(**options)
 

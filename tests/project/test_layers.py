@@ -35,7 +35,7 @@ RINGS = {
     "engine": {"kvcache.engine", "kvcache.engine.transformers", "kvcache.server"},
     "plugins": {
         *("kvcache.plugins", "kvcache_vllm", "kvcache_vllm.sanitizer"),
-        *("kvcache.plugins.sglang_sanitizer", "kvcache.plugins.sglang"),
+        *("kvcache_sglang.sanitizer", "kvcache_sglang"),
         "kvcache_exchange.plugins",
     },
     "laboratory": {"kvcache.replay", "kvcache.demo", "kvcache.cli", "kvcache.__main__"},
@@ -103,7 +103,7 @@ MAY_IMPORT = {
     "kvcache_exchange.plugins": {
         *("kvcache_exchange.disaggregation", "kvcache.transfer", "kvcache.worker"),
     },
-    "kvcache.plugins.sglang": {
+    "kvcache_sglang": {
         *("kvcache.plugins", "kvcache_exchange.plugins", "kvcache.sources"),
         *("kvcache_exchange.disaggregation", "kvcache_exchange.store", "kvcache.transfer"),
     },
@@ -112,7 +112,7 @@ MAY_IMPORT = {
         *("kvcache.transfer", "kvcache.worker", "kvcache_exchange.plugins"),
     },
     "kvcache_vllm.sanitizer": {"kvcache.plugins", "kvcache.sanitizer"},
-    "kvcache.plugins.sglang_sanitizer": {"kvcache.plugins", "kvcache.sanitizer"},
+    "kvcache_sglang.sanitizer": {"kvcache.plugins", "kvcache.sanitizer"},
     "kvcache.replay": {
         *("kvcache.allocator", "kvcache_exchange.disaggregation", "kvcache_exchange.store"),
         *("kvcache.sources", "kvcache.transfer", "kvcache.worker", "kvcache_exchange.hints"),

@@ -31,7 +31,7 @@ _SPECIAL = ("__getitem__", "__contains__", "__call__")
 EXCLUDED_MODULES = {
     "kvcache_vllm": "needs vLLM, which is in a separate environment",
     "kvcache_vllm.sanitizer": "the same",
-    "kvcache.plugins.sglang_sanitizer": "needs SGLang, which is in a separate environment",
+    "kvcache_sglang.sanitizer": "needs SGLang, which is in a separate environment",
     "kvcache.cli": "the command line, which reads sys.argv, prints and exits; tested in tests/cli",
     "kvcache.native": "builds the libraries: starts compilers",
     "kvcache.__main__": "runs the command line",

@@ -25,11 +25,11 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from kvcache.plugins.sglang_sanitizer.pages import HandedOutPages
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache.sanitizer.environment import options_from_environment
 from kvcache.sanitizer.guard import ObserverGuard
 from kvcache.sanitizer.wrapping import wrap_once
+from kvcache_sglang.sanitizer.pages import HandedOutPages
 
 _log = logging.getLogger("kvcache.sanitizer")
 _VERSIONS = ("0.5.23",)
@@ -151,7 +151,7 @@ class SchedulerObserver:
             wrap_once(self._controller, "start_loading", self._start_loading)
 
     def findings(self) -> dict[str, object]:
-        """See `kvcache.plugins.sglang_sanitizer.findings`."""
+        """See `kvcache_sglang.sanitizer.findings`."""
         return self._guard.findings() | {
             "unchecked": self.unchecked,
             "pages_loaded": self._num_loaded,

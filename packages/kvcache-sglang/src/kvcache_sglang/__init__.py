@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvcache.plugins.sglang.options import VARIABLE
+from kvcache_sglang.options import VARIABLE
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
@@ -33,8 +33,8 @@ def register() -> None:
     module = sys.modules.get(_SCHEDULER)
     if module is None:
         return
-    from kvcache.plugins.sglang.weights import wrap_weight_updates
     from kvcache.sanitizer.wrapping import wrap_once
+    from kvcache_sglang.weights import wrap_weight_updates
 
     wrap_weight_updates()  # the scheduler has not been created yet
     # SGLang ignores errors raised here, so `_starting` performs all other checks.
@@ -61,8 +61,8 @@ def exchange_of(owner: Any) -> Any:
 def _starting(original: Callable) -> Callable:
     @functools.wraps(original)
     def get_init_info(scheduler: Any) -> Any:  # called before the engine is reported as ready
-        from kvcache.plugins.sglang.exchange import Exchange
-        from kvcache.plugins.sglang.options import options_from_environment
+        from kvcache_sglang.exchange import Exchange
+        from kvcache_sglang.options import options_from_environment
 
         if exchange_of(scheduler) is None:
             exchange = Exchange(scheduler, options_from_environment())

@@ -18,10 +18,6 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvcache.plugins.sglang.compatibility import check_scheduler
-from kvcache.plugins.sglang.layout import layer_names, layout_of_pool, model_of
-from kvcache.plugins.sglang.params import ASK, KEY, offer_in, text_of, value_of
-from kvcache.plugins.sglang.weights import check_observed, observe_weight_updates
 from kvcache_exchange.disaggregation.leases import LeaseNumbers, Progress
 from kvcache_exchange.disaggregation.offer import Offer, digest_of
 from kvcache_exchange.disaggregation.options import ConnectorOptions
@@ -29,6 +25,10 @@ from kvcache_exchange.disaggregation.steps import Load, Results, Step
 from kvcache_exchange.identity import KVIdentity
 from kvcache_exchange.plugins.moves import CONVERTS
 from kvcache_exchange.plugins.rank import TensorRank
+from kvcache_sglang.compatibility import check_scheduler
+from kvcache_sglang.layout import layer_names, layout_of_pool, model_of
+from kvcache_sglang.params import ASK, KEY, offer_in, text_of, value_of
+from kvcache_sglang.weights import check_observed, observe_weight_updates
 
 _log = logging.getLogger("kvcache.exchange")
 _PATIENCE_S = 1.0  # seconds to wait for the rank's report after its deadline

@@ -23,9 +23,9 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from kvcache.plugins.sglang.options import options_from_environment
-from kvcache.plugins.sglang.params import offer_in, offer_of, params_for
 from kvcache_exchange.disaggregation.offer import sealed
+from kvcache_sglang.options import options_from_environment
+from kvcache_sglang.params import offer_in, offer_of, params_for
 from tests.machinery import roots
 from tests.machinery.engine_process import some_prompts
 from tests.machinery.ports import free_port
@@ -448,7 +448,7 @@ def test_leases_end_before_a_running_request_is_retracted(engines, folders):
 
 
 def test_weight_updates_that_kvcache_cannot_observe_are_rejected_at_startup():
-    from kvcache.plugins.sglang.weights import check_observed
+    from kvcache_sglang.weights import check_observed
 
     def update_weights_from_disk(request):
         pass
@@ -459,7 +459,7 @@ def test_weight_updates_that_kvcache_cannot_observe_are_rejected_at_startup():
 
 
 def test_prompts_that_hicache_still_copies_back_have_no_offer():
-    from kvcache.plugins.sglang.exchange import Exchange
+    from kvcache_sglang.exchange import Exchange
 
     exchange = types.SimpleNamespace(
         **{"_page_size": 4, "_tree": types.SimpleNamespace(ongoing_load_back={7: "a node"})},
@@ -562,7 +562,7 @@ def test_a_proxy_combines_both_servers(folders, tmp_path):
 
 
 def test_requests_whose_kv_depends_on_more_than_tokens_have_no_offer(engines):
-    from kvcache.plugins.sglang.exchange import Exchange
+    from kvcache_sglang.exchange import Exchange
 
     plain = {"mm_inputs": None, "lora_id": None, "cache_salt": "tenant"}
     assert not Exchange._has_other_inputs(types.SimpleNamespace(**plain))
@@ -619,7 +619,7 @@ def test_unsupported_configurations_are_rejected_at_startup(options, message, fo
 def test_other_versions_are_rejected(monkeypatch):
     import sglang
 
-    from kvcache.plugins.sglang.compatibility import check_scheduler
+    from kvcache_sglang.compatibility import check_scheduler
 
     monkeypatch.setattr(sglang, "__version__", "0.9.0")
     with pytest.raises(ValueError, match=r"the version of SGLang is 0\.9\.0: expected 0\.5\.23"):

@@ -3,7 +3,7 @@
 
     sglang serve MODEL --page-size 64 --enable-hierarchical-cache --hicache-storage-backend dynamic \\
         --hicache-storage-backend-extra-config '{"backend_name": "kvcache", "interface_v1": 1,
-            "module_path": "kvcache.plugins.sglang.hicache", "class_name": "HiCacheStore",
+            "module_path": "kvcache_sglang.hicache", "class_name": "HiCacheStore",
             "store": "/var/cache/kv", "capacity": "100GiB"}'
 """
 
@@ -33,14 +33,14 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.runtime_context import get_model
 
 from kvcache.checks import text
-from kvcache.plugins.sglang.compatibility import check_version
-from kvcache.plugins.sglang.weights import observe_weight_updates
 from kvcache_exchange.circuit import Circuit
 from kvcache_exchange.identity import KVIdentity
 from kvcache_exchange.plugins.model import weights_digest
 from kvcache_exchange.store.base import BlockStore
 from kvcache_exchange.store.registry import open_store
 from kvcache_exchange.store.value_format import HEADER_BYTES, BlockKey, faults, key_text, seal
+from kvcache_sglang.compatibility import check_version
+from kvcache_sglang.weights import observe_weight_updates
 
 _log = logging.getLogger("kvcache.hicache")
 _OPTIONS = ("store", "capacity")

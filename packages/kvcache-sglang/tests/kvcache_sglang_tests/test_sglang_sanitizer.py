@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from kvcache.plugins.sglang_sanitizer import findings, register
-from kvcache.plugins.sglang_sanitizer.pages import HandedOutPages
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache.sanitizer.guard import ObserverGuard
+from kvcache_sglang.sanitizer import findings, register
+from kvcache_sglang.sanitizer.pages import HandedOutPages
 from tests.machinery.sglang_defects import DEFECTS, ENGINES, HICACHE, find_all
 from tests.machinery.sglang_engine import OPTIONS, in_a_process, write_model
 from tests.machinery.shared import sampled
@@ -153,7 +153,7 @@ def test_the_plug_in_does_nothing_without_the_variable(monkeypatch):
 def test_unknown_versions_are_refused(mode, monkeypatch, caplog):
     import sglang
 
-    from kvcache.plugins.sglang_sanitizer import _observed
+    from kvcache_sglang.sanitizer import _observed
 
     monkeypatch.setattr(sglang, "__version__", "0.9.0")
     monkeypatch.setenv("KVCACHE_SANITIZE", mode)

@@ -9,8 +9,8 @@ import sglang
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from kvcache.plugins.sglang.layout import POOLS
 from kvcache_exchange.plugins.model import has_variable_rope
+from kvcache_sglang.layout import POOLS
 
 VERSIONS = ("0.5.23",)  # supported versions; the plug-in relies on SGLang's internals
 

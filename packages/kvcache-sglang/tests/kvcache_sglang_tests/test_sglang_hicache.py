@@ -22,8 +22,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-from kvcache.plugins.sglang import hicache
-from kvcache.plugins.sglang.hicache import HiCacheStore
+from kvcache_sglang import hicache
+from kvcache_sglang.hicache import HiCacheStore
 from tests.machinery.sglang_engine import write_model
 from tests.machinery.sglang_process import SGLangEngine
 from tests.machinery.stores import FAULTS, MemoryStore

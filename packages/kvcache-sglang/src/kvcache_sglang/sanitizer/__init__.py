@@ -44,7 +44,7 @@ def _observed(original: Callable) -> Callable:
 
 
 def _observe(scheduler: Any) -> None:
-    from kvcache.plugins.sglang_sanitizer.observer import observe
+    from kvcache_sglang.sanitizer.observer import observe
 
     observe(scheduler)
 
