@@ -15,9 +15,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from kvcache.engine import Engine, SamplingParams
-from kvcache.engine.transformers import attach
-from kvcache.engine.transformers.tiny_models import tiny_model
+from kvcache_serve.engine import Engine, SamplingParams
+from kvcache_serve.engine.transformers import attach
+from kvcache_serve.engine.transformers.tiny_models import tiny_model
 
 
 class Timed:

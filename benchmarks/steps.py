@@ -26,8 +26,8 @@ from kvcache import (
     build,
     plan_cache,
 )
-from kvcache.engine import Engine, SamplingParams
-from kvcache.engine.batch import Batch
+from kvcache_serve.engine import Engine, SamplingParams
+from kvcache_serve.engine.batch import Batch
 
 _STEPS, _PROMPT = 400, 16
 _IN_A_ROW = (

@@ -2,7 +2,7 @@
 """Stage: compares bf16 attention over pages with FlashInfer and over gathered contexts with
 PyTorch.
 
-Both methods run through `kvcache.engine.transformers` on the same cache. For each token, their
+Both methods run through `kvcache_serve.engine.transformers` on the same cache. For each token, their
 outputs are compared with float32 attention over the same K and V, relative to the norm of the
 output. FlashInfer compiles its kernels at first use; the compilation time is reported separately.
 """
@@ -23,7 +23,7 @@ from benchmarks.gpu.timing import stream_seconds
 from benchmarks.gpu_kernels import copy_gb_per_s
 from kvcache import LayerSpec, Request, build, plan_cache
 from kvcache.assembly import KVCache
-from kvcache.engine.batch import Batch
+from kvcache_serve.engine.batch import Batch
 
 _PACKAGES = {"flashinfer": "flashinfer-python", "transformers": "transformers"}
 _WAYS = ("flashinfer", "gathered")
@@ -74,9 +74,9 @@ class Attention:
     """A batch of queries, K and V, with a randomly filled cache and both attention methods."""
 
     def __init__(self, seq_lens: np.ndarray, query_lens: np.ndarray) -> None:
-        from kvcache.engine.transformers.layer_places import places_of
-        from kvcache.engine.transformers.layer_shapes import LayerShape, attention_name
-        from kvcache.engine.transformers.paged_cache import PagedCache
+        from kvcache_serve.engine.transformers.layer_places import places_of
+        from kvcache_serve.engine.transformers.layer_shapes import LayerShape, attention_name
+        from kvcache_serve.engine.transformers.paged_cache import PagedCache
 
         longest, total = int(seq_lens.max()), int(seq_lens.sum())
         shape = {"num_kv_heads": _KV_HEADS, "head_size": _HEAD_SIZE, "dtype": "bfloat16"}
@@ -123,7 +123,7 @@ class Attention:
 
         Yields a function that returns the attention output, [t, heads, size].
         """
-        from kvcache.engine.transformers.attention import CURRENT, paged_attention
+        from kvcache_serve.engine.transformers.attention import CURRENT, paged_attention
 
         module = torch.nn.Module()
         module.layer_idx, module.is_causal = layer.number, False

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("fastapi")  # required to import `kvcache.server`
+pytest.importorskip("fastapi")  # required to import `kvcache_serve.server`
 
 import kvcache
 from kvcache import (
@@ -27,17 +27,15 @@ from kvcache import (
     LearnedReuse,
     Pages,
     Request,
-    demo,
-    engine,
     ops,
     replay,
-    server,
 )
 from kvcache.allocator import check_invariants
 from kvcache.checks import as_array, listed
 from kvcache.compat import BlockSpaceManager, KVTopology, RemoteEngine
 from kvcache.kinds import make_kind
 from kvcache.transfer import CacheDescription, StateDescription, StateTensor
+from kvcache_serve import demo, engine, server
 from tests.machinery.emulation import ASAN, build_cpu_library
 from tests.machinery.shared import REPO, sampled
 from tests.machinery.wrong_calls import driver
@@ -60,12 +58,12 @@ SEED = int(os.environ.get("KVCACHE_FUZZ_SEED", "1"))
 
 # Modules whose public calls are fuzzed here. `make fuzz` covers all modules.
 MENDED = [
-    *("kvcache.demo", "kvcache_exchange.disaggregation", "kvcache.events", "kvcache.plugins"),
+    *("kvcache_serve.demo", "kvcache_exchange.disaggregation", "kvcache.events", "kvcache.plugins"),
     *("kvcache.kinds", "kvcache.layouts", "kvcache.metrics", "kvcache.ops", "kvcache.replay"),
     *(
         "kvcache_exchange.router_events",
-        "kvcache.server.",
-        "kvcache.engine",
+        "kvcache_serve.server.",
+        "kvcache_serve.engine",
         "kvcache_exchange.store",
     ),
     "kvcache.sanitizer",

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from kvcache import plan_cache
 from kvcache.allocator import check_invariants
-from kvcache.engine import Engine, SamplingParams
-from kvcache.engine.transformers import PagedModel, UnsupportedModel, attach, layer_specs
+from kvcache_serve.engine import Engine, SamplingParams
+from kvcache_serve.engine.transformers import PagedModel, UnsupportedModel, attach, layer_specs
 from tests.machinery.dense_models import greedy
 from tests.machinery.tiny_architectures import VOCAB_SIZE, architectures, tiny_architecture
 

@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from kvcache.engine.transformers.tiny_models import tiny_model
+from kvcache_serve.engine.transformers.tiny_models import tiny_model
 
 # These models cover every kind of layer: full attention, sliding windows, chunks, MLA, experts,
 # sinks, and three forms of recurrent state.

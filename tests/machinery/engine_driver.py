@@ -20,11 +20,11 @@ import torch
 
 from kvcache import plan_cache
 from kvcache.allocator import check_invariants
-from kvcache.engine import Engine, Generation, SamplingParams
-from kvcache.engine.sampling import Sampler
-from kvcache.engine.transformers import attach, layer_specs
 from kvcache.step import StepReport
 from kvcache_exchange.store import StoreTier
+from kvcache_serve.engine import Engine, Generation, SamplingParams
+from kvcache_serve.engine.sampling import Sampler
+from kvcache_serve.engine.transformers import attach, layer_specs
 from tests.machinery.dense_models import MODELS, VOCAB_SIZE, beam_search, dense, logits_of
 from tests.machinery.stores import FAULTS, MemoryStore, patient
 

@@ -34,9 +34,9 @@ import zmq
 
 from benchmarks.gpu.machine import commit, processor, write_results
 from kvcache import KVCacheManager, Request
-from kvcache.engine.transformers.tiny_models import tiny_model
-from kvcache.server import ByteTexts
 from kvcache_exchange.router_events import EventPublisher, EventSubscriber
+from kvcache_serve.engine.transformers.tiny_models import tiny_model
+from kvcache_serve.server import ByteTexts
 from tests.machinery import mooncake_master, network
 from tests.machinery.dynamo_indexer import BLOCK, Indexer
 from tests.machinery.http.process import ServeProcess, ask, connect, reply_of, request_of

@@ -25,9 +25,9 @@ context.set_forkserver_preload(
         *(
             "tests.machinery.disaggregation_engine",
             "tests.machinery.transport_peer",
-            "kvcache.server",
+            "kvcache_serve.server",
         ),
-        *("kvcache.demo", "transformers.models.llama.modeling_llama"),
+        *("kvcache_serve.demo", "transformers.models.llama.modeling_llama"),
     ]
 )
 

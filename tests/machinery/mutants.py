@@ -13,8 +13,11 @@ GROUPS, EVICTION, HASHING = "csrc/core/groups/", "csrc/core/eviction/", "csrc/co
 RULES = "csrc/core/groups/rules/"
 WORKER = "csrc/worker/"
 TRANSFER, PY_WORKER = "kvcache/transfer/", "kvcache/worker/"
-SERVING, MODELS = "kvcache/engine/", "kvcache/engine/transformers/"
-SERVE = "kvcache/server/"
+SERVING, MODELS = (
+    "packages/kvcache-serve/src/kvcache_serve/engine/",
+    "packages/kvcache-serve/src/kvcache_serve/engine/transformers/",
+)
+SERVE = "packages/kvcache-serve/src/kvcache_serve/server/"
 
 # Per file: its path, the test files to run first, and the (old, new) pair of each mutant. `old`
 # occurs exactly once in the file.

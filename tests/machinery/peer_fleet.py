@@ -16,8 +16,6 @@ from concurrent.futures import Future
 import torch
 
 from kvcache.allocator import check_invariants
-from kvcache.engine import Engine, SamplingParams
-from kvcache.engine.transformers import attach
 from kvcache_exchange.circuit import Circuit
 from kvcache_exchange.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
 from kvcache_exchange.disaggregation.offer_calls import OfferRefusedError, OfferServer
@@ -25,6 +23,8 @@ from kvcache_exchange.peers import PeerSource
 from kvcache_exchange.peers import source as peer_source
 from kvcache_exchange.router_events.translator import EventTranslator
 from kvcache_exchange.router_events.wire import WireRemoved
+from kvcache_serve.engine import Engine, SamplingParams
+from kvcache_serve.engine.transformers import attach
 from tests.machinery.dense_models import dense, greedy
 
 FAULTS = (None, "refuses", "is down", "is slow", "sends nonsense", "loses blocks", "offers nothing")

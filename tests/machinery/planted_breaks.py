@@ -58,7 +58,12 @@ class Defect:
 # Code that determines which KV attention reads.
 _CODE_OF_KV = (
     *("csrc/core/pool/", "csrc/core/manager/", "csrc/core/groups/", "csrc/core/hashing/"),
-    *("csrc/worker/", "csrc/ops/", "kvcache/worker/", "kvcache/engine/transformers/"),
+    *(
+        "csrc/worker/",
+        "csrc/ops/",
+        "kvcache/worker/",
+        "packages/kvcache-serve/src/kvcache_serve/engine/transformers/",
+    ),
 )
 _MOST_SECONDS = 400  # time limit for the runs with one defect
 

@@ -19,8 +19,8 @@ import torch
 
 from kvcache import LayerSpec, build, plan_cache
 from kvcache.allocator import check_invariants
-from kvcache.engine import Engine, SamplingParams
-from kvcache.engine.sampling import Sampler
+from kvcache_serve.engine import Engine, SamplingParams
+from kvcache_serve.engine.sampling import Sampler
 
 VOCAB_SIZE = 8
 
@@ -99,7 +99,7 @@ class ProgressRun:
     runs, not even that.
 
     `num_steps` is the number of steps until all requests have ended, and `most_steps` is the bound of
-    `kvcache.engine.scheduler.Scheduler`.
+    `kvcache_serve.engine.scheduler.Scheduler`.
     """
 
     def __init__(self, seed):

@@ -51,7 +51,10 @@ TESTS = (
         "tests/replay/test_fleet_processes.py",
     ),
     "tests/replay/test_fleet_faults.py",
-    *("tests/engine/test_smollm2.py", "--ignore=tests/server/test_load_generator.py"),  # needs vLLM
+    *(
+        "packages/kvcache-serve/tests/kvcache_serve_tests/test_smollm2.py",
+        "--ignore=packages/kvcache-serve/tests/kvcache_serve_tests/test_load_generator.py",
+    ),  # needs vLLM
 )
 BROWSERS = ("chromium", "google-chrome", "chrome")
 _REASONS = (

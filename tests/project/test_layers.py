@@ -32,13 +32,13 @@ RINGS = {
         *("kvcache.metrics", "kvcache_exchange.tracing", "kvcache.sanitizer"),
     },
     "compat": {"kvcache.compat"},
-    "engine": {"kvcache.engine", "kvcache.engine.transformers", "kvcache.server"},
+    "engine": {"kvcache_serve.engine", "kvcache_serve.engine.transformers", "kvcache_serve.server"},
     "plugins": {
         *("kvcache.plugins", "kvcache_vllm", "kvcache_vllm.sanitizer"),
         *("kvcache_sglang.sanitizer", "kvcache_sglang"),
         "kvcache_exchange.plugins",
     },
-    "laboratory": {"kvcache.replay", "kvcache.demo", "kvcache.cli", "kvcache.__main__"},
+    "laboratory": {"kvcache.replay", "kvcache_serve.demo", "kvcache.cli", "kvcache.__main__"},
 }
 GROUND = RINGS["ground"]
 
@@ -85,16 +85,16 @@ MAY_IMPORT = {
     "kvcache.compat": {
         *("kvcache.allocator", "kvcache.ops", "kvcache.transfer", "kvcache.worker"),
     },
-    "kvcache.engine": {
+    "kvcache_serve.engine": {
         *("kvcache.allocator", "kvcache.assembly", "kvcache.sources", "kvcache.worker"),
         *("kvcache.sanitizer", "kvcache_exchange.hints"),
     },
-    "kvcache.engine.transformers": {
-        *("kvcache.allocator", "kvcache.assembly", "kvcache.engine", "kvcache.memory_plan"),
+    "kvcache_serve.engine.transformers": {
+        *("kvcache.allocator", "kvcache.assembly", "kvcache_serve.engine", "kvcache.memory_plan"),
         "kvcache.worker",
     },
-    "kvcache.server": {
-        *("kvcache", "kvcache.engine", "kvcache.metrics", "kvcache_exchange.router_events"),
+    "kvcache_serve.server": {
+        *("kvcache", "kvcache_serve.engine", "kvcache.metrics", "kvcache_exchange.router_events"),
         *("kvcache.sanitizer", "kvcache_exchange.hints"),
         *("kvcache.allocator", "kvcache.sources", "kvcache_exchange.disaggregation"),
         "kvcache_exchange.peers",
@@ -117,14 +117,24 @@ MAY_IMPORT = {
         *("kvcache.allocator", "kvcache_exchange.disaggregation", "kvcache_exchange.store"),
         *("kvcache.sources", "kvcache.transfer", "kvcache.worker", "kvcache_exchange.hints"),
     },
-    "kvcache.demo": {
-        *("kvcache.engine", "kvcache.engine.transformers", "kvcache.memory_plan"),
+    "kvcache_serve.demo": {
+        *("kvcache_serve.engine", "kvcache_serve.engine.transformers", "kvcache.memory_plan"),
     },
     "kvcache.cli": {
-        *("kvcache", "kvcache.allocator", "kvcache.assembly", "kvcache.demo", "kvcache.engine"),
+        *(
+            "kvcache",
+            "kvcache.allocator",
+            "kvcache.assembly",
+            "kvcache_serve.demo",
+            "kvcache_serve.engine",
+        ),
         "kvcache_exchange.tracing",
         "kvcache.replay",
-        *("kvcache.engine.transformers", "kvcache_exchange.router_events", "kvcache.server"),
+        *(
+            "kvcache_serve.engine.transformers",
+            "kvcache_exchange.router_events",
+            "kvcache_serve.server",
+        ),
         *("kvcache.sources", "kvcache_exchange.disaggregation", "kvcache_exchange.store"),
         "kvcache_exchange.peers",
         *("kvcache.worker", "kvcache_vllm", "kvcache.sanitizer"),

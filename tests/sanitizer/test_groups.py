@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from kvcache.engine.sanitizing import _KINDS
 from kvcache.kinds import kind_class, kind_names, make_kind
 from kvcache.sanitizer import SanitizedGroup
+from kvcache_serve.engine.sanitizing import _KINDS
 
 KINDS = _KINDS | {"cross_attention": "cross"}
 

@@ -8,8 +8,8 @@ import signal
 from collections.abc import Callable
 
 from kvcache.allocator import check_invariants
-from kvcache.engine import Engine, Generation, NgramDrafter, SamplingParams
-from kvcache.engine.transformers import attach
+from kvcache_serve.engine import Engine, Generation, NgramDrafter, SamplingParams
+from kvcache_serve.engine.transformers import attach
 from tests.machinery.dense_models import VOCAB_SIZE, dense
 from tests.machinery.interrupts.instants import Alarm, Interrupt, interrupted_at
 

@@ -26,9 +26,6 @@ from kvcache.compat import (
     kv_postprocess_blksize_on_receive,
     kv_postprocess_layout_on_receive,
 )
-from kvcache.engine import Engine, SamplingParams
-from kvcache.engine.transformers import attach, layer_specs
-from kvcache.engine.transformers.tiny_models import tiny_model
 from kvcache.replay.content import prefix_keys
 from kvcache.replay.workload import WorkloadRequest
 from kvcache.transfer import (
@@ -50,6 +47,9 @@ from kvcache.worker import (
 )
 from kvcache_exchange.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
 from kvcache_exchange.transport import make_transport
+from kvcache_serve.engine import Engine, SamplingParams
+from kvcache_serve.engine.transformers import attach, layer_specs
+from kvcache_serve.engine.transformers.tiny_models import tiny_model
 from tests.machinery import stores
 from tests.machinery.shared import manager_of
 from tests.machinery.wrong_calls.ops import Calls, make_wrong
@@ -73,8 +73,14 @@ CASES: dict[str, Case] = {}
 
 # Packages whose public names are in the matrix, except for modules that do not use torch.
 PACKAGES = (
-    *("kvcache", "kvcache.worker", "kvcache.transfer", "kvcache.engine", "kvcache_exchange.store"),
-    *("kvcache_exchange.disaggregation", "kvcache.engine.transformers"),
+    *(
+        "kvcache",
+        "kvcache.worker",
+        "kvcache.transfer",
+        "kvcache_serve.engine",
+        "kvcache_exchange.store",
+    ),
+    *("kvcache_exchange.disaggregation", "kvcache_serve.engine.transformers"),
 )
 NO_TENSORS = {
     *(

@@ -251,7 +251,7 @@ def fetch(w: World) -> transfer.Fetch:
 
 
 def engine(w: World) -> object:
-    from kvcache.engine import Engine, SamplingParams
+    from kvcache_serve.engine import Engine, SamplingParams
 
     engine = Engine(Model(w.get("KVCache")))
     for name in ("running", "waiting"):
@@ -261,7 +261,7 @@ def engine(w: World) -> object:
 
 
 def scheduler(w: World) -> object:
-    from kvcache.engine import Scheduler, Sequence
+    from kvcache_serve.engine import Scheduler, Sequence
 
     scheduler = Scheduler(w.get("manager alone"), max_num_batched_tokens=64)
     sequence = Sequence(Request("q", range(10)), num_rows=2)
@@ -287,7 +287,7 @@ def ended_step(w: World) -> object:
 
 
 def answer(w: World) -> object:
-    from kvcache.server.engine_loop import Answer
+    from kvcache_serve.server.engine_loop import Answer
 
     async def make() -> Answer:
         return Answer(w.get("EngineLoop"), 1)
@@ -412,13 +412,13 @@ def learned(w: World) -> kvcache.LearnedReuse:
 
 
 def tiny(w: World) -> object:
-    from kvcache.engine.transformers.tiny_models import tiny_model
+    from kvcache_serve.engine.transformers.tiny_models import tiny_model
 
     return tiny_model("llama")
 
 
 def attached(w: World) -> object:
-    from kvcache.engine.transformers import attach
+    from kvcache_serve.engine.transformers import attach
 
     paged = attach(w.get("PreTrainedModel"), "1MiB", max_model_len=64, max_num_seqs=4)
     w.on_close.append(paged.detach)
@@ -426,7 +426,7 @@ def attached(w: World) -> object:
 
 
 def batch(w: World) -> object:
-    from kvcache.engine import Batch
+    from kvcache_serve.engine import Batch
 
     cache = w.get("KVCache")
     plan = cache.manager.step(new=[Request("b", range(9)), Request("b2", range(30, 33))])
@@ -498,7 +498,7 @@ def scaled(w: World) -> KVStorage:
 
 
 def state_batch(w: World) -> object:
-    from kvcache.engine import Batch
+    from kvcache_serve.engine import Batch
 
     layer = LayerSpec("s", "recurrent", 4, state_bytes=64, dtype="float32")
     cache = kvcache.build(plan_cache([layer], 2**14, max_model_len=32), max_num_reqs=2)
@@ -557,7 +557,7 @@ def chat_tokenizer() -> object:
 
 
 def demo_report() -> object:
-    from kvcache.demo import DemoReport
+    from kvcache_serve.demo import DemoReport
 
     names = inspect.signature(DemoReport).parameters
     texts = {"model": "tiny", "kv_cache_dtype": None}
@@ -578,7 +578,7 @@ def third(w: World) -> bytes:
 
 
 def paged_batch(w: World) -> object:
-    from kvcache.engine import Batch
+    from kvcache_serve.engine import Batch
 
     cache = w.get("PagedModel").cache
     plan = cache.manager.step(new=[Request("p", range(9))])
@@ -654,15 +654,15 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "Batch": batch,
     "Context": lambda w: w.get("Batch").context(0),
     "EngineError": lambda w: __import__(
-        "kvcache.server.engine_loop"
+        "kvcache_serve.server.engine_loop"
     ).server.engine_loop.EngineError("stopped"),
-    "FastAPI": lambda w: __import__("kvcache.server").server.make_app(
+    "FastAPI": lambda w: __import__("kvcache_serve.server").server.make_app(
         w.get("EngineLoop"), w.get("Texts"), "m"
     ),
-    "EngineLoop": lambda w: __import__("kvcache.server").server.EngineLoop(w.get("Engine")),
+    "EngineLoop": lambda w: __import__("kvcache_serve.server").server.EngineLoop(w.get("Engine")),
     "Answer": answer,
-    "Texts": lambda w: __import__("kvcache.server").server.ByteTexts(),
-    "TokenizerTexts": lambda w: __import__("kvcache.server").server.TokenizerTexts(Tokenizer()),
+    "Texts": lambda w: __import__("kvcache_serve.server").server.ByteTexts(),
+    "TokenizerTexts": lambda w: __import__("kvcache_serve.server").server.TokenizerTexts(Tokenizer()),
     "connectors": connectors,
     "Connector": lambda w: w.get("connectors").one.connector,
     "CacheRank": lambda w: w.get("connectors").one.ranks[0],

@@ -411,7 +411,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     # serving
     "prompt": lambda w: [1, 2, 3],
     "prompts": lambda w: [[1, 2, 3]],
-    "params": lambda w: __import__("kvcache.engine").engine.SamplingParams(max_tokens=2),
+    "params": lambda w: __import__("kvcache_serve.engine").engine.SamplingParams(max_tokens=2),
     "Engine.abort.request_id": lambda w: "waiting",
     "Engine.stop.request_id": lambda w: "running",
     "index": lambda w: 0,
@@ -421,12 +421,12 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "Receipt.status": lambda w: "done",
     "HintExecutor.planned.statuses": lambda w: [],
     "PrefixCache.start_epoch.model_version": lambda w: "newer weights",
-    "Scheduler.add.sequence": lambda w: __import__("kvcache.engine").engine.Sequence(
+    "Scheduler.add.sequence": lambda w: __import__("kvcache_serve.engine").engine.Sequence(
         Request("another", range(5))),
     "Scheduler.accept.sequence": lambda w: w.get("ended sequence"),
     "Scheduler.finish.sequence": lambda w: w.get("ended sequence"),
     "Scheduler.fork.parent": lambda w: w.get("ended sequence"),
-    "Scheduler.fork.child": lambda w: __import__("kvcache.engine").engine.Sequence(
+    "Scheduler.fork.child": lambda w: __import__("kvcache_serve.engine").engine.Sequence(
         Request("fork", range(10))),
     "Scheduler.accept.token_ids": lambda w: [5],
     "num_drafts": lambda w: [0],
@@ -447,7 +447,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "attach.model": lambda w: w.get("PreTrainedModel"),
     "layer_specs.model": lambda w: w.get("PreTrainedModel"),
     "PagedModel.shapes": lambda w: __import__(
-        "kvcache.engine.transformers.layer_shapes"
+        "kvcache_serve.engine.transformers.layer_shapes"
     ).engine.transformers.layer_shapes.layer_shapes(w.get("PreTrainedModel")),
     "PagedModel.model": lambda w: w.get("PreTrainedModel"),
     "PagedModel.cache": lambda w: w.get("PagedModel").cache,
@@ -524,7 +524,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "make_chats.vocab_size": lambda w: 50,
     "make_chats.max_tokens": lambda w: 100,
     "make_text_chats.tokenizer": lambda w: m.chat_tokenizer(),
-    "transcript.chat": lambda w: __import__("kvcache.demo").demo.Chat([[1]], []),
+    "transcript.chat": lambda w: __import__("kvcache_serve.demo").demo.Chat([[1]], []),
     "history": lambda w: [],
     **{
         f"{op}.{name}": m.op(op, i)

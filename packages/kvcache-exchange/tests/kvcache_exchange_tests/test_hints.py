@@ -6,10 +6,10 @@ import pytest
 
 from kvcache import Admit, KVCacheManager, Request, StepReport
 from kvcache.allocator import check_invariants
-from kvcache.engine import Scheduler, Sequence, State
 from kvcache.sources import LoadStats
 from kvcache.sources.loads import SourceLoads
 from kvcache_exchange.hints import Hint, HintExecutor, Receipt, limits
+from kvcache_serve.engine import Scheduler, Sequence, State
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ import pytest
 
 from kvcache import Admit, GroupSpec, KVCacheManager, Request, StepReport
 from kvcache.allocator import check_invariants
-from kvcache.engine import Scheduler, Sequence, State
 from kvcache.sources import LoadStats
 from kvcache.sources.loads import SourceLoads
 from kvcache.step import Status
 from kvcache_exchange.hints import Hint, HintExecutor, limits
 from kvcache_exchange.store.prefixes import StoredPrefixes
+from kvcache_serve.engine import Scheduler, Sequence, State
 
 WINDOW = [
     GroupSpec("full_attention", 4),
