@@ -266,7 +266,7 @@ def replay(block_size: int, num_requests: int, rounds: int) -> Iterator[Result]:
     """Measure lookup, allocation and release per request of the trace, with a pool of 5.12 M
     tokens.
     """
-    from kvcache.replay import read_mooncake
+    from kvcache_lab import read_mooncake
 
     num_blocks = 10_000 * (512 // block_size) + 1
     items = list(itertools.islice(read_mooncake(TRACE), num_requests))

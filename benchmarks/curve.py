@@ -33,13 +33,7 @@ from benchmarks.eviction import (
     with_table,
 )
 from benchmarks.gpu.machine import processor
-from kvcache.replay import (
-    CURVE_POLICIES,
-    compare,
-    hit_rate_curve,
-    read_block_ids,
-    read_mooncake,
-)
+from kvcache_lab import CURVE_POLICIES, compare, hit_rate_curve, read_block_ids, read_mooncake
 
 RATES = (None, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 LONG_BLOCKS, LONG_SIZES = 6_000_000, (4_000, 8_000, 16_000, 32_000, 64_000)

@@ -34,11 +34,11 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.gpu.machine import processor
-from kvcache.replay import WorkloadRequest
-from kvcache.replay.content import prefix_keys
-from kvcache.replay.fleet import Fleet, Hardware
-from kvcache.replay.fleet.simulation import Simulation
-from kvcache.replay.running import Running
+from kvcache_lab import WorkloadRequest
+from kvcache_lab.content import prefix_keys
+from kvcache_lab.fleet import Fleet, Hardware
+from kvcache_lab.fleet.simulation import Simulation
+from kvcache_lab.running import Running
 
 BLOCK, LONGEST, VOCABULARY = 16, 1024, 512
 HITS, LENGTHS, REPEATS = (0, 256, 512, 800), (16, 64, 128, 200, 512, 960), 6

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.eviction import BLOCK_SIZE, markdown, print_tables, read
 from kvcache import GroupSpec
-from kvcache.replay import Replayer, ReplayReport, WorkloadRequest
-from kvcache.replay.policies import parse_eviction
+from kvcache.cli.policy_text import parse_eviction
+from kvcache_lab import Replayer, ReplayReport, WorkloadRequest
 
 # All pages have the same size: a state takes as many bytes as a block of 512 tokens.
 FULL = GroupSpec("full_attention", BLOCK_SIZE)

@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks.eviction import markdown, replayed
 from kvcache import LearnedReuse
-from kvcache.replay import Replayer, WorkloadRequest, read_mooncake
+from kvcache_lab import Replayer, WorkloadRequest, read_mooncake
 
 BLOCK = 512  # tokens
 CAPACITIES = (1_000, 3_000, 5_859, 10_000, 30_000, 50_000)  # blocks

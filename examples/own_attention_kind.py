@@ -39,8 +39,8 @@ def main() -> None:
         Request,
         plan_cache,
     )
-    from kvcache.replay import Replayer, chat_workload
-    from kvcache.replay.verifier import KVVerifier
+    from kvcache_lab import Replayer, chat_workload
+    from kvcache_lab.verifier import KVVerifier
 
     sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 8}
     options = {"segment": 64}

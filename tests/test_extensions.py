@@ -13,8 +13,8 @@ import numpy as np
 
 from kvcache.kinds import AttentionKind, register
 from kvcache.layouts import AttentionBackend, register_backend
-from kvcache.replay import WorkloadRequest, register_trace_form
-from kvcache.replay.content import prefix_keys
+from kvcache_lab import WorkloadRequest, register_trace_form
+from kvcache_lab.content import prefix_keys
 from kvcache_exchange.store import BlockStore, register_store
 
 @register("segments")
@@ -91,7 +91,7 @@ def test_kinds_and_backends_of_other_packages_are_found_by_name(run):
 def test_trace_formats_of_other_packages_are_found_by_name_and_content(run, tmp_path, form):
     (tmp_path / "trace").write_text("ours 7\nours 9\n")
     said, _ = run(
-        "from kvcache.replay import read_trace, trace_forms\n"
+        "from kvcache_lab import read_trace, trace_forms\n"
         f"print(*(each.num_tokens for each in read_trace({str(tmp_path / 'trace')!r}, {form!r})))\n"
         "print('ours' in trace_forms())"
     )

@@ -26,7 +26,7 @@ def policy_options(args: argparse.Namespace, host_option: str) -> dict:
             continue
         if option != "--eviction" and not has_host:
             raise UsageError(f"{option} is {quoted(value)}: expected only with {host_option}")
-        policies = import_module("kvcache.replay.policies")
+        policies = import_module("kvcache.cli.policy_text")
         try:
             if name is None:
                 found |= policies.parse_host_write(value)

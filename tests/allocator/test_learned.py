@@ -14,7 +14,7 @@ import pytest
 from kvcache import Admit, GroupSpec, KVCacheManager, LearnedReuse, Request
 from kvcache.allocator import check_invariants
 from kvcache.compat import BlockSpaceManager
-from kvcache.replay import Replayer, chat_workload
+from kvcache_lab import Replayer, chat_workload
 from tests.machinery.mixed_prompts import mixed_prompts
 from tests.machinery.shared import sampled
 

@@ -18,7 +18,7 @@ from kvcache import CacheOptions, GroupSpec, KVCacheManager, Request
 from kvcache.allocator import CacheArguments
 from kvcache.kinds import make_kind
 from kvcache.native.load import core
-from kvcache.replay import Replayer
+from kvcache_lab import Replayer
 
 # A non-default value for each option.
 OTHERS = {

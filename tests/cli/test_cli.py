@@ -19,8 +19,8 @@ import pytest
 
 import kvcache
 from kvcache.cli import doctor, main
-from kvcache.cli.replay import _num_expected
-from kvcache.replay import Replayer, chat_workload
+from kvcache_lab import Replayer, chat_workload
+from kvcache_lab.cli.replay import _num_expected
 from tests.machinery.shared import REPO, sampled, shared_file
 
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
@@ -516,7 +516,7 @@ def write_nothing(verifier, span):
 
 
 def test_wrong_kv_is_reported_with_exit_code_1(capsys, monkeypatch, trace):
-    from kvcache.replay.verifier import KVVerifier
+    from kvcache_lab.verifier import KVVerifier
 
     monkeypatch.setattr(KVVerifier, "write", write_nothing)
     assert main(["replay", trace, "--verify", "--json", "--limit", "1"]) == 1
@@ -530,7 +530,7 @@ def test_wrong_kv_is_reported_with_exit_code_1(capsys, monkeypatch, trace):
 
 
 def test_many_requests_with_wrong_kv_are_summarized(capsys, monkeypatch):
-    from kvcache.replay.verifier import KVVerifier
+    from kvcache_lab.verifier import KVVerifier
 
     monkeypatch.setattr(KVVerifier, "write", write_nothing)
     assert main(["replay", "--requests", "15", "--verify", "--json"]) == 1
@@ -543,7 +543,7 @@ def test_many_requests_with_wrong_kv_are_summarized(capsys, monkeypatch):
 
 
 def test_replay_demo_prints_a_summary(capsys, monkeypatch):
-    monkeypatch.setattr("kvcache.cli.replay._DEMO", ["--requests", "100", "--verify"])
+    monkeypatch.setattr("kvcache_lab.cli.replay._DEMO", ["--requests", "100", "--verify"])
     assert main(["demo", "--replay"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "Shown: 100 turns of interleaved chats" in out

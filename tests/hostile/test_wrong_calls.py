@@ -18,6 +18,7 @@ import torch
 pytest.importorskip("fastapi")  # required to import `kvcache_serve.server`
 
 import kvcache
+import kvcache_lab as replay
 from kvcache import (
     BlockPool,
     BlockTables,
@@ -28,7 +29,6 @@ from kvcache import (
     Pages,
     Request,
     ops,
-    replay,
 )
 from kvcache.allocator import check_invariants
 from kvcache.checks import as_array, listed
@@ -59,7 +59,7 @@ SEED = int(os.environ.get("KVCACHE_FUZZ_SEED", "1"))
 # Modules whose public calls are fuzzed here. `make fuzz` covers all modules.
 MENDED = [
     *("kvcache_serve.demo", "kvcache_exchange.disaggregation", "kvcache.events", "kvcache.plugins"),
-    *("kvcache.kinds", "kvcache.layouts", "kvcache.metrics", "kvcache.ops", "kvcache.replay"),
+    *("kvcache.kinds", "kvcache.layouts", "kvcache.metrics", "kvcache.ops", "kvcache_lab"),
     *(
         "kvcache_exchange.router_events",
         "kvcache_serve.server.",

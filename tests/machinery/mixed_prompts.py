@@ -8,8 +8,8 @@ import random
 
 import numpy as np
 
-from kvcache.replay import WorkloadRequest
-from kvcache.replay.traces.block_ids import BlockIdRequest
+from kvcache_lab import WorkloadRequest
+from kvcache_lab.traces.block_ids import BlockIdRequest
 
 BLOCK_SIZE = 16
 

@@ -48,9 +48,9 @@ TESTS = (
     ),
     *(
         "packages/kvcache-exchange/tests/kvcache_exchange_tests/test_dynamo_indexer.py",
-        "tests/replay/test_fleet_processes.py",
+        "packages/kvcache-lab/tests/kvcache_lab_tests/test_fleet_processes.py",
     ),
-    "tests/replay/test_fleet_faults.py",
+    "packages/kvcache-lab/tests/kvcache_lab_tests/test_fleet_faults.py",
     *(
         "packages/kvcache-serve/tests/kvcache_serve_tests/test_smollm2.py",
         "--ignore=packages/kvcache-serve/tests/kvcache_serve_tests/test_load_generator.py",

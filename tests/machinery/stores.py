@@ -14,11 +14,11 @@ import numpy as np
 
 from kvcache import Admit, External, KVCacheManager, Request, Status, StepReport
 from kvcache.allocator import check_invariants
-from kvcache.replay.content import mix64
-from kvcache.replay.running import Running, Span
-from kvcache.replay.verifier import KVVerifier
-from kvcache.replay.workload import WorkloadRequest
 from kvcache_exchange.store import BlockStore, Circuit, StoreTier
+from kvcache_lab.content import mix64
+from kvcache_lab.running import Running, Span
+from kvcache_lab.verifier import KVVerifier
+from kvcache_lab.workload import WorkloadRequest
 
 FAULTS = ("missing", "corrupt", "short", "other", "raises", "slow", "full")
 

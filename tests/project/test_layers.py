@@ -38,7 +38,7 @@ RINGS = {
         *("kvcache_sglang.sanitizer", "kvcache_sglang"),
         "kvcache_exchange.plugins",
     },
-    "laboratory": {"kvcache.replay", "kvcache_serve.demo", "kvcache.cli", "kvcache.__main__"},
+    "laboratory": {"kvcache_lab", "kvcache_serve.demo", "kvcache.cli", "kvcache.__main__"},
 }
 GROUND = RINGS["ground"]
 
@@ -113,7 +113,7 @@ MAY_IMPORT = {
     },
     "kvcache_vllm.sanitizer": {"kvcache.plugins", "kvcache.sanitizer"},
     "kvcache_sglang.sanitizer": {"kvcache.plugins", "kvcache.sanitizer"},
-    "kvcache.replay": {
+    "kvcache_lab": {
         *("kvcache.allocator", "kvcache_exchange.disaggregation", "kvcache_exchange.store"),
         *("kvcache.sources", "kvcache.transfer", "kvcache.worker", "kvcache_exchange.hints"),
     },
@@ -129,7 +129,7 @@ MAY_IMPORT = {
             "kvcache_serve.engine",
         ),
         "kvcache_exchange.tracing",
-        "kvcache.replay",
+        "kvcache_lab",
         *(
             "kvcache_serve.engine.transformers",
             "kvcache_exchange.router_events",

@@ -26,8 +26,6 @@ from kvcache.compat import (
     kv_postprocess_blksize_on_receive,
     kv_postprocess_layout_on_receive,
 )
-from kvcache.replay.content import prefix_keys
-from kvcache.replay.workload import WorkloadRequest
 from kvcache.transfer import (
     CacheDescription,
     GroupFetch,
@@ -47,6 +45,8 @@ from kvcache.worker import (
 )
 from kvcache_exchange.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
 from kvcache_exchange.transport import make_transport
+from kvcache_lab.content import prefix_keys
+from kvcache_lab.workload import WorkloadRequest
 from kvcache_serve.engine import Engine, SamplingParams
 from kvcache_serve.engine.transformers import attach, layer_specs
 from kvcache_serve.engine.transformers.tiny_models import tiny_model

@@ -450,13 +450,13 @@ def metadata(w: World) -> object:
 
 
 def report(w: World) -> object:
-    from kvcache.replay import Replayer
+    from kvcache_lab import Replayer
 
     return Replayer(num_blocks=40, block_size=4).run([w.get("WorkloadRequest")])
 
 
 def workload(w: World) -> object:
-    from kvcache.replay import read_trace
+    from kvcache_lab import read_trace
 
     return next(read_trace(w.get("trace")))
 
@@ -634,9 +634,9 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "transfer memory": lambda w: np.zeros(2**20, np.uint8),
     "Transport": transport,
     "DemoReport": lambda w: demo_report(),
-    "Comparison": lambda w: __import__("kvcache.replay").replay.compare(
+    "Comparison": lambda w: __import__("kvcache_lab").replay.compare(
         [w.get("WorkloadRequest")], ["lru"], [200], block_size=4),
-    "HitRateCurve": lambda w: __import__("kvcache.replay").replay.hit_rate_curve(
+    "HitRateCurve": lambda w: __import__("kvcache_lab").replay.hit_rate_curve(
         [w.get("WorkloadRequest")], ["lru"], [200], block_size=4),
     "Transfer": lambda w: a_read(w),
     "GroupFetch": group_fetch,

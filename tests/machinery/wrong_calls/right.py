@@ -510,7 +510,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "DisaggregatedReplayer.num_blocks": lambda w: 200,
     "Disaggregation.parse.text": lambda w: "200",
     "Service.parse.text": lambda w: "1000,10",
-    "between": lambda w: __import__("kvcache.replay").replay.Disaggregation(200),
+    "between": lambda w: __import__("kvcache_lab").replay.Disaggregation(200),
     "events": lambda w: [kvcache.events.AllBlocksCleared()],
     "CacheView.apply.events": lambda w: [],
     "EventPublisher.endpoint": lambda w: "tcp://127.0.0.1:0",

@@ -28,11 +28,11 @@ from kvcache_exchange.transport.connection import StagedTransfer
 from kvcache_exchange.transport.factory import make_transport
 from kvcache_exchange.transport.nixl_agent import Reach
 from kvcache_exchange.transport.nixl_direct import DirectTransfer
+from kvcache_lab_tests.test_replay import as_workload
 from tests.machinery.disaggregation_engine import Engine
 from tests.machinery.gpu_less import counts
 from tests.machinery.nixl_stand_in import nixl_agent, stand_in
 from tests.machinery.stores import MemoryStore, StoreUser
-from tests.replay.test_replay import as_workload
 
 pytestmark = pytest.mark.gpu
 NAMES = ["gloo", "nixl"]

@@ -29,10 +29,10 @@ from kvcache.allocator import check_invariants
 from kvcache_exchange.store import Circuit, StoredPrefixes, StoreTier, fingerprint
 from kvcache_exchange.store import tier as tier_module
 from kvcache_exchange.store.value_format import BlockKey, faults, key_of_text, key_text, seal
+from kvcache_lab_tests.test_replay import as_workload
 from tests.machinery.shared import sampled
 from tests.machinery.simulated_device import SimulatedStreams
 from tests.machinery.stores import FAULTS, MemoryStore, StoreUser, patient
-from tests.replay.test_replay import as_workload
 
 FULL = GroupSpec("full_attention", 4)
 WINDOW = GroupSpec("sliding_window", 4, {"window": 6})

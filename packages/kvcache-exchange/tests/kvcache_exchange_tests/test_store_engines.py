@@ -19,9 +19,9 @@ import pytest
 from kvcache import GroupSpec
 from kvcache.events import BlockRemoved
 from kvcache_exchange.store import Circuit, DiskStore, MooncakeStore, StoreError, open_store
+from kvcache_lab_tests.test_replay import as_workload
 from tests.machinery import mooncake_master
 from tests.machinery.stores import MemoryStore, StoreUser, patient
-from tests.replay.test_replay import as_workload
 
 VALUE_BYTES = 5000
 NUM_KILLS = 3

@@ -20,9 +20,9 @@ import pytest
 from kvcache import GroupSpec
 from kvcache.allocator import check_invariants
 from kvcache_exchange.store import BlockStore, DiskStore
+from kvcache_lab_tests.test_replay import as_workload
 from tests.machinery.shared import sampled
 from tests.machinery.stores import MemoryStore, StoreUser, patient
-from tests.replay.test_replay import as_workload
 
 FULL = GroupSpec("full_attention", 4)
 MIXES = ([FULL], [FULL, GroupSpec("sliding_window", 4, {"window": 6}), GroupSpec("recurrent", 4)])

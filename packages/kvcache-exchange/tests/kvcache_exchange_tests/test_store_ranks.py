@@ -25,12 +25,12 @@ from kvcache import (
     StepReport,
 )
 from kvcache.allocator import check_invariants
-from kvcache.replay.running import Running
-from kvcache.replay.verifier import KVVerifier
 from kvcache_exchange.store import Share, StoreRank, StoreTier, cache_identity, fingerprint
 from kvcache_exchange.store.orders import LookUp, StoreResults
 from kvcache_exchange.store.value_format import key_of_text
 from kvcache_exchange_tests.test_store import LONG, MIXES, match_of, prompts, told
+from kvcache_lab.running import Running
+from kvcache_lab.verifier import KVVerifier
 from tests.machinery.shared import sampled
 from tests.machinery.stores import FAULTS, MemoryStore, StoreUser, patient
 

@@ -21,11 +21,11 @@ import pytest
 from kvcache import GroupSpec, Request
 from kvcache_exchange.store import DiskStore, MooncakeStore, StoreError, removals
 from kvcache_exchange.store.removals import PendingRemovals
+from kvcache_lab_tests.test_replay import as_workload
 from tests.machinery import mooncake_master
 from tests.machinery.nixl_stand_in import stand_in
 from tests.machinery.shared import seed_of_test
 from tests.machinery.stores import StoreUser, patient
-from tests.replay.test_replay import as_workload
 
 VALUE_BYTES, NUM_VALUES = 3000, 16
 SECTOR = 512

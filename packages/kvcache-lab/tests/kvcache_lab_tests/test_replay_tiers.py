@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replays with eviction policies and a host tier: exact hits, verified swaps, and errors that must
+be detected.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache import GroupSpec, eviction_names, host_eviction_names
+from kvcache.allocator import check_invariants
+from kvcache.cli.option_text import join_options
+from kvcache.cli.policy_text import parse_eviction, parse_host_eviction, parse_host_write
+from kvcache.events import BlockRemoved
+from kvcache.worker import Worker
+from kvcache_lab import Mismatch, Replayer, chat_workload, read_mooncake
+from kvcache_lab.groups import parse_groups
+from kvcache_lab.verifier import KVVerifier
+from kvcache_lab_tests.test_hybrid_replay import group_lists
+from kvcache_lab_tests.test_replay import TRACE, as_workload, plant_in_step, workloads
+from tests.machinery.shared import sampled, shared_file, spread
+
+POLICIES = [*eviction_names(), "learned:tenant_share=0.3", "priority:default_priority=0"]
+WRITES = ["back", "through", "selective:1", "selective:3", "learned", "learned:0.3"]
+
+
+def tiered(
+    specs, num_blocks, num_host_blocks, *, eviction="lru", host_eviction="lru", host_write="back",
+    verify=True, concurrency=1, **options,
+) -> Replayer:  # fmt: skip
+    """Make a replayer.
+
+    `specs` contains groups, or is the block size of a single full-attention group. Policies are
+    given in command-line syntax.
+    """
+    if host_write.startswith("learned"):
+        host_eviction = "learned"
+    if host_eviction == "learned":
+        eviction = "learned"
+    name, own = parse_eviction(eviction)
+    host_name, host_own = parse_host_eviction(host_eviction)
+    groups = [GroupSpec("full_attention", specs)] if isinstance(specs, int) else specs
+    verifier = KVVerifier(
+        groups=groups, num_blocks=num_blocks, num_host_blocks=num_host_blocks,
+        max_num_reqs=concurrency, num_layers=2, num_kv_heads=1,
+    ) if verify else None  # fmt: skip
+    return Replayer(
+        groups=groups, num_blocks=num_blocks, concurrency=concurrency, verifier=verifier,
+        eviction=name, eviction_options=own, num_host_blocks=num_host_blocks,
+        host_eviction=host_name, host_eviction_options=host_own, **parse_host_write(host_write),
+        **options,
+    )  # fmt: skip
+
+
+def assert_right(replayer, report) -> None:
+    manager = replayer.manager
+    assert report.mismatches == 0, report.mismatched_requests
+    assert report.verified_tokens == report.prompt_tokens
+    assert report.host_hit_tokens <= report.hit_tokens
+    # All requests have been freed on both tiers.
+    assert manager.pool.num_free == manager.pool.num_total
+    assert manager.host_pool.num_free == manager.host_pool.num_total
+    assert manager.pool.num_loading == 0
+    check_invariants(manager)
+
+
+# --- exact hits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("capacity", [10_000, 1_000])
+def test_unbounded_host_reaches_maximum_hits_of_published_trace(capacity):
+    requests = read_mooncake(shared_file(TRACE))
+    report = tiered(512, capacity + 1, 300_000, verify=False).run(requests)
+    assert (report.hit_blocks, report.rejected_requests) == (105_592, 0)
+    assert report.hit_tokens == 105_592 * 512 and round(report.token_hit_rate, 4) == 0.3734
+    assert report.loaded_blocks <= report.host_hit_tokens // 512 < 105_592
+    assert (report.host_evicted_blocks, report.unwritten_blocks) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_blocks", "host_write", "eviction"),
+    spread(itertools.product([250, 500], ["back", "through"], POLICIES), 4),
+)
+def test_unbounded_host_equals_unbounded_device(num_blocks, host_write, eviction):
+    unbounded = Replayer(block_size=16, num_blocks=20_001).run(chat_workload(200, 3))
+    assert unbounded.evicted_blocks == 0
+    replayer = tiered(
+        16, num_blocks, 20_001, eviction=eviction, host_write=host_write, verify=False
+    )
+    report = replayer.run(chat_workload(200, 3))
+    assert (report.hit_tokens, report.rejected_requests) == (unbounded.hit_tokens, 0)
+    assert report.evicted_blocks > 1_000 and report.loaded_blocks > 500
+    alone = Replayer(block_size=16, num_blocks=num_blocks).run(chat_workload(200, 3))
+    assert alone.hit_tokens < unbounded.hit_tokens
+
+
+def test_small_host_increases_hits_and_evicts():
+    none, some, more = (
+        tiered(16, 150, size, verify=False).run(chat_workload(200, 3)) for size in (0, 300, 1_000)
+    )
+    assert none.hit_tokens < some.hit_tokens < more.hit_tokens
+    assert some.host_evicted_blocks > more.host_evicted_blocks > 0
+    assert some.loaded_blocks <= some.host_hit_tokens // 16 <= some.hit_blocks
+
+
+def test_selective_writes_fewer_blocks():
+    through, once, often = (
+        tiered(16, 300, 1_000, host_write=mode, verify=False).run(chat_workload(200, 3))
+        for mode in ("through", "selective:1", "selective:4")
+    )
+    assert through.written_blocks > once.written_blocks > often.written_blocks > 0
+
+
+def test_report_without_host_has_no_host_section():
+    report = tiered(16, 150, 0, verify=False).run(chat_workload(20)).to_dict()
+    assert "eviction" not in report and not [name for name in report if "host" in name]
+    assert not {"written_blocks", "unwritten_blocks", "loaded_blocks"} & report.keys()
+
+
+def test_report_contains_the_options():
+    replayer = tiered(
+        16, 150, 200, eviction="learned:tenant_share=0.25", host_write="selective", verify=False
+    )
+    report = replayer.run(chat_workload(20)).to_dict()
+    assert report["eviction"] == "learned:tenant_share=0.25"
+    assert (report["host_blocks"], report["host_eviction"]) == (200, "lru")
+    assert report["host_write"] == "selective:2"
+
+
+# --- a store below the tiers -----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_host_blocks", [0, 300])
+@pytest.mark.parametrize("chunk_tokens", [None, 64])
+def test_unbounded_store_equals_unbounded_device(num_host_blocks, chunk_tokens):
+    options = {"block_size": 16, "chunk_tokens": chunk_tokens}
+    unbounded = Replayer(num_blocks=20_001, **options).run(chat_workload(200, 3))
+    replayer = Replayer(
+        num_blocks=500, num_host_blocks=num_host_blocks, num_store_blocks=20_000,
+        host_write="through", **options,
+    )  # fmt: skip
+    report = replayer.run(chat_workload(200, 3))
+    assert (report.hit_tokens, report.rejected_requests) == (unbounded.hit_tokens, 0)
+    assert report.store_hit_tokens == 16 * report.store_loaded_blocks > 5_000
+    assert (report.host_hit_tokens or 0) + report.store_hit_tokens < report.hit_tokens
+    assert report.store_evicted_blocks == 0
+    assert replayer.manager.pool.num_free == replayer.manager.pool.num_total
+    check_invariants(replayer.manager)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "groups", ["full_attention,sliding_window:window=50:block_size=8", "full_attention,recurrent"]
+)
+def test_small_store_increases_hits_and_evicts(groups):
+    specs = parse_groups(groups, 16)
+    none, some, more = (
+        Replayer(
+            num_blocks=300, groups=specs, num_store_blocks=size, chunk_tokens=64, concurrency=3
+        ).run(chat_workload(100, 3))
+        for size in (0, 500, 4_000)
+    )
+    assert none.hit_tokens < some.hit_tokens < more.hit_tokens
+    assert some.store_evicted_blocks > more.store_evicted_blocks
+    assert none.store_hit_tokens is None and none.rejected_requests == more.rejected_requests
+
+
+def test_simulated_store_cannot_be_verified():
+    verifier = KVVerifier(num_blocks=40, block_size=16)
+    with pytest.raises(ValueError, match="num_store_blocks is 9 with a verifier: expected 0"):
+        Replayer(num_blocks=40, block_size=16, num_store_blocks=9, verifier=verifier)
+
+
+def test_store_events_reproduce_the_store_content():
+    replayer = Replayer(
+        num_blocks=150, block_size=16, num_store_blocks=300, enable_events=True
+    )  # fmt: skip
+    replayer.run(chat_workload(60, 3))
+    has = set()
+    for event in replayer.drain_events():
+        if event.medium == "storage":
+            each = {block_hash.tobytes() for block_hash in event.block_hashes}
+            has = has - each if isinstance(event, BlockRemoved) else has | each
+    assert has == {key.block_hash for key in replayer._store._blocks}
+
+
+# --- bytewise verification ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("concurrency, host_write", spread(zip(itertools.cycle([1, 4]), WRITES), 2))
+@pytest.mark.parametrize("chunk_tokens", sampled([64, None]))
+@pytest.mark.parametrize(
+    ("groups", "hash_block_size"),
+    sampled([
+        ("full_attention,sliding_window:window=50:block_size=8,recurrent:block_size=32", 4),
+        ("full_attention", None),
+        ("full_attention,sliding_window:window=64,recurrent", None),
+    ]),
+)  # fmt: skip
+def test_chats_verify_through_a_host(
+    groups, hash_block_size, chunk_tokens, host_write, concurrency
+):
+    turn = 2 * concurrency + len(host_write)
+    eviction = POLICIES[turn % len(POLICIES)]
+    for_host = host_eviction_names()
+    host_eviction = for_host[turn % len(for_host)]
+    replayer = tiered(
+        parse_groups(groups, 16), 300, 1_000, eviction=eviction, host_eviction=host_eviction,
+        host_write=host_write, concurrency=concurrency, chunk_tokens=chunk_tokens,
+        hash_block_size=hash_block_size,
+    )  # fmt: skip
+    report = replayer.run(chat_workload(50, 2))
+    assert_right(replayer, report)
+    assert report.prompt_tokens > 30_000
+    if host_write in ("back", "through"):
+        assert report.loaded_blocks > 50
+
+
+@pytest.mark.slow
+@given(
+    workloads(),
+    group_lists(),
+    st.sampled_from([None, 1, 2]),
+    st.none() | st.integers(1, 20),
+    st.integers(6, 60),
+    st.integers(1, 60),
+    st.integers(1, 4),
+    st.sampled_from(POLICIES),
+    st.sampled_from(host_eviction_names()),
+    st.sampled_from(WRITES),
+)
+def test_correct_tiered_cache_verifies(
+    workload, specs, hash_block_size, chunk_tokens, capacity, host_capacity, concurrency,
+    eviction, host_eviction, host_write,
+):  # fmt: skip
+    replayer = tiered(
+        specs, capacity + 1, host_capacity + 1, eviction=eviction, host_eviction=host_eviction,
+        host_write=host_write, concurrency=concurrency, chunk_tokens=chunk_tokens,
+        hash_block_size=hash_block_size,
+    )  # fmt: skip
+    report = replayer.run(workload)
+    assert_right(replayer, report)
+    assert report.requests == len(workload)
+
+
+@pytest.mark.exhaustive
+def test_the_published_trace_verifies_through_a_host():
+    requests = itertools.islice(read_mooncake(shared_file(TRACE)), 300)
+    replayer = tiered(512, 501, 4_001, concurrency=3)
+    report = replayer.run(requests)
+    assert_right(replayer, report)
+    assert report.loaded_blocks > 100 and report.host_evicted_blocks > 500
+
+
+# --- planted defects ------------------------------------------------------------------------------
+
+# The pool has six blocks. The first prompt's two blocks are offloaded to the host, and the last
+# prompt hits them there.
+LEFT = as_workload([*(range(first, first + 9) for first in (0, 100, 200, 300)), [*range(8), 50]])
+
+
+def without_loads(plan, number):
+    plan.swap_in = plan.swap_in[:0]
+
+
+def without_writes(plan, number):
+    plan.swap_out = plan.swap_out[:0]
+
+
+def loads_exchanged(plan, number):
+    plan.swap_in = plan.swap_in.copy()
+    plan.swap_in[:, 0] = plan.swap_in[::-1, 0]
+
+
+def test_offloaded_blocks_are_hit_on_the_host():
+    replayer = tiered(4, 7, 9)
+    report = replayer.run(LEFT)
+    assert_right(replayer, report)
+    assert (report.hit_tokens, report.host_hit_tokens, report.loaded_blocks) == (8, 8, 2)
+
+
+@pytest.mark.parametrize("defect", [without_loads, without_writes, loads_exchanged])
+def test_wrong_swaps_are_detected(monkeypatch, defect):
+    replayer = tiered(4, 7, 9)
+    replayer.verifier.worker.host.memory.fill_(255)  # overwrites data from an earlier test
+    plant_in_step(monkeypatch, replayer.manager, defect)
+    report = replayer.run(LEFT)
+    assert report.mismatches == 8
+    (found,) = report.mismatched_requests
+    assert (found.request, found.token, found.block_column) == (4, 0, 0)
+
+
+def prompts_that_use_every_section(rng):
+    """Generate prompts that share prefixes. In a small pool, their states and blocks move to the
+    host and back.
+    """
+    for i in range(120):
+        first, length = int(rng.integers(6)) * 1000, int(rng.integers(8, 40))
+        yield [*range(first, first + length), *range(10_000 + 20 * i, 10_001 + 20 * i + i % 11)]
+
+
+PAGE_SECTIONS = ("swap_out", "copy", "zero", "swap_in")
+
+
+# `make test` covers the order used by Worker.start and one order that reads pages too late.
+ORDERS = [PAGE_SECTIONS, ("copy", "swap_out", "zero", "swap_in")]
+ORDERS += [each for each in itertools.permutations(PAGE_SECTIONS) if each not in ORDERS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", sampled([(order,) for order in ORDERS], 2))
+def test_wrong_order_of_plan_sections_is_detected(monkeypatch, order):
+    """Swap-outs must be read first, so every order in which they are not must be detected.
+
+    The other sections use disjoint pages, so their order does not matter.
+    """
+    sections = {name: getattr(Worker, f"_{name}") for name in PAGE_SECTIONS}
+    waiting = {}
+
+    def later(worker, name, *arguments):
+        waiting[name] = (worker, *arguments)
+        if len(waiting) == len(PAGE_SECTIONS):
+            calls = [(sections[each], waiting.pop(each)) for each in order]
+            for call, its_arguments in calls:
+                call(*its_arguments)
+
+    for name in PAGE_SECTIONS:
+        monkeypatch.setattr(Worker, f"_{name}", functools.partialmethod(later, name))
+    workload = as_workload(prompts_that_use_every_section(np.random.default_rng(0)))
+    groups = parse_groups("full_attention,recurrent", 8)
+    replayer = tiered(groups, 41, 400, concurrency=3, chunk_tokens=16)
+    report = replayer.run(workload)
+    assert report.loaded_blocks > 0
+    if order[0] == "swap_out":
+        assert_right(replayer, report)
+    else:
+        assert report.mismatches > 0
+
+
+def test_changed_host_page_is_detected():
+    replayer = tiered(4, 7, 9)
+
+    def workload():
+        yield from LEFT[:4]
+        page = replayer.verifier.worker.host.layer(1)
+        page += 1
+        yield LEFT[4]
+
+    report = replayer.run(workload())
+    assert report.mismatches == 8 and report.mismatched_requests[0].request == 4
+
+
+def test_page_loaded_into_a_held_block_is_detected(monkeypatch):
+    replayer = tiered(4, 11, 9, concurrency=2)
+    held = []
+
+    def load_over(plan, number):
+        if len(plan.swap_in):
+            plan.swap_in = np.append(plan.swap_in, [[plan.swap_in[0, 0], held[-1]]], 0)
+        held.append(int(plan.append_ids[0][0]))
+
+    plant_in_step(monkeypatch, replayer.manager, load_over)
+    report = replayer.run(as_workload([[i] * 9 for i in (0, 1, 2, 3, 4, 5, 0)]))
+    assert report.loaded_blocks > 0
+    assert Mismatch(5, 0, 0, held[5]) in report.mismatched_requests
+
+
+# --- how users write policies ---------------------------------------------------------------------
+
+
+def test_policies_are_parsed():
+    for text in POLICIES:
+        assert join_options(*parse_eviction(text)) == text
+    assert parse_host_write("through") == {"host_write": "through"}
+    assert parse_host_write("selective") == {"host_write": "selective"}
+    assert parse_host_write("selective:7") == {"host_write": "selective", "num_hits_to_write": 7}
+    assert parse_host_write("learned") == {"host_write": "learned"}
+    assert parse_host_write("learned:0.2") == {"host_write": "learned", "min_gain_to_write": 0.2}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("policy", "options", "rate"),
+    [("lru", {}, 0.0459), ("learned", {}, 0.0776)],
+)
+def test_docs_table_is_reproduced(policy, options, rate):
+    trace = shared_file(TRACE)
+    replayer = Replayer(block_size=512, num_blocks=1001, eviction=policy, eviction_options=options)
+    assert round(replayer.run(read_mooncake(trace)).token_hit_rate, 4) == rate

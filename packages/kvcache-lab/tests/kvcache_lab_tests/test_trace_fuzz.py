@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged and hostile traces cause one-line errors that name the file and line, but never a
+traceback.
+"""
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvcache.cli import main
+from kvcache_lab import TraceError, read_mooncake, read_trace, trace_forms
+from kvcache_lab_tests.test_traces import BAILIAN, MESSAGES, MOONCAKE, SGLANG, VLLM
+from tests.machinery.shared import REPO
+
+SEED = int(os.environ.get("KVCACHE_FUZZ_SEED", "1"))
+LINES = {
+    "mooncake": MOONCAKE,
+    "bailian": BAILIAN,
+    "tokens": {"token_ids": [1, 2, 3], "timestamp": 3, "output_length": 2},
+    "text": {"messages": MESSAGES, "timestamp": 3, "output_length": 2},
+    "vllm_log": VLLM.format(s=1, ids=[1, 2, 3]),
+    "sglang_log": SGLANG.format(s=5, text=repr('it\'s "me"\n'), ids=None),
+}
+JUNK = [
+    *(
+        "NaN",
+        "-Infinity",
+        "1e400",
+        "-1",
+        "1.5",
+        "9" * 5000,
+        "9" * 400,
+        "2147483648",
+        "true",
+        "null",
+    ),
+    *(
+        '"\\ud800"',
+        '"\\u0000"',
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "[" * 900 + "]" * 900,
+    ),
+    *(
+        "[1 2]",
+        "[,]",
+        "'\\x'",
+        "'\\N{a}'",
+        "Request a" + ": " * 3000,
+        "\ufeff",
+        "\r",
+        "\0",
+        "\x1b[2J",
+    ),
+]
+
+
+def text_of(line):
+    return line if isinstance(line, str) else json.dumps(line)
+
+
+def mutated(rng, form):
+    """Return a trace in the given format that is damaged in one or two places."""
+    line = LINES[form]
+    if isinstance(line, dict) and rng.random() < 0.5:
+        line = dict(line)
+        name = rng.choice([*line])
+        if rng.random() < 0.2:
+            del line[name]
+        text = json.dumps({**line, name: "JUNK"}).replace('"JUNK"', rng.choice(JUNK))
+    else:
+        text = text_of(line)
+    data = bytearray("\n".join([text_of(LINES[form]), text, text_of(LINES[form])]).encode())
+    for _ in range(rng.choice([0, 1, 1, 2, 10])):
+        at, kind = rng.randrange(len(data)), rng.randrange(5)
+        if kind == 0:
+            data[at] = rng.randrange(256)
+        elif kind == 1:
+            del data[at : at + rng.choice([1, 2, 30])]
+        elif kind == 2:
+            data[at:at] = rng.choice(JUNK).encode("utf-8", "surrogatepass")
+        elif kind == 3:
+            data[at:at] = rng.randbytes(3)
+        elif len(data) > 1:
+            del data[at:]
+        data = data or bytearray(b"\n")
+    wrap = rng.randrange(20)
+    if wrap == 0:
+        return gzip.compress(bytes(data))[: rng.randrange(1, 60)]
+    if wrap == 1:
+        return bytes(data).decode(errors="replace").encode("utf-16")
+    if wrap == 2:
+        return b"\xef\xbb\xbf" + bytes(data)
+    return bytes(data).replace(b"\n", b"\r\n") if wrap == 3 else bytes(data)
+
+
+def check_read(path, form):
+    """Read a trace. Any error must name the file and the line."""
+    started = time.process_time()
+    try:
+        for request in read_trace(path, form):
+            assert request.num_tokens > 0 and request.output_length >= 0
+            if request.num_tokens > 10_000:
+                break
+    except TraceError as error:
+        text = str(error)
+        assert text.startswith(str(path)) and "expected" in text and len(text) < 600
+        assert "\n" not in text
+    assert time.process_time() - started < 3.0
+
+
+@pytest.mark.slow
+def test_damaged_traces_are_read_or_reported(tmp_path):
+    rng, path = random.Random(SEED), tmp_path / "trace"
+    for i in range(1500):
+        form = rng.choice([*LINES])
+        data = mutated(rng, form)
+        path.write_bytes(data)
+        try:
+            check_read(path, rng.choice([form, form, None, rng.choice(trace_forms())]))
+        except Exception as error:
+            error.add_note(f"seed {SEED}, trace {i}, {form}: {data[:300]!r}")
+            raise
+
+
+@pytest.mark.parametrize(
+    ("form", "line", "says"),
+    [
+        ("mooncake", {**MOONCAKE, "timestamp": 10**400}, "timestamp is 1000"),
+        ("mooncake", {**MOONCAKE, "output_length": 2**31}, "output_length is 2147483648"),
+        ("mooncake", {**MOONCAKE, "input_length": 10**30}, "input_length is 1000"),
+        ("text", {"prompt": "a", "timestamp": 2**53}, "timestamp is 9007199254740992"),
+        ("vllm_log", VLLM.format(s=1, ids="[1 2]"), 'has token "1 2"'),
+        ("vllm_log", VLLM.format(s=1, ids=f"[{'9' * 5000}]"), "has token 9999"),
+        ("sglang_log", SGLANG.format(s=5, text=r"'\x'", ids=None), r'text is "'),
+        ("sglang_log", SGLANG.format(s=5, text=r"'\N{no such}'", ids=None), "text is "),
+        ("mooncake", "[" * 100_000, "not JSON"),
+        ("mooncake", '{"hash_ids": ' + "[" * 900 + "]" * 900 + "}", "timestamp is missing"),
+        ("mooncake", {**MOONCAKE, "hash_ids": "\ud800"}, r'hash_ids is "\ud800"'),
+    ],
+)
+def test_hostile_line_is_reported(tmp_path, form, line, says):
+    """These cases were found by the fuzzer."""
+    path = tmp_path / "trace"
+    path.write_text(f"\n{text_of(line)}\n")
+    with pytest.raises(TraceError) as error:
+        list(read_trace(path, form))
+    assert str(error.value).startswith(f"{path}, line 2: ") and says in str(error.value)
+
+
+def test_lone_surrogate_counts_as_a_token(tmp_path):
+    path = tmp_path / "trace"
+    path.write_text(json.dumps({"prompt": "a \ud800 b"}))
+    assert [each.num_tokens for each in read_trace(path)] == [3]
+
+
+def test_endless_line_is_rejected(monkeypatch):
+    from kvcache_lab.traces import registry
+
+    monkeypatch.setattr(registry, "MOST_LINE_BYTES", 2**16)
+    with pytest.raises(TraceError, match="/dev/zero, line 1: has more than 65536 bytes: expected"):
+        list(read_trace("/dev/zero"))
+
+
+def test_log_line_with_many_colons_is_read_quickly(tmp_path):
+    path = tmp_path / "trace"
+    path.write_text("Request a" + ": " * 100_000 + "\n" + VLLM.format(s=1, ids=[1]))
+    check_read(path, None)
+    assert len([*read_trace(path)]) == 1
+
+
+WRONG_PATHS = [0, 1, True, False, None, b"trace", bytearray(b"a"), 1.5, ["a"]]
+
+
+@pytest.mark.parametrize("path", WRONG_PATHS, ids=repr)
+@pytest.mark.parametrize("read", [read_trace, read_mooncake])
+def test_invalid_path_types_are_rejected(read, path):
+    with pytest.raises(TypeError, match=r"path is .*: expected a string or an os\.PathLike"):
+        read(path)
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", Path("a\0b")], ids=repr)
+def test_impossible_path_is_rejected(path):
+    with pytest.raises(ValueError, match=r"path is .*: expected the name of a file"):
+        read_trace(path)
+
+
+@pytest.mark.slow
+def test_standard_output_stays_open():
+    code = "from kvcache_lab import read_mooncake\n"
+    code += "try: list(read_mooncake(1))\nexcept TypeError: print('still there')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
+    assert done.stdout == "still there\n"
+
+
+@pytest.mark.slow
+def test_command_prints_one_line_for_damaged_traces(tmp_path, capsys):
+    rng, path = random.Random(SEED + 1), tmp_path / "trace"
+    for i in range(150):
+        form = rng.choice([*LINES])
+        path.write_bytes(mutated(rng, form))
+        code = main(["replay", str(path), "--num-blocks", "200", "--format", form, "--json"])
+        out, err = capsys.readouterr()
+        place = f"seed {SEED + 1}, trace {i}, {form}: {path.read_bytes()[:200]!r}"
+        assert code in (0, 2), place
+        assert code == 0 or (err.count("\n") == 1 and not out), f"{place}: {err}"
+
+
+def test_command_prints_one_line_for_non_traces(tmp_path, capsys):
+    empty, fifo = tmp_path / "empty", tmp_path / "fifo"
+    empty.touch()
+    os.mkfifo(fifo)
+    writer = subprocess.Popen(["sh", "-c", f"printf 'no trace\\n' > {fifo}"])
+    for path in (tmp_path, empty, fifo, tmp_path / "none", "a" * 5000, "\udcff", "/dev/null"):
+        code = main(["replay", str(path), "--num-blocks", "200"])
+        out, err = capsys.readouterr()
+        assert code in (0, 2) and err.count("\n") == (1 if code else 0) and "Traceback" not in out
+    assert writer.wait() == 0
