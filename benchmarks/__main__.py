@@ -7,7 +7,6 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from benchmarks import (
     transfer_plan,
 )
 from benchmarks.gpu.machine import commit, processor, write_results
-from benchmarks.measure import Result
+from benchmarks.measure import Result, lines_of
 
 SUITES = {
     "control": control_plane.all_results,
@@ -58,19 +57,6 @@ def main() -> int:
     if args.json:
         write_results(args.json, report(results))
     return 0
-
-
-def lines_of(r: Result) -> Iterator[str]:
-    def cell(value: float | None, width: int) -> str:
-        return f"{'-' if value is None else f'{value:.3g}':>{width}}"
-
-    mark = {True: "", False: "  MISSED", None: ""}[r.reaches_bar]
-    ratio = "-" if r.ratio is None else f"{r.ratio:.1f}x"
-    yield (
-        f"{r.name[:57]:58}{cell(r.ours, 12)}{cell(r.peer, 12)}{ratio:>8}"
-        f"{cell(r.bar, 9)}{cell(r.goal, 8)}  {r.unit}{mark}"
-        + (f"  (peer: {r.peer_name})" if r.peer_name else "")
-    )
 
 
 def report(results: list[Result]) -> dict:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvcache.worker.swap.bandwidth import (
@@ -46,3 +46,18 @@ def seconds_per_call(function: Callable[[], object], calls: int) -> Callable[[],
             function()
 
     return repeated
+
+
+def lines_of(r: Result) -> Iterator[str]:
+    """Yield the lines of the report for one result."""
+
+    def cell(value: float | None, width: int) -> str:
+        return f"{'-' if value is None else f'{value:.3g}':>{width}}"
+
+    mark = {True: "", False: "  MISSED", None: ""}[r.reaches_bar]
+    ratio = "-" if r.ratio is None else f"{r.ratio:.1f}x"
+    yield (
+        f"{r.name[:57]:58}{cell(r.ours, 12)}{cell(r.peer, 12)}{ratio:>8}"
+        f"{cell(r.bar, 9)}{cell(r.goal, 8)}  {r.unit}{mark}"
+        + (f"  (peer: {r.peer_name})" if r.peer_name else "")
+    )

@@ -25,7 +25,7 @@ from time import perf_counter_ns, thread_time_ns
 
 import numpy as np
 
-from benchmarks.measure import Result
+from benchmarks.measure import Result, lines_of
 from kvcache import KVCacheManager, Request
 
 BLOCK, PROMPT_BLOCKS, LONG = 16, 1024, 1_000_000
@@ -208,8 +208,6 @@ def _first_steps(num_rows: int, num_tokens: int, what: str) -> Iterator[Result]:
 
 
 def main() -> int:
-    from benchmarks.__main__ import lines_of
-
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tails", description=__doc__)
     parser.add_argument("--steps", type=int, default=100_000, help="decode steps per pool")
     parser.add_argument("--blocks", type=int, choices=FULL, help="one pool (default: all)")

@@ -10,11 +10,10 @@ from kvcache.lazy import lazy_names
 
 _HOME = {
     "Arrived": "kvcache.sources.base",
-    "KVIdentity": "kvcache_exchange.identity",
     "KVSource": "kvcache.sources.base",
     "LoadStats": "kvcache.sources.base",
 }
 
 __all__ = [*_HOME]  # noqa: PLE0604
 
-__getattr__, __dir__ = lazy_names(__name__, _HOME, ("disaggregation", "store"))
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -4,6 +4,3 @@
 from kvcache.sources.base import Arrived as Arrived
 from kvcache.sources.base import KVSource as KVSource
 from kvcache.sources.base import LoadStats as LoadStats
-from kvcache_exchange import disaggregation as disaggregation
-from kvcache_exchange import store as store
-from kvcache_exchange.identity import KVIdentity as KVIdentity

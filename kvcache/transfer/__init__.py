@@ -26,7 +26,6 @@ _HOME = {
     "Transfer": "kvcache.transfer.transport.base",
     "TransferError": "kvcache.transfer.transport.base",
     "Transport": "kvcache.transfer.transport.base",
-    "make_transport": "kvcache_exchange.transport.factory",
     "source_readers": "kvcache.transfer.plan.readers",
     "permute_pages": "kvcache.transfer.memory",
     "region_addresses": "kvcache.transfer.memory",

@@ -29,4 +29,3 @@ from kvcache.transfer.transport.base import Transfer as Transfer
 from kvcache.transfer.transport.base import TransferError as TransferError
 from kvcache.transfer.transport.base import Transport as Transport
 from kvcache.transfer.transport.spans import Spans as Spans
-from kvcache_exchange.transport.factory import make_transport as make_transport

@@ -2,7 +2,7 @@
 """Lists every field that describes KV, with the effect of a change: whether a store has another key,
 and whether another engine's offer is refused.
 
-`python -m tests.machinery.identity_table` prints the table. `packages/kvcache-exchange/tests/kvcache_exchange_tests/test_identity.py`
+`python -m tests.machinery.identity_table` prints the table. `test_identity.py`
 enumerates the same classes and signatures and fails for a field without a row here.
 """
 

@@ -47,7 +47,7 @@ DOCUMENTED = [
 ]
 
 
-# Servers are tested elsewhere: prefill_decode_proxy.py in packages/kvcache-vllm/tests/kvcache_vllm_tests/test_vllm_docs.py.
+# Servers are tested elsewhere: prefill_decode_proxy.py in test_vllm_docs.py.
 SERVERS = {"prefill_decode_proxy.py"}
 EXAMPLES = [path for path in sorted((REPO / "examples").glob("*.py")) if path.name not in SERVERS]
 

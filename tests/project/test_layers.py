@@ -1,148 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that imports only go downwards: a package may import only the layers below it."""
+"""Checks that imports only go downwards, and that packages import only public names of the kernel."""
 
 import ast
+import importlib
+import re
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
+from tests.machinery import roots
 from tests.machinery.shared import REPO
 
-PACKAGE = REPO / "kvcache"
-
-# Listed from the inside out. A ring may import only from itself and from earlier rings.
+# The rooms of the kernel and of the packages, from the inside out. A room may import from rings inside
+# its own, and from the rooms listed in `MAY_IMPORT`.
 RINGS = {
     "ground": {
         *("kvcache.checks", "kvcache.lazy", "kvcache.kinds", "kvcache.step", "kvcache.specs"),
         *("kvcache.events", "kvcache.layouts", "kvcache.native", "kvcache.placement"),
         "kvcache.extensions",
     },
-    "embedded": {
+    "kernel": {
         *("kvcache", "kvcache.allocator", "kvcache.memory_plan", "kvcache.ops", "kvcache.worker"),
-        *(
-            "kvcache.ops_by_copies",
-            "kvcache.assembly",
-            "kvcache.transfer",
-            "kvcache_exchange.router_events",
-        ),
-        *("kvcache_exchange.disaggregation", "kvcache_exchange.store", "kvcache.sources"),
-        *("kvcache_exchange.peers", "kvcache_exchange.hints"),
-        *("kvcache.metrics", "kvcache_exchange.tracing", "kvcache.sanitizer"),
+        *("kvcache.ops_by_copies", "kvcache.assembly", "kvcache.transfer", "kvcache.sources"),
+        *("kvcache.metrics", "kvcache.sanitizer", "kvcache.compat", "kvcache.cli"),
+        "kvcache.__main__",
     },
-    "compat": {"kvcache.compat"},
-    "engine": {"kvcache_serve.engine", "kvcache_serve.engine.transformers", "kvcache_serve.server"},
-    "plugins": {
-        *("kvcache.plugins", "kvcache_vllm", "kvcache_vllm.sanitizer"),
-        *("kvcache_sglang.sanitizer", "kvcache_sglang"),
-        "kvcache_exchange.plugins",
+    "exchange": {
+        *("kvcache_exchange", "kvcache_exchange.transport", "kvcache_exchange.router_events"),
+        *("kvcache_exchange.hints", "kvcache_exchange.store", "kvcache_exchange.disaggregation"),
+        *("kvcache_exchange.peers", "kvcache_exchange.plugins", "kvcache_exchange.tracing"),
+        "kvcache_exchange.cli",
     },
-    "laboratory": {"kvcache_lab", "kvcache_serve.demo", "kvcache.cli", "kvcache.__main__"},
+    "packages": {
+        *("kvcache_serve", "kvcache_serve.engine", "kvcache_serve.engine.transformers"),
+        *("kvcache_serve.server", "kvcache_serve.demo", "kvcache_serve.cli"),
+        *("kvcache_lab", "kvcache_lab.cli", "kvcache_sglang", "kvcache_sglang.sanitizer"),
+        *("kvcache_vllm", "kvcache_vllm.sanitizer"),
+    },
 }
+KERNEL, EXCHANGE = RINGS["ground"] | RINGS["kernel"], RINGS["exchange"]
 GROUND = RINGS["ground"]
 
-# Maps each package to the packages that it may import in addition to itself and the ground ring.
+# Maps each room to the rooms that it may import in addition to itself and the ground ring. Packages may
+# also import the kernel.
 MAY_IMPORT = {
+    **{room: set() for room in GROUND},
     "kvcache": set(),
-    "kvcache.checks": set(),
-    "kvcache.lazy": set(),
-    "kvcache.extensions": set(),
-    "kvcache.kinds": set(),
-    "kvcache.step": set(),
-    "kvcache.specs": set(),
-    "kvcache.events": set(),
     "kvcache.memory_plan": set(),
-    "kvcache.layouts": set(),
-    "kvcache.placement": set(),
-    "kvcache.native": set(),
     "kvcache.ops": {"kvcache.ops_by_copies"},
     "kvcache.ops_by_copies": set(),
     "kvcache.allocator": set(),
-    "kvcache_exchange.router_events": {"kvcache.allocator"},
     "kvcache.worker": {"kvcache.memory_plan", "kvcache.ops", "kvcache.ops_by_copies"},
     "kvcache.assembly": {"kvcache.allocator", "kvcache.memory_plan", "kvcache.worker"},
     "kvcache.transfer": {"kvcache.ops", "kvcache.ops_by_copies", "kvcache.worker"},
     "kvcache.metrics": {"kvcache.allocator"},
-    "kvcache_exchange.tracing": {"kvcache.allocator", "kvcache.sources", "kvcache.worker"},
     "kvcache.sanitizer": set(),
     "kvcache.sources": {"kvcache.allocator"},
-    "kvcache_exchange.hints": {"kvcache.allocator", "kvcache.sources"},
-    "kvcache_exchange.disaggregation": {
-        *(
-            "kvcache.sources",
-            "kvcache.allocator",
-            "kvcache.memory_plan",
-            "kvcache.transfer",
-            "kvcache.worker",
-        ),
-    },
-    "kvcache_exchange.store": {"kvcache.allocator", "kvcache.sources", "kvcache.worker"},
-    "kvcache_exchange.peers": {
-        *("kvcache.allocator", "kvcache_exchange.router_events", "kvcache.sources"),
-        *("kvcache_exchange.disaggregation", "kvcache_exchange.store"),
-    },
     "kvcache.compat": {
         *("kvcache.allocator", "kvcache.ops", "kvcache.transfer", "kvcache.worker"),
     },
-    "kvcache_serve.engine": {
-        *("kvcache.allocator", "kvcache.assembly", "kvcache.sources", "kvcache.worker"),
-        *("kvcache.sanitizer", "kvcache_exchange.hints"),
-    },
-    "kvcache_serve.engine.transformers": {
-        *("kvcache.allocator", "kvcache.assembly", "kvcache_serve.engine", "kvcache.memory_plan"),
-        "kvcache.worker",
-    },
-    "kvcache_serve.server": {
-        *("kvcache", "kvcache_serve.engine", "kvcache.metrics", "kvcache_exchange.router_events"),
-        *("kvcache.sanitizer", "kvcache_exchange.hints"),
-        *("kvcache.allocator", "kvcache.sources", "kvcache_exchange.disaggregation"),
-        "kvcache_exchange.peers",
-    },
-    "kvcache.plugins": set(),
-    "kvcache_exchange.plugins": {
-        *("kvcache_exchange.disaggregation", "kvcache.transfer", "kvcache.worker"),
-    },
-    "kvcache_sglang": {
-        *("kvcache.plugins", "kvcache_exchange.plugins", "kvcache.sources"),
-        *("kvcache_exchange.disaggregation", "kvcache_exchange.store", "kvcache.transfer"),
-    },
-    "kvcache_vllm": {
-        *("kvcache", "kvcache.allocator", "kvcache.sources", "kvcache_exchange.disaggregation"),
-        *("kvcache.transfer", "kvcache.worker", "kvcache_exchange.plugins"),
-    },
-    "kvcache_vllm.sanitizer": {"kvcache.plugins", "kvcache.sanitizer"},
-    "kvcache_sglang.sanitizer": {"kvcache.plugins", "kvcache.sanitizer"},
-    "kvcache_lab": {
-        *("kvcache.allocator", "kvcache_exchange.disaggregation", "kvcache_exchange.store"),
-        *("kvcache.sources", "kvcache.transfer", "kvcache.worker", "kvcache_exchange.hints"),
-    },
-    "kvcache_serve.demo": {
-        *("kvcache_serve.engine", "kvcache_serve.engine.transformers", "kvcache.memory_plan"),
-    },
-    "kvcache.cli": {
-        *(
-            "kvcache",
-            "kvcache.allocator",
-            "kvcache.assembly",
-            "kvcache_serve.demo",
-            "kvcache_serve.engine",
-        ),
-        "kvcache_exchange.tracing",
-        "kvcache_lab",
-        *(
-            "kvcache_serve.engine.transformers",
-            "kvcache_exchange.router_events",
-            "kvcache_serve.server",
-        ),
-        *("kvcache.sources", "kvcache_exchange.disaggregation", "kvcache_exchange.store"),
-        "kvcache_exchange.peers",
-        *("kvcache.worker", "kvcache_vllm", "kvcache.sanitizer"),
-    },
+    "kvcache.cli": {"kvcache", "kvcache.allocator", "kvcache.sanitizer"},
     "kvcache.__main__": {"kvcache.cli"},
+    "kvcache_exchange": set(),
+    "kvcache_exchange.transport": set(),
+    "kvcache_exchange.router_events": set(),
+    "kvcache_exchange.tracing": set(),
+    "kvcache_exchange.hints": set(),
+    "kvcache_exchange.store": {"kvcache_exchange"},
+    "kvcache_exchange.disaggregation": {"kvcache_exchange", "kvcache_exchange.transport"},
+    "kvcache_exchange.peers": {
+        *("kvcache_exchange.router_events", "kvcache_exchange.disaggregation"),
+        "kvcache_exchange.store",
+    },
+    "kvcache_exchange.plugins": {"kvcache_exchange.disaggregation", "kvcache_exchange.transport"},
+    "kvcache_exchange.cli": EXCHANGE,
+    "kvcache_serve": set(),
+    "kvcache_serve.engine": {"kvcache_exchange.hints"},
+    "kvcache_serve.engine.transformers": {"kvcache_serve.engine"},
+    "kvcache_serve.server": {"kvcache_serve.engine", *EXCHANGE},
+    "kvcache_serve.demo": {"kvcache_serve.engine", "kvcache_serve.engine.transformers"},
+    "kvcache_serve.cli": {room for room in RINGS["packages"] if "_serve" in room} | EXCHANGE,
+    "kvcache_lab": EXCHANGE,
+    "kvcache_lab.cli": {"kvcache_lab", *EXCHANGE},
+    "kvcache_sglang": EXCHANGE,
+    "kvcache_sglang.sanitizer": set(),
+    "kvcache_vllm": EXCHANGE,
+    "kvcache_vllm.sanitizer": set(),
 }
+# Modules of the kernel whose names without an underscore are public, in addition to the names in
+# `__all__` of `kvcache` and its packages.
+PUBLIC_MODULES = {
+    *("kvcache.checks", "kvcache.lazy", "kvcache.extensions", "kvcache.metrics"),
+    *("kvcache.step", "kvcache.specs", "kvcache.events", "kvcache.layouts", "kvcache.placement"),
+    *("kvcache.ops", "kvcache.memory_plan", "kvcache.assembly", "kvcache.kinds"),
+    *("kvcache.cli.errors", "kvcache.cli.modules", "kvcache.cli.output", "kvcache.cli.parsing"),
+    *("kvcache.cli.parts", "kvcache.cli.policies", "kvcache.cli.policy_text"),
+    "kvcache.cli.option_text",
+}
+# These names are public, too, but only packages on top of the kernel need them.
+FOR_PACKAGES = REPO / "docs" / "reference" / "packages.md"
 TORCH_FREE = {
     "kvcache",
+    "kvcache_exchange",
+    "kvcache_exchange.router_events",
     "kvcache.lazy",
     "kvcache.extensions",
     "kvcache.checks",
@@ -152,7 +115,6 @@ TORCH_FREE = {
     "kvcache.events",
     "kvcache.memory_plan",
     "kvcache.allocator",
-    "kvcache_exchange.router_events",
     "kvcache.metrics",
     "kvcache.native",
     "kvcache.sanitizer",
@@ -164,7 +126,6 @@ TORCH_FREE = {
 TORCH_FREE_MODULES = {
     "kvcache.sources",
     "kvcache.sources.base",
-    "kvcache_exchange.identity",
     "kvcache.sources.loads",
     "kvcache_exchange.disaggregation",
     "kvcache_exchange.disaggregation.connector",
@@ -190,7 +151,6 @@ TORCH_FREE_MODULES = {
     "kvcache.compat.topology",
     "kvcache_exchange.store",
     "kvcache_exchange.store.base",
-    "kvcache_exchange.circuit",
     "kvcache_exchange.store.identity",
     "kvcache_exchange.store.prefixes",
     "kvcache_exchange.store.stats",
@@ -199,20 +159,15 @@ TORCH_FREE_MODULES = {
 }
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(REPO).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def package_of(module: str) -> str:
-    """Return the longest entry of `MAY_IMPORT` that contains the module."""
+def room_of(module: str) -> str:
+    """Return the longest entry of `MAY_IMPORT` that contains the module, or its package."""
     parts = module.split(".")
-    names = (".".join(parts[:n]) for n in range(min(len(parts), 3), 0, -1))
-    return next((name for name in names if name in MAY_IMPORT and "." in name), parts[0])
+    names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((name for name in names if name in MAY_IMPORT), parts[0])
 
 
 def is_torch_free(module: str) -> bool:
-    return package_of(module) in TORCH_FREE or module in TORCH_FREE_MODULES
+    return room_of(module) in TORCH_FREE or module in TORCH_FREE_MODULES
 
 
 def imports_of(path: Path):
@@ -238,52 +193,89 @@ def imports_of(path: Path):
         yield from ((name, at_import) for name in names)
 
 
-def imported_modules(path: Path):
-    """Return every module that a file imports, including imports inside functions and for type
+def imported_modules(path: Path, modules: Collection[str]):
+    """Return the modules of `modules` that a file imports, even inside functions and for type
     checkers.
     """
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found = {
-                n
-                for n in names
-                if (PACKAGE.parent / n.replace(".", "/")).with_suffix(".py").exists()
-            }
-            packages = {n for n in names if (PACKAGE.parent / n.replace(".", "/")).is_dir()}
-            yield from found | packages or {node.module}
+            found |= (names & {*modules}) or {node.module}
+    return found & {*modules}
 
 
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = roots.files(".py")
+FILES_OF_PACKAGES = roots.files(".py", roots.SOURCES[1:])
 
 
 @pytest.mark.slow
 def test_imports_go_downwards():
     for path in FILES:
-        package = package_of(module_name(path))
-        allowed = MAY_IMPORT[package] | {package} | GROUND
+        room = room_of(roots.module_name(path))
+        allowed = MAY_IMPORT[room] | {room} | (GROUND if room in KERNEL else KERNEL)
         for name, _ in imports_of(path):
-            is_below = not name.startswith("kvcache") or package_of(name) in allowed
-            assert is_below, f"{path.relative_to(REPO)}: {package} may not import {name}"
+            is_below = not name.startswith("kvcache") or room_of(name) in allowed
+            assert is_below, f"{path.relative_to(REPO)}: {room} may not import {name}"
 
 
 def test_no_ring_may_import_an_outer_ring():
-    order = {package: i for i, ring in enumerate(RINGS.values()) for package in ring}
+    order = {room: i for i, ring in enumerate(RINGS.values()) for room in ring}
     assert set(order) == set(MAY_IMPORT)
-    for package, allowed in MAY_IMPORT.items():
+    for room, allowed in MAY_IMPORT.items():
         for target in allowed - {"kvcache"}:
-            assert order[target] <= order[package], f"{package} may import {target}, an outer layer"
+            assert order[target] <= order[room], f"{room} may import {target}, an outer layer"
 
 
-@pytest.mark.slow
+def names_for_packages() -> set[str]:
+    """Return the names that the reference lists for packages on top of the kernel."""
+    return set(re.findall(r"^::: ([\w.]+)$", FOR_PACKAGES.read_text(), re.MULTILINE))
+
+
+def kernel_names_in(path: Path):
+    """Yield the full name of each name that a file imports from the kernel."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.split(".")[0] == "kvcache")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvcache":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_public(name: str) -> bool:
+    """Return whether a package may import a name of the kernel."""
+    module, _, last = name.rpartition(".")
+    if last.startswith("_"):
+        return name == "kvcache.__version__"
+    if name in PUBLIC_MODULES or module in PUBLIC_MODULES or name in names_for_packages():
+        return True
+    package = importlib.import_module(module)
+    return last in getattr(package, "__all__", ())
+
+
+def test_packages_import_only_public_names_of_the_kernel():
+    found = {(name, path.name) for path in FILES_OF_PACKAGES for name in kernel_names_in(path)}
+    assert found and not {(name, path) for name, path in found if not is_public(name)}
+
+
+def test_names_listed_for_packages_are_imported_by_one_and_not_public_otherwise():
+    used = {name for path in FILES_OF_PACKAGES for name in kernel_names_in(path)}
+    assert names_for_packages() <= used
+    for name in names_for_packages():
+        module, _, last = name.rpartition(".")
+        package = importlib.import_module(".".join(module.split(".")[:2]))
+        assert last not in getattr(package, "__all__", ()), name
+
+
 def test_imports_contain_no_cycles():
-    modules = {module_name(path) for path in FILES}
-    imported = {}
-    for path in FILES:
-        module = module_name(path)
-        imported[module] = {m for m in imported_modules(path) if m in modules} - {module}
+    benchmarks = sorted((REPO / "benchmarks").rglob("*.py"))
+    names = {path: roots.module_name(path) for path in FILES} | {
+        path: ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__")
+        for path in benchmarks
+    }
+    modules = {*names.values()}
+    imported = {name: imported_modules(path, modules) - {name} for path, name in names.items()}
     while free := [m for m, targets in imported.items() if not targets & imported.keys()]:
         for module in free:
             del imported[module]
@@ -296,21 +288,21 @@ def test_no_two_classes_share_a_name():
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(module_name(path))
+                found.setdefault(node.name, []).append(roots.module_name(path))
     assert not {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
 @pytest.mark.slow
 def test_control_plane_does_not_mention_torch():
     for path in FILES:
-        if is_torch_free(module_name(path)):
+        if is_torch_free(roots.module_name(path)):
             names = [name for name, at_import in imports_of(path) if at_import]
             assert not [n for n in names if n.split(".")[0] == "torch"], path
 
 
 @pytest.mark.parametrize("module", sorted(TORCH_FREE_MODULES))
 def test_modules_without_torch_import_none_that_needs_it(module):
-    (path,) = [p for p in FILES if module_name(p) == module]
+    (path,) = [p for p in FILES if roots.module_name(p) == module]
     for name, at_import in imports_of(path):
         free = is_torch_free(name)
         assert free or not at_import or not name.startswith("kvcache"), name

@@ -22,6 +22,7 @@ import torch
 import kvcache
 import kvcache.layouts as layouts
 import kvcache.transfer as transfer
+import kvcache_lab
 from kvcache import (
     Admit,
     BlockPool,
@@ -41,7 +42,10 @@ from kvcache import (
     plan_cache,
 )
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
+from kvcache_exchange import disaggregation, store
 from kvcache_exchange.hints import Hint
+from kvcache_serve import server
+from kvcache_serve.server import engine_loop
 from tests.machinery.stores import MemoryStore
 from tests.machinery.wrong_calls.ops import Calls
 from tests.machinery.wrong_calls.scenes import Group, Seq
@@ -634,9 +638,9 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "transfer memory": lambda w: np.zeros(2**20, np.uint8),
     "Transport": transport,
     "DemoReport": lambda w: demo_report(),
-    "Comparison": lambda w: __import__("kvcache_lab").replay.compare(
+    "Comparison": lambda w: kvcache_lab.compare(
         [w.get("WorkloadRequest")], ["lru"], [200], block_size=4),
-    "HitRateCurve": lambda w: __import__("kvcache_lab").replay.hit_rate_curve(
+    "HitRateCurve": lambda w: kvcache_lab.hit_rate_curve(
         [w.get("WorkloadRequest")], ["lru"], [200], block_size=4),
     "Transfer": lambda w: a_read(w),
     "GroupFetch": group_fetch,
@@ -653,27 +657,25 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "ended sequence": ended_step,
     "Batch": batch,
     "Context": lambda w: w.get("Batch").context(0),
-    "EngineError": lambda w: __import__(
-        "kvcache_serve.server.engine_loop"
-    ).server.engine_loop.EngineError("stopped"),
-    "FastAPI": lambda w: __import__("kvcache_serve.server").server.make_app(
+    "EngineError": lambda w: engine_loop.EngineError("stopped"),
+    "FastAPI": lambda w: server.make_app(
         w.get("EngineLoop"), w.get("Texts"), "m"
     ),
-    "EngineLoop": lambda w: __import__("kvcache_serve.server").server.EngineLoop(w.get("Engine")),
+    "EngineLoop": lambda w: server.EngineLoop(w.get("Engine")),
     "Answer": answer,
-    "Texts": lambda w: __import__("kvcache_serve.server").server.ByteTexts(),
-    "TokenizerTexts": lambda w: __import__("kvcache_serve.server").server.TokenizerTexts(Tokenizer()),
+    "Texts": lambda w: server.ByteTexts(),
+    "TokenizerTexts": lambda w: server.TokenizerTexts(Tokenizer()),
     "connectors": connectors,
     "Connector": lambda w: w.get("connectors").one.connector,
     "CacheRank": lambda w: w.get("connectors").one.ranks[0],
-    "Offer": lambda w: kvcache_exchange.disaggregation.Offer.from_dict(w.get("connectors").offer),
+    "Offer": lambda w: disaggregation.Offer.from_dict(w.get("connectors").offer),
     "GroupLayout": lambda w: w.get("Offer").groups[0],
     "Arrived": lambda w: kvcache.sources.Arrived(w.get("Request"), 8),
     "LoadStats": lambda w: kvcache.sources.LoadStats(),
     "Hint": lambda w: Hint(intent="pin"),
     "StoreTier": tier,
     "StoreRank": store_rank,
-    "Share": lambda w: __import__("kvcache_exchange.store").sources.store.Share((0, 2), 2, (0, 1), 1),
+    "Share": lambda w: store.Share((0, 2), 2, (0, 1), 1),
     "stored request": of_tier("stored request"),
     "stored report": of_tier("stored report"),
     "BlockStore": block_store,

@@ -13,7 +13,13 @@ import torch
 import kvcache
 import kvcache.layouts as layouts
 import kvcache.transfer as transfer
+import kvcache_lab
 from kvcache import GroupSpec, KVCacheManager, LayerSpec, Pages, Request, StepReport, compat
+from kvcache.allocator import hashing
+from kvcache_exchange.disaggregation import leases, steps
+from kvcache_exchange.store import orders
+from kvcache_serve import demo, engine
+from kvcache_serve.engine.transformers import layer_shapes
 from tests.machinery.wrong_calls import makers as m
 from tests.machinery.wrong_calls.makers import SIZES, TOKENS
 from tests.machinery.wrong_calls.ops import ARGUMENTS
@@ -141,7 +147,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "num_running_requests": lambda w: 1,
     "KVCacheManager.release_blocks.request": lambda w: m.kept(w),
     "HashKey": lambda w: None,
-    "Request.chain.key": lambda w: __import__("kvcache.allocator.hashing").allocator.hashing.hash_key(
+    "Request.chain.key": lambda w: hashing.hash_key(
         4, "0", "sha256_cbor", None),
     "LearnedReuse.load.path": lambda w: m.saved(w),
     "LearnedReuse.save.path": lambda w: w.get("folder") / "learned",
@@ -397,10 +403,8 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "KVIdentity.from_dict.values": lambda w: w.get("KVIdentity").to_dict(),
     "Offer.check_like.identity": lambda w: w.get("Offer").identity,
     "Offer.check_like.layouts": lambda w: w.get("Offer").groups,
-    "CacheRank.begin.step": lambda w: __import__(
-        "kvcache_exchange.disaggregation.steps").sources.disaggregation.steps.Step(),
-    "CacheRank.advance.progress": lambda w: __import__(
-        "kvcache_exchange.disaggregation.leases").sources.disaggregation.leases.Progress(4),
+    "CacheRank.begin.step": lambda w: steps.Step(),
+    "CacheRank.advance.progress": lambda w: leases.Progress(4),
     "Offer.engine_id": lambda w: "one",
     **{
         f"Offer.{each}": lambda w, each=each: getattr(w.get("Offer"), each)
@@ -411,7 +415,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     # serving
     "prompt": lambda w: [1, 2, 3],
     "prompts": lambda w: [[1, 2, 3]],
-    "params": lambda w: __import__("kvcache_serve.engine").engine.SamplingParams(max_tokens=2),
+    "params": lambda w: engine.SamplingParams(max_tokens=2),
     "Engine.abort.request_id": lambda w: "waiting",
     "Engine.stop.request_id": lambda w: "running",
     "index": lambda w: 0,
@@ -421,12 +425,12 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "Receipt.status": lambda w: "done",
     "HintExecutor.planned.statuses": lambda w: [],
     "PrefixCache.start_epoch.model_version": lambda w: "newer weights",
-    "Scheduler.add.sequence": lambda w: __import__("kvcache_serve.engine").engine.Sequence(
+    "Scheduler.add.sequence": lambda w: engine.Sequence(
         Request("another", range(5))),
     "Scheduler.accept.sequence": lambda w: w.get("ended sequence"),
     "Scheduler.finish.sequence": lambda w: w.get("ended sequence"),
     "Scheduler.fork.parent": lambda w: w.get("ended sequence"),
-    "Scheduler.fork.child": lambda w: __import__("kvcache_serve.engine").engine.Sequence(
+    "Scheduler.fork.child": lambda w: engine.Sequence(
         Request("fork", range(10))),
     "Scheduler.accept.token_ids": lambda w: [5],
     "num_drafts": lambda w: [0],
@@ -446,9 +450,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "PagedModel.forward.batch": lambda w: m.paged_batch(w),
     "attach.model": lambda w: w.get("PreTrainedModel"),
     "layer_specs.model": lambda w: w.get("PreTrainedModel"),
-    "PagedModel.shapes": lambda w: __import__(
-        "kvcache_serve.engine.transformers.layer_shapes"
-    ).engine.transformers.layer_shapes.layer_shapes(w.get("PreTrainedModel")),
+    "PagedModel.shapes": lambda w: layer_shapes.layer_shapes(w.get("PreTrainedModel")),
     "PagedModel.model": lambda w: w.get("PreTrainedModel"),
     "PagedModel.cache": lambda w: w.get("PagedModel").cache,
     "attention": lambda w: "sdpa",
@@ -459,7 +461,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "StoreRank.store": lambda w: w.get("BlockStore"),
     "StoreRank.manager": lambda w: w.get("StoreRank").description.identity,
     "StoreRank.begin.orders": lambda w: [
-        __import__("kvcache_exchange.store.orders").sources.store.orders.LookUp(1, ())
+        orders.LookUp(1, ())
     ],
     "StoreTier.over.ranks": lambda w: [w.get("StoreRank")],
     "StoreTier.over.manager": lambda w: w.get("StoreTier")._manager,
@@ -510,7 +512,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "DisaggregatedReplayer.num_blocks": lambda w: 200,
     "Disaggregation.parse.text": lambda w: "200",
     "Service.parse.text": lambda w: "1000,10",
-    "between": lambda w: __import__("kvcache_lab").replay.Disaggregation(200),
+    "between": lambda w: kvcache_lab.Disaggregation(200),
     "events": lambda w: [kvcache.events.AllBlocksCleared()],
     "CacheView.apply.events": lambda w: [],
     "EventPublisher.endpoint": lambda w: "tcp://127.0.0.1:0",
@@ -524,7 +526,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "make_chats.vocab_size": lambda w: 50,
     "make_chats.max_tokens": lambda w: 100,
     "make_text_chats.tokenizer": lambda w: m.chat_tokenizer(),
-    "transcript.chat": lambda w: __import__("kvcache_serve.demo").demo.Chat([[1]], []),
+    "transcript.chat": lambda w: demo.Chat([[1]], []),
     "history": lambda w: [],
     **{
         f"{op}.{name}": m.op(op, i)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from kvcache.allocator.manager import KVCacheManager
+from kvcache.allocator import KVCacheManager
 from kvcache.allocator.prefix_cache import INITIAL_VERSION
 from kvcache.checks import instance, instances, integer, shown, text
 from kvcache.kinds import kind_class

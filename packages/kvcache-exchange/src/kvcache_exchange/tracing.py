@@ -8,11 +8,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal, Protocol
 
-from kvcache.allocator.manager import KVCacheManager
+from kvcache.allocator import KVCacheManager
 from kvcache.checks import shown
 from kvcache.sources.loads import SourceLoad, SourceLoads
-from kvcache.worker.swap.engine import SwapEngine
-from kvcache.worker.worker import Worker
+from kvcache.worker import SwapEngine, Worker
 
 TraceBackend = Literal["opentelemetry", "nvtx"]
 

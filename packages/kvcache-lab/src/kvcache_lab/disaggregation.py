@@ -18,11 +18,10 @@ from kvcache.allocator import Admit, CacheArguments, External, KVCacheManager, R
 from kvcache.checks import instance, integer, number, plain_fields, shown
 from kvcache.checks import text as checked_text
 from kvcache.kinds import kind_class
-from kvcache.sources.base import Arrived
+from kvcache.sources import Arrived
 from kvcache.specs import GroupSpec
 from kvcache.step import Status
-from kvcache.transfer.description import CacheDescription
-from kvcache.transfer.states import StateDescription, StateTensor
+from kvcache.transfer import CacheDescription, StateDescription, StateTensor
 from kvcache_exchange.disaggregation.connector import Connector
 from kvcache_exchange.disaggregation.layout import GroupLayout
 from kvcache_exchange.disaggregation.leases import Leases, Progress, done_message, read_slot

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from kvcache.allocator import KVCacheManager, Request
-from kvcache.sources.base import Arrived, LoadStats
+from kvcache.sources import Arrived, LoadStats
 from kvcache.sources.loads import SourceLoads
 from kvcache.step import StepReport
 from kvcache_lab.service import ServiceClock

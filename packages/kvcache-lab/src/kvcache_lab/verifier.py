@@ -19,8 +19,7 @@ import torch
 from kvcache.kinds import KindProperties, make_kind
 from kvcache.specs import GroupSpec
 from kvcache.step import StepPlan
-from kvcache.worker import BlockTables, GroupTable, KVStorage, TableShape, Worker
-from kvcache.worker.pages.pages import Pages
+from kvcache.worker import BlockTables, GroupTable, KVStorage, Pages, TableShape, Worker
 from kvcache_lab.content import feature_factors
 from kvcache_lab.groups import checked_groups
 from kvcache_lab.running import Span

@@ -9,7 +9,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from kvcache.transfer.description import CacheDescription
+from kvcache.transfer import CacheDescription
 from kvcache_exchange.disaggregation.layout import GroupLayout
 from kvcache_exchange.plugins.model import model_values
 

@@ -8,11 +8,24 @@
     --additional-config '{"kvcache": {"eviction": "learned"}}'
 """
 
+from __future__ import annotations
+
+from kvcache.lazy import lazy_names
 from kvcache_vllm.compatibility import check_version
 
-check_version()  # before imports from vLLM that may fail in other versions
+# Imported on first use, because vLLM imports this package for each plug-in in each of its processes.
+_HOME = {
+    "VllmAsyncScheduler": "kvcache_vllm.scheduler",
+    "VllmCacheManager": "kvcache_vllm.manager",
+    "VllmScheduler": "kvcache_vllm.scheduler",
+}
 
-from kvcache_vllm.manager import VllmCacheManager
-from kvcache_vllm.scheduler import VllmAsyncScheduler, VllmScheduler
+__all__ = [*_HOME]  # noqa: PLE0604
 
-__all__ = ["VllmAsyncScheduler", "VllmCacheManager", "VllmScheduler"]
+_imported, __dir__ = lazy_names(__name__, _HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        check_version()  # before imports from vLLM that may fail in other versions
+    return _imported(name)

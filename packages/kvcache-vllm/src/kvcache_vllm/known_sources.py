@@ -3,8 +3,8 @@
 
 If a release changes one of these methods, or a subclass overrides one, every step is scheduled by
 that release's or subclass's code. To support a new version, review its changes to these methods,
-update `steady.py` where needed, run `packages/kvcache-vllm/tests/kvcache_vllm_tests/test_vllm_steady.py`, and add the digests
-that `sources_digest` returns.
+update `steady.py` where needed, run `test_vllm_steady.py`, and add the digests that
+`sources_digest` returns.
 """
 
 from __future__ import annotations

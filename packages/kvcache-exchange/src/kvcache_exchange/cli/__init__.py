@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Options that commands of several packages share: sources of KV and cache events."""

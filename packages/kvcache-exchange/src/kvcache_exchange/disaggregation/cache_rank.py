@@ -10,16 +10,23 @@ import numpy as np
 
 from kvcache.checks import instance, instances, shown
 from kvcache.memory_plan import CachePlan
-from kvcache.transfer.description import CacheDescription
-from kvcache.transfer.fetching import GroupFetch, fetch, spans_of
-from kvcache.transfer.memory import region_addresses
+from kvcache.transfer import (
+    CacheDescription,
+    GroupFetch,
+    StateDescription,
+    StateTensor,
+    StateTransferPlan,
+    TransferPlan,
+    Transport,
+    fetch,
+    plan_range,
+    plan_states,
+    plan_transfer,
+    region_addresses,
+)
+from kvcache.transfer.fetching import spans_of
 from kvcache.transfer.plan.fragments import Runs
-from kvcache.transfer.plan.token_range import plan_range
-from kvcache.transfer.plan.transfer_plan import TransferPlan, plan_transfer
-from kvcache.transfer.states import StateDescription, StateTensor, StateTransferPlan, plan_states
-from kvcache.transfer.transport.base import Transport
-from kvcache.worker.pages.pages import Pages
-from kvcache.worker.pages.storage import KVStorage
+from kvcache.worker import KVStorage, Pages
 from kvcache_exchange.disaggregation.layout import GroupLayout, check_like
 from kvcache_exchange.disaggregation.leases import Progress
 from kvcache_exchange.disaggregation.offer import Offer

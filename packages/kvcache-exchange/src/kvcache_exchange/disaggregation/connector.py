@@ -10,13 +10,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvcache.allocator.admit import Admit, External
+from kvcache.allocator import Admit, External, KVCacheManager, Request
 from kvcache.allocator.event_stream import digest_of_rows
-from kvcache.allocator.manager import KVCacheManager
-from kvcache.allocator.request import Request
 from kvcache.checks import MAX_INT64, check_name, instance, integer, listed, shown
 from kvcache.kinds import kind_class, make_kind
-from kvcache.sources.base import Arrived, LoadStats
+from kvcache.sources import Arrived, LoadStats
 from kvcache.sources.loads import LoadState, SourceLoad, SourceLoads
 from kvcache.step import StepReport
 from kvcache_exchange.disaggregation.layout import GroupLayout, check_like, is_complete

@@ -8,9 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvcache.checks import instance, integer, shown
-from kvcache.transfer.description import CacheDescription
+from kvcache.transfer import CacheDescription, StateDescription, plan_states
 from kvcache.transfer.plan.transfer_plan import check_same_content
-from kvcache.transfer.states import StateDescription, plan_states
 
 # Values of `interior`. With `BY_TOKEN`, the elements of a head are ordered as in the description.
 # vLLM's CPU kernels use a different order.

@@ -14,9 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvcache.allocator.request import Request
+from kvcache.allocator import Request
 from kvcache.checks import instance, shown
-from kvcache.sources.base import Arrived
+from kvcache.sources import Arrived
 from kvcache.step import StepReport
 from kvcache_exchange.circuit import Circuit
 from kvcache_exchange.disaggregation.connector import Connector

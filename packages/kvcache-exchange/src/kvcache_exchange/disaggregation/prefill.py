@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvcache.allocator.request import Request
+from kvcache.allocator import Request
 from kvcache.checks import MAX_INT64, instance, integer
-from kvcache.sources.base import Arrived, LoadStats
+from kvcache.sources import Arrived, LoadStats
 from kvcache_exchange.circuit import Circuit
 from kvcache_exchange.disaggregation.connector import Connector
 from kvcache_exchange.disaggregation.offer_calls import OfferServer, OfferSource

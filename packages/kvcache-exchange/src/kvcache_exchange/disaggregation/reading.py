@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kvcache.transfer.plan.readers import source_readers
-from kvcache.transfer.transport.base import TransferError, Transport
+from kvcache.transfer import TransferError, Transport, source_readers
 from kvcache.worker.swap.streams import Event, streams_of
 from kvcache_exchange.disaggregation.layout import GroupLayout
 from kvcache_exchange.disaggregation.leases import (

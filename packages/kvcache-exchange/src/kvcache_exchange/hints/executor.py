@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvcache.allocator import Admit, External, KVCacheManager, Request
 from kvcache.checks import flag, instance, integer, listed, shown
-from kvcache.sources.base import Arrived, KVSource
+from kvcache.sources import Arrived, KVSource
 from kvcache.step import Status
 from kvcache_exchange.hints import limits
 from kvcache_exchange.hints.guests import Guest, Stage

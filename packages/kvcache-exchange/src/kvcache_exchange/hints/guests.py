@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvcache.allocator import Request
-from kvcache.sources.base import KVSource
+from kvcache.sources import KVSource
 from kvcache_exchange.hints.prefixes import HintedPrefix
 from kvcache_exchange.hints.receipts import PendingHint
 

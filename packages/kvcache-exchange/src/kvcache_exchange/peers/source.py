@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcache.allocator import KVCacheManager, Request
 from kvcache.checks import MAX_INT64, instance, integer, listed, number, shown
-from kvcache.sources.base import LoadStats
+from kvcache.sources import LoadStats
 from kvcache_exchange.disaggregation.connector import Connector
 from kvcache_exchange.disaggregation.offer_calls import OfferServer, OfferSource
 from kvcache_exchange.disaggregation.options import checked_seconds

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvcache.transfer.transport.base import Transport
+from kvcache.transfer import Transport
 from kvcache_exchange.disaggregation.layout import GroupLayout, check_like
 from kvcache_exchange.disaggregation.leases import Progress
 from kvcache_exchange.disaggregation.reading import Pending, Read, Reader, readers_of_sources

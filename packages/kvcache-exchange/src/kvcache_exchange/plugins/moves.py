@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvcache.transfer import plan_transfer
 from kvcache.transfer.plan.fragments import GroupFragments
 from kvcache.transfer.plan.patterns import sources_of_heads
-from kvcache.transfer.plan.transfer_plan import plan_transfer
 from kvcache_exchange.disaggregation.layout import BY_TOKEN, VEC, GroupLayout, check_like
 
 CONVERTS = BY_TOKEN, VEC  # the values of `interior` that `GroupPlan` can convert into each other

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from kvcache.worker.pages.pages import Pages
+from kvcache.worker import Pages
 from kvcache_exchange.disaggregation.layout import GroupLayout
 from kvcache_exchange.disaggregation.options import ConnectorOptions, secret_from_environment
 from kvcache_exchange.disaggregation.rank import RankThread

@@ -12,7 +12,8 @@ except ModuleNotFoundError as error:
     if error.name not in ("msgspec", "zmq"):
         raise
     raise ModuleNotFoundError(
-        "kvcache_exchange.router_events needs the packages msgspec and pyzmq: pip install 'torch-kvcache[events]'",
+        "kvcache_exchange.router_events needs the packages msgspec and pyzmq: "
+        "pip install 'torch-kvcache[events]'",
         name=error.name,
     ) from None
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import zmq
 
-from kvcache.allocator.hashing import DEFAULT_SEED
+from kvcache.allocator import DEFAULT_SEED
 from kvcache.checks import MAX_INT64, flag, integer, listed, seconds, text
 from kvcache.events import CacheEvent
 from kvcache_exchange.router_events.endpoints import bound, checked_context, checked_endpoint

@@ -255,7 +255,7 @@ def identity_of(
     cp_interleave: int | None,
 ) -> KVIdentity:
     """Return the identity of the blocks in a rank's pages. See `fingerprint`."""
-    from kvcache.worker.pages.pages import Pages
+    from kvcache.worker import Pages
 
     if pages is not None:
         instance(pages, Pages, "pages")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcache.sources.base import LoadStats
+from kvcache.sources import LoadStats
 
 
 @dataclass

@@ -14,7 +14,7 @@ from kvcache.allocator import KVCacheManager, Request
 from kvcache.checks import MAX_INT64, flag, instance, integer, listed, seconds, shown
 from kvcache.events import BlockRemoved, CacheEvent
 from kvcache.kinds import kind_class
-from kvcache.sources.base import Arrived
+from kvcache.sources import Arrived
 from kvcache.sources.loads import SourceLoad, SourceLoads
 from kvcache.step import StepReport
 from kvcache.worker import KVStorage, Pages

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcache.checks import shown
-from kvcache.transfer.transport.base import Transfer, TransferError
-from kvcache.transfer.transport.spans import Spans
+from kvcache.transfer import Spans, Transfer, TransferError
 from kvcache_exchange.transport.channel import Channel, ChannelError
 from kvcache_exchange.transport.digest import digest_of_request
 from kvcache_exchange.transport.lane import Flow, Job, Lane

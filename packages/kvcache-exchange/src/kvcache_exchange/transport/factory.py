@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 
 from kvcache.checks import shown
-from kvcache.transfer.transport.base import Transport
+from kvcache.transfer import Transport
 
 TRANSPORTS = ("nixl", "gloo")  # in order of preference
 

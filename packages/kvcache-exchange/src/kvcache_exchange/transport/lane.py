@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from kvcache.transfer.transport.spans import Spans
+from kvcache.transfer import Spans
 from kvcache.worker.pages.pinning import pin
 from kvcache_exchange.transport.digest import digest_of, digest_of_answer
 from kvcache_exchange.transport.registered import CopyStreams, RegisteredMemory

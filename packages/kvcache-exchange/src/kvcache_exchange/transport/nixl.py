@@ -13,8 +13,7 @@ import threading
 from typing import Literal
 
 from kvcache.checks import byte_count
-from kvcache.transfer.transport.base import Transfer
-from kvcache.transfer.transport.spans import Spans
+from kvcache.transfer import Spans, Transfer
 from kvcache_exchange.transport.channel import Channel
 from kvcache_exchange.transport.connection import Connection
 from kvcache_exchange.transport.lane import Lane

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvcache.transfer.transport.spans import Spans
+from kvcache.transfer import Spans
 from kvcache_exchange.transport.connection import Connection, StagedTransfer
 from kvcache_exchange.transport.nixl_agent import Agent, Handle
 

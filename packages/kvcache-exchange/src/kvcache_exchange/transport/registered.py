@@ -12,8 +12,8 @@ import torch
 
 from kvcache import ops
 from kvcache.checks import MAX_INT32, MAX_INT64, integer, listed
-from kvcache.transfer.transport.spans import Spans
-from kvcache.worker.pages.pages import Pages
+from kvcache.transfer import Spans
+from kvcache.worker import Pages
 from kvcache.worker.swap.job import until
 from kvcache.worker.swap.streams import CudaStreams
 

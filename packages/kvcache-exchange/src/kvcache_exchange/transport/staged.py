@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcache.checks import byte_count, flag, instance, integer, seconds, shown
-from kvcache.transfer.transport.base import Transfer, TransferError, Transport
-from kvcache.transfer.transport.spans import Spans
+from kvcache.transfer import Spans, Transfer, TransferError, Transport
 from kvcache_exchange.transport.channel import MOST_PAYLOAD, Channel
 from kvcache_exchange.transport.connection import MOST_MESSAGE, Connection, LocalSide
 from kvcache_exchange.transport.handshake import CROSSING, greet, welcome
@@ -42,7 +41,7 @@ from kvcache_exchange.transport.registered import (
 )
 
 if TYPE_CHECKING:
-    from kvcache.worker.pages.pages import Pages
+    from kvcache.worker import Pages
 
 _MOST_GREETING = 64  # maximum number of sides that connect at the same time
 _PIECE_BYTES = 8 << 20  # default piece size in bytes; tuned only on a machine with two busy cores

@@ -104,15 +104,15 @@ def _check_pool(args: argparse.Namespace, device: torch.device) -> None:
 def _measure(args: argparse.Namespace, device: torch.device, num_bytes: int) -> int:
     import torch
 
-    from kvcache.worker.swap import bandwidth
+    from kvcache.worker.swap.bandwidth import Pools, calibrate, device_rates, host_rates
     from kvcache.worker.swap.calibration import calibration_of, path_for
 
     report: dict[str, object] = {"device": str(device)}
-    rates = list(bandwidth.host_rates(num_bytes))
+    rates = list(host_rates(num_bytes))
     if device.type == "cuda":
-        pools = bandwidth.Pools(device, num_bytes, args.pool_mib << 20)
+        pools = Pools(device, num_bytes, args.pool_mib << 20)
     if args.calibrate:
-        found = bandwidth.calibrate(pools, lambda rate: say(_line(rate)))
+        found = calibrate(pools, lambda rate: say(_line(rate)))
         path = path_for(found.machine)
         try:
             found.save(path)
@@ -123,7 +123,7 @@ def _measure(args: argparse.Namespace, device: torch.device, num_bytes: int) -> 
     if device.type == "cuda":
         report["machine"] = torch.cuda.get_device_name(device)
         report["calibration"] = asdict(calibration_of(device))
-        rates += bandwidth.device_rates(pools)
+        rates += device_rates(pools)
     report["rates"] = [{**asdict(rate), "share": rate.share} for rate in rates]
     if args.json:
         with writing():

@@ -26,7 +26,7 @@ from kvcache.checks import (
 )
 from kvcache.events import CacheEvent
 from kvcache.sanitizer import Sanitizer
-from kvcache.sources.base import KVSource
+from kvcache.sources import KVSource
 from kvcache.step import StepPlan, StepReport
 from kvcache_exchange.hints import Hint, HintExecutor, PendingHint, Receipt
 from kvcache_serve.engine.batch import Batch, following

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence as SequenceOf
 
 from kvcache.checks import listed, shown
-from kvcache.sources.base import Arrived, KVSource
+from kvcache.sources import Arrived, KVSource
 from kvcache_exchange.hints import HintExecutor
 from kvcache_serve.engine.sequence import Sequence
 

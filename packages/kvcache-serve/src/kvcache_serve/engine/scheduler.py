@@ -17,7 +17,7 @@ from kvcache.allocator import Admit, External, KVCacheManager, Request
 from kvcache.allocator.request import last_tokens
 from kvcache.checks import MAX_INT32, check_range, instance, integer, integers, num_entries, shown
 from kvcache.kinds import make_kind
-from kvcache.sources.base import KVSource
+from kvcache.sources import KVSource
 from kvcache.step import NO_IDS, Status, StepPlan, StepReport
 from kvcache_exchange.hints import HintExecutor
 from kvcache_serve.engine.loading import Loading

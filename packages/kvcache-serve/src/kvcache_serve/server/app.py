@@ -82,7 +82,7 @@ def make_app(
         instance(connector, Connector, "connector")
     instance(transfer_secret, bytes, "transfer_secret")
     if peers is not None:
-        # Imported here, because it requires the packages on which `kvcache_exchange.router_events` depends.
+        # Imported here, because it requires the packages of `kvcache_exchange.router_events`.
         from kvcache_exchange.peers import PeerSource
         from kvcache_serve.server.peers import add_peers
 

@@ -12,7 +12,7 @@ from kvcache_vllm.compatibility import check_version
 
 check_version()  # before imports from vLLM that may fail in other versions
 
-from kvcache_vllm.disaggregation.connector import KVCacheConnector
-from kvcache_vllm.disaggregation.options import Options
+from kvcache_vllm.disaggregation.connector import KVCacheConnector  # noqa: E402
+from kvcache_vllm.disaggregation.options import Options  # noqa: E402
 
 __all__ = ["KVCacheConnector", "Options"]

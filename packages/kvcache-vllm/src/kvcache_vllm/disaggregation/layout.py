@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvcache.checks import shown
-from kvcache.transfer.description import CacheDescription
+from kvcache.transfer import CacheDescription
 from kvcache_exchange.disaggregation.layout import BY_TOKEN, VEC, GroupLayout
 
 _ORDERS = {

@@ -18,9 +18,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvcache.worker.pages.pages import Pages
-from kvcache.worker.swap.engine import SwapEngine
-from kvcache.worker.swap.job import SwapJob
+from kvcache.worker import Pages, SwapEngine, SwapJob
 from kvcache_vllm.offloading.host_manager import HostChunks
 
 _log = init_logger("vllm.kvcache")  # a child of vllm's logger, so that messages are shown
