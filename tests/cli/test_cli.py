@@ -19,7 +19,6 @@ import pytest
 
 import kvcache
 from kvcache.cli import doctor, main
-from kvcache_lab import Replayer, chat_workload
 from kvcache_lab.cli.replay import _num_expected
 from tests.machinery.shared import REPO, sampled, shared_file
 
@@ -128,7 +127,6 @@ def test_reasons_of_misses_are_printed(capsys, tmp_path):
         ["replay", "--timed"],
         ["replay", "--timed", "--prefetch", "1"],
         ["replay", "--timed", "--compare", "lru"],
-        ["replay", "--disaggregate", "99"],
     ],
 )
 def test_unordered_trace_prints_one_line(capsys, tmp_path, argv):
@@ -150,18 +148,16 @@ def test_number_of_expected_requests_is_unknown_for_compressed_traces(trace, tmp
     assert _num_expected(args) == limit
 
 
-@pytest.mark.parametrize("option", [["--compare"], ["--disaggregate", "100"]])
-def test_reasons_of_misses_are_rejected_for_other_kinds_of_replays(capsys, option):
-    assert "--why is given with" in error_of(capsys, "replay", *option, "--why")
+def test_reasons_of_misses_are_rejected_for_comparisons(capsys):
+    assert "--why is given with" in error_of(capsys, "replay", "--compare", "--why")
 
 
 @pytest.mark.slow
-def test_timed_and_disaggregated_replays_are_drawn(capsys, trace, tmp_path):
+def test_timed_replays_are_drawn(capsys, trace, tmp_path):
     pytest.importorskip("matplotlib")
-    for i, option in enumerate((["--timed"], ["--disaggregate", "101"])):
-        path = tmp_path / f"{i}.png"
-        run_json(capsys, trace, *option, "--plot", str(path))
-        assert path.read_bytes().startswith(b"\x89PNG")
+    path = tmp_path / "timed.png"
+    run_json(capsys, trace, "--timed", "--plot", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_warning_reports_an_overloaded_engine(capsys, tmp_path):
@@ -171,13 +167,12 @@ def test_warning_reports_an_overloaded_engine(capsys, tmp_path):
         for i in range(20)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for option in (["--timed", "100,50"], ["--timed", "100,50", "--disaggregate", "101"]):
-        found = run_json(capsys, str(path), *option)
-        assert found["overload"] == (
-            "requests arrive within 19 s, but their prefill takes 5.4 times as long"
-        )
-        assert main(["replay", str(path), *option]) == 0
-        assert "overloaded" in capsys.readouterr().out
+    found = run_json(capsys, str(path), "--timed", "100,50")
+    assert found["overload"] == (
+        "requests arrive within 19 s, but their prefill takes 5.4 times as long"
+    )
+    assert main(["replay", str(path), "--timed", "100,50"]) == 0
+    assert "overloaded" in capsys.readouterr().out
     assert run_json(capsys, str(path), "--timed", "10000,50").get("overload") is None
 
 
@@ -618,9 +613,6 @@ def test_zero_is_not_a_valid_count(capsys, option):
             "'--fly' is unknown: expected an option that `kvcache replay --help`",
         ),
         (["replay", "--lim", "3"], "'--lim' is unknown"),
-        (["replay", "--events", "here"], "--events: endpoint is 'here': expected tcp://ADDRESS"),
-        (["replay", "--events-replay", "x"], "--events-replay is 'x': expected only with --events"),
-        (["replay", "--compare", "--events", "x"], "--events is given with --compare"),
         (["demo", "--fly"], "'--fly' is unknown"),
         (["demo", "--replay", "--json"], "--json cannot be combined with --replay"),
         (["demo", "--replay", "--users", "2"], "--users cannot be combined with --replay"),
@@ -681,7 +673,7 @@ def test_malformed_trace_prints_one_line(capsys, tmp_path):
     assert f"{path}, line 2: timestamp is missing" in error
 
 
-@pytest.mark.parametrize("options", [[], ["--compare"], ["--disaggregate", "101"]])
+@pytest.mark.parametrize("options", [[], ["--compare"]])
 def test_empty_trace_prints_one_line(capsys, tmp_path, options):
     path = tmp_path / "empty.jsonl"
     path.write_text("\n")
@@ -694,7 +686,6 @@ def test_tables_fit_narrow_terminals(capsys, monkeypatch, trace, width):
     monkeypatch.setenv("COLUMNS", width)
     for argv in (
         ["replay", trace, "--timed", "--host-blocks", "9", "--store-blocks", "9"],
-        ["replay", trace, "--disaggregate", "101"],
         ["replay", trace, "--compare", "lru,learned", "--sizes", "11,21,31"],
         ["doctor"],
     ):
@@ -718,37 +709,6 @@ def test_plot_needs_matplotlib(capsys, monkeypatch, tmp_path):
     assert (
         "--plot needs matplotlib, which is not installed: pip install 'torch-kvcache[cli]'" in error
     )
-
-
-@pytest.mark.slow
-def test_replay_publishes_its_events(capsys, monkeypatch):
-    pytest.importorskip("zmq")
-    from kvcache_exchange.router_events import CacheView, EventPublisher
-    from kvcache_exchange.router_events.translator import EventTranslator
-    from tests.machinery.cache_user import cached, shown
-
-    options = ["replay", "--requests", "300", "--num-blocks", "200", "--json"]
-    assert main(options) == 0
-    expected, drained = json.loads(capsys.readouterr().out), []
-    publish = EventPublisher.publish
-    monkeypatch.setattr(
-        EventPublisher,
-        "publish",
-        lambda self, events: (drained.append(events), publish(self, events)),
-    )
-    assert main([*options, "--events", "tcp://127.0.0.1:0"]) == 0
-    printed = capsys.readouterr()
-    found = json.loads(printed.out)
-    for report in (found, expected):
-        del report["us_per_request"]
-    assert found == expected
-    assert "cache events at tcp://127.0.0.1:" in printed.err
-    translator, view = EventTranslator("vllm-none-hash"), CacheView()
-    for events in drained:
-        view.apply(translator.translate(events))
-    replayer = Replayer(num_blocks=200, block_size=found["block_size"])
-    replayer.run(chat_workload(300))
-    assert len(drained) == 301 and shown(view) == cached(replayer.manager)
 
 
 # --- the process ----------------------------------------------------------------------------------

@@ -237,12 +237,6 @@ def huge(dtype: type = np.int32) -> np.ndarray:
             lambda: replay.Comparison("", 1, 16, (1, 2), {"lru": [0.5]}),
             r"token hit rates of lru are \[0.5\]: expected 2, one per size",
         ),
-        (lambda: replay.disaggregation_table(5), "report is 5: expected a DisaggregationReport"),
-        (
-            lambda: replay.DisaggregationReport("t", 16, 9, 9, "a", 1.0, "s", 1),
-            "lease_s is 'a': expected a number",
-        ),
-        (lambda: replay.Disaggregation.parse("7:x=1"), "text has 'x=1': expected one of lease_s"),
         (
             lambda: replay.WorkloadRequest(0, 0, np.array([-2]), 1, np.zeros(0, int)),
             r"token_ids\[0\] is -2",

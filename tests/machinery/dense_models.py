@@ -101,24 +101,3 @@ def logits_of(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> t
         return torch.zeros(0, VOCAB_SIZE)
     tokens = torch.tensor([[*prompt, *answer]])
     return model(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
-
-
-def beam_search(
-    model: PreTrainedModel,
-    prompt: list[int],
-    width: int,
-    num_tokens: int,
-    stop_token_ids: tuple[int, ...] = (),
-) -> list[tuple[list[int], float]]:
-    """Return the `width` best answers and their scores, recomputing each beam for every token."""
-    beams, ended = [([], 0.0)], []
-    for _ in range(num_tokens):
-        longer = []
-        for tokens, score in beams:
-            gains = logits_of(model, prompt, [*tokens, 0])[-1].log_softmax(-1).numpy()
-            for token in range(VOCAB_SIZE):
-                longer.append(([*tokens, token], score + float(gains[token])))
-        longer.sort(key=lambda each: -each[1])
-        ended += [each for each in longer if each[0][-1] in stop_token_ids]
-        beams = [each for each in longer if each[0][-1] not in stop_token_ids][:width]
-    return sorted(ended + beams, key=lambda each: -each[1])[:width]

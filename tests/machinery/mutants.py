@@ -604,7 +604,6 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("running[first + 1 :] or", "running[:first] + running[first + 1 :] or"),
             ("(running[:first] if nothing_done else [])", "[]"),
             ("queue[at - 1].rank > sequence.rank", "queue[at - 1].rank >= sequence.rank"),
-            ("if sequence.is_settled:", "if False:"),
             ("if sequence is self._first_stuck:", "if False:"),
             ("sequence.most_new = count // 2", "pass"),
             ("logits_of.append(1 + len(drafts) if stop >= known else 0)", "logits_of.append(1)"),
@@ -640,23 +639,8 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("logits[at + i], token, params.logprobs", "row, token, params.logprobs"),
             ("drawn = [i for i in range(num) if i not in errors]", "drawn = [*range(num)]"),
             ("if count == 0 or has_changed:", "if count == 0:"),
-            (
-                "goes_on = self._fork(parent) if parent in parents[i + 1 :] else parent",
-                "goes_on = parent",
-            ),
-            ("if each not in parents:", "if False:"),
             ("cache_salt=generation.cache_salt", "cache_salt=None"),
             ("(*self.scheduler.admitted, *self.scheduler.waiting)", "(*self.scheduler.waiting,)"),
-        ],
-    ),
-    (
-        SERVING + "beams.py",
-        "sampling engine",
-        [
-            ("len(self._candidates) == len(self.scores)", "True"),
-            ("self.width + len(ends)", "self.width"),
-            ("self.best[-1].score >= going_on[0].score", "True"),
-            ("        self.best.sort(key=lambda ended: -ended.score)\n", ""),
         ],
     ),
     (

@@ -72,28 +72,6 @@ def answer_of(prompt, params, index):
             return answer
 
 
-def beams_of(prompt, params):
-    """Return the best answers of a beam search that never waits for blocks."""
-    beams, ended = [([], 0.0)], []
-    while beams:
-        longer = []
-        for tokens, score in beams:
-            gains = logits_after([*prompt, *tokens]).log_softmax(-1).tolist()
-            longer += [([*tokens, i], score + gain) for i, gain in enumerate(gains)]
-        longer.sort(key=lambda each: -each[1])
-        beams = []
-        for tokens, score in longer:
-            if tokens[-1] in params.stop_token_ids or len(tokens) == params.max_tokens:
-                ended.append((tokens, score))
-            elif len(beams) < params.beam_width:
-                beams.append((tokens, score))
-        ended.sort(key=lambda each: -each[1])
-        del ended[params.beam_width :]
-        if len(ended) == params.beam_width and beams and ended[-1][1] >= beams[0][1]:
-            break
-    return [tokens for tokens, _ in ended]
-
-
 class ProgressRun:
     """One engine with random settings whose pool holds one request of the maximum length or, in some
     runs, not even that.
@@ -181,9 +159,8 @@ class ProgressRun:
     def most_steps(self):
         tokens = sequences = 0
         for generation in self.requests:
-            width = max(generation.params.n, generation.params.beam_width)
-            tokens += width * generation.params.max_tokens
-            sequences += width
+            tokens += generation.params.n * generation.params.max_tokens
+            sequences += generation.params.n
         chunks = self.max_model_len  # a step computes at least one token of the first sequence
         return (tokens + sequences) * chunks * (self.num_rows + 2)
 
@@ -197,12 +174,9 @@ class ProgressRun:
         if self.requests and rng.random() < 0.5:
             prompt = [*self.requests[-1].prompt.tolist(), *prompt][:length]
         options = {"max_tokens": int(rng.integers(1, self.max_model_len - length + 1))}
-        kind = rng.random()
-        if kind < 0.4 and self.num_rows > 1:
-            options["beam_width"] = int(rng.integers(2, self.num_rows + 1))
-        elif kind < 0.7:
+        if rng.random() < 0.7:
             options["n"] = int(rng.integers(1, self.num_rows + 1))
-        if "beam_width" not in options and rng.random() < 0.6:
+        if rng.random() < 0.6:
             options |= {"temperature": 1.0, "seed": int(rng.integers(1000))}
         if rng.random() < 0.2:
             options["stop_token_ids"] = (int(rng.integers(VOCAB_SIZE)),)
@@ -222,10 +196,7 @@ class ProgressRun:
             )
             self.num_refused += 1
             return
-        if params.beam_width > 1:
-            wanted = beams_of(generation.prompt.tolist(), params)
-        else:
-            wanted = [answer_of(generation.prompt, params, i) for i in range(params.n)]
+        wanted = [answer_of(generation.prompt, params, i) for i in range(params.n)]
         assert [sample.token_ids for sample in samples] == wanted
         self.num_compared += len(samples)
 

@@ -24,7 +24,6 @@ DOCUMENTED = [
     "kvcache.specs",
     "kvcache_serve.engine.transformers.layer_shapes",
     "kvcache_serve.engine.transformers.paged_model",
-    "kvcache_lab.disaggregation",
     "kvcache_serve.engine.batch",
     "kvcache_serve.engine.drafters",
     "kvcache_serve.engine.engine",

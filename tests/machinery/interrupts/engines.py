@@ -47,12 +47,11 @@ class Served:
         self.got: dict[tuple[str, int], list[int]] = {}
 
     def add(self) -> None:
-        """Add six requests: greedy, sampled, with several samples, and with beams."""
+        """Add six requests: greedy, sampled, and with several samples."""
         for i in range(6):
             prompt = [self.rng.randrange(1, VOCAB_SIZE) for _ in range(self.rng.randint(3, 30))]
             options = [{}, {"temperature": 1.0, "seed": i}, {"n": 3, "temperature": 1.0, "seed": i}]
-            chosen = options[i % 3] if i else {"beam_width": 2}
-            params = SamplingParams(max_tokens=self.rng.randint(2, 12), **chosen)
+            params = SamplingParams(max_tokens=self.rng.randint(2, 12), **options[i % 3])
             self.generations.append(self.engine.add(prompt, params))
 
     def take(self, stepped: list[list]) -> None:

@@ -70,8 +70,6 @@ MADE_BY = {
     "kvcache_serve.demo.Turn": "Chat.end_turn",
     "kvcache_serve.engine.transformers.PagedModel": "attach",
     "kvcache_lab.Comparison": "compare",
-    "kvcache_lab.DisaggregationReport": "DisaggregatedReplayer.run",
-    "kvcache_lab.DisaggregationSeries": "DisaggregatedReplayer.run",
     "kvcache_lab.HitRateCurve": "hit_rate_curve",
     "kvcache_lab.Mismatch": "Replayer.run",
     "kvcache_lab.ReplayReport": "Replayer.run",

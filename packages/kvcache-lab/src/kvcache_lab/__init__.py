@@ -7,13 +7,6 @@ Torch is required only for verification.
 from kvcache_lab.chat import ChatShape, chat_workload
 from kvcache_lab.comparison import COMPARED, Comparison, compare, comparison_table, optimum
 from kvcache_lab.curve import CURVE_POLICIES, HitRateCurve, curve_table, hit_rate_curve
-from kvcache_lab.disaggregation import (
-    DisaggregatedReplayer,
-    Disaggregation,
-    DisaggregationReport,
-    DisaggregationSeries,
-    disaggregation_table,
-)
 from kvcache_lab.mismatch import Mismatch
 from kvcache_lab.replayer import Replayer, Series
 from kvcache_lab.report import ReplayReport
@@ -33,10 +26,6 @@ __all__ = [
     "CURVE_POLICIES",
     "ChatShape",
     "Comparison",
-    "DisaggregatedReplayer",
-    "Disaggregation",
-    "DisaggregationReport",
-    "DisaggregationSeries",
     "HitRateCurve",
     "Mismatch",
     "ReplayReport",
@@ -49,7 +38,6 @@ __all__ = [
     "compare",
     "comparison_table",
     "curve_table",
-    "disaggregation_table",
     "hit_rate_curve",
     "optimum",
     "read_block_ids",

@@ -14,7 +14,6 @@ import numpy as np
 from kvcache.checks import path as checked_path
 from kvcache_lab.comparison import Comparison
 from kvcache_lab.curve import HitRateCurve
-from kvcache_lab.disaggregation import DisaggregationReport, DisaggregationSeries
 from kvcache_lab.fleet.planning import FleetPlan
 from kvcache_lab.replayer import Series
 from kvcache_lab.report import ReplayReport
@@ -53,32 +52,6 @@ def draw(series: Series, report: ReplayReport, path: str | os.PathLike) -> None:
             _draw_misses(panels[num_panels - 1], times, series)
         if is_timed:
             _draw_first_token(panels[3], times, series.ms_to_first_token, report)
-
-
-def draw_disaggregation(
-    series: DisaggregationSeries, report: DisaggregationReport, path: str | os.PathLike
-) -> None:
-    """Plot both pools, the queue and the time to first token. Raises the same errors as `draw`."""
-    order = np.argsort(series.time_s, kind="stable")
-    times, label = _minutes_or_seconds(np.array(series.time_s)[order], "first token")
-    title = (
-        f"Disaggregated replay of {report.trace}\n{report.requests:,} requests, "
-        f"{report.loaded_requests:,} loaded from the prefill pool; {_speeds(report.service)}"
-        f"{_overloaded(report.overload)}"
-    )
-    with _panels(title, 4, times, label, path) as panels:
-        for axes, side, color in ((panels[0], "prefill", _USED), (panels[1], "decode", _HITS)):
-            used = np.array(getattr(series, f"{side}_used_blocks"), np.int64)[order]
-            capacity = getattr(report, f"{side}_blocks") - 1
-            peak = getattr(report, f"{side}_peak_used_blocks")
-            axes.plot(times, used, color=color, linewidth=1)
-            axes.set_ylim(0, 1.05 * max([1, *used]))
-            _finish(axes, f"Blocks in use in the {side} pool: peak {peak:,} of {capacity:,}")
-        waiting = np.array(series.num_waiting, np.int64)[order]
-        panels[2].plot(times, waiting, color=_EVICTIONS, linewidth=1)
-        panels[2].set_ylim(0, 1.05 * max([1, *waiting]))
-        _finish(panels[2], f"Waiting requests: at most {max([0, *waiting]):,}")
-        _draw_first_token(panels[3], times, np.array(series.ms_to_first_token)[order], report)
 
 
 @contextmanager
@@ -135,7 +108,7 @@ def _draw_first_token(
     axes: Axes,
     times: np.ndarray,
     ms_to_first_token: Sequence[float],
-    report: ReplayReport | DisaggregationReport,
+    report: ReplayReport,
 ) -> None:
     from matplotlib.ticker import LogLocator
 

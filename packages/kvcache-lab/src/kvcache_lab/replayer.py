@@ -232,7 +232,7 @@ class Replayer:
         return self._report(trace)
 
     def drain_events(self) -> list[CacheEvent]:
-        """Return the cache events since the last call, including the store's events."""
+        """Return the cache events since the last call."""
         return (self.manager.cache if self._store is None else self._store).drain_events()
 
     def arrive(

@@ -240,19 +240,17 @@ def _times(report: ReplayReport) -> list[tuple[str, str, str]]:
     speeds = "tokens per second: prompts, each answer"
     if report.service.count(",") > 1:
         speeds += ", host" + ", store" * (report.service.count(",") > 2)
+    overloaded = []
+    if report.overload is not None:
+        overloaded = [("[red]overloaded[/]", "[red]yes[/]", report.overload)]
     return [
         ("timed", report.service, speeds),
         ("duration", f"{report.duration_s:,.1f}", "seconds of the workload"),
         ("peak running", f"{report.peak_running:,}", "concurrent requests"),
         ("first token", f"{report.mean_ms_to_first_token:,.1f}", "ms after arrival, mean"),
         ("", f"{report.p99_ms_to_first_token:,.1f}", "ms after arrival, 99th percentile"),
-        *overload_rows(report.overload),
+        *overloaded,
     ]
-
-
-def overload_rows(overload: str | None) -> list[tuple[str, str, str]]:
-    """Return a row that reports an overload of the modeled engine, if there is one."""
-    return [] if overload is None else [("[red]overloaded[/]", "[red]yes[/]", overload)]
 
 
 def _host(report: ReplayReport) -> list[tuple[str, str, str]]:

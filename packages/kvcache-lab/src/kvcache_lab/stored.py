@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol
 
 from kvcache.allocator import KVCacheManager, Request
 from kvcache.events import CacheEvent
-from kvcache_exchange.store.announcements import removed_event, stored_event
 from kvcache_exchange.store.prefixes import StoredPrefixes
 from kvcache_exchange.store.value_format import BlockKey
 from kvcache_exchange.store.writes import WaitingBlocks
@@ -52,7 +51,7 @@ class ExternalTokens(Protocol):
         """Set the completion time of the blocks collected since the last call."""
 
     def drain_events(self) -> list[CacheEvent]:
-        """Return the events of the manager and of the source since the last call."""
+        """Return the events of the manager since the last call."""
 
 
 class SimulatedStore:
@@ -113,19 +112,17 @@ class SimulatedStore:
         """Store the blocks that were cached in the last step."""
         events = self._manager.cache.drain_events()
         self._waiting.observe(events)
-        changes = []
         for key, _, _ in self._waiting.take(self._manager, len(self._waiting)):
             if key not in self._blocks:
                 self.num_stored += 1
-                changes.append(stored_event(self._manager, key))
                 self._blocks[key] = StoredBlock(math.inf, self)
             self._incomplete.append(key)
             self._blocks.move_to_end(key)
             while len(self._blocks) > self.num_blocks:
-                changes.append(removed_event(self._blocks.popitem(last=False)[0]))
+                self._blocks.popitem(last=False)
                 self.num_evicted += 1
         if self._announces:
-            self._events += [*events, *changes]
+            self._events += events
 
     def complete(self, ready_ms: float) -> None:
         """Set the completion time of the blocks that were put since the last call."""
@@ -136,7 +133,7 @@ class SimulatedStore:
         self._incomplete.clear()
 
     def drain_events(self) -> list[CacheEvent]:
-        """Return the events of the manager and of the store since the last call."""
+        """Return the events of the manager since the last call."""
         self.save()
         events, self._events = self._events, []
         return events

@@ -416,7 +416,6 @@ def test_command_reads_compressed_traces_and_chats(capsys, trace, tmp_path):
                 ["--num-blocks", "9"],
                 ["--eviction", "lru"],
                 ["--compare"],
-                ["--disaggregate", "9"],
                 ["--timed"],
                 ["--groups", "full_attention"],
                 ["--concurrency", "2"],
@@ -424,7 +423,6 @@ def test_command_reads_compressed_traces_and_chats(capsys, trace, tmp_path):
                 ["--chunk-tokens", "9"],
                 ["--host-blocks", "9"],
                 ["--store-blocks", "9"],
-                ["--events", "x"],
                 ["--verify"],
                 ["--why"],
             )

@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 
 from kvcache.cli import main
-from kvcache_lab import (
-    ChatShape,
-    DisaggregatedReplayer,
-    Disaggregation,
-    WorkloadRequest,
-    chat_workload,
-)
+from kvcache_lab import ChatShape, WorkloadRequest, chat_workload
 from kvcache_lab.content import prefix_keys
 from kvcache_lab.fleet import ROUTERS, Fleet, Hardware, plan_fleet, simulate_fleet
 from kvcache_lab.fleet.planning import _search
@@ -31,25 +25,6 @@ def request(index, tokens, arrival_ms, answer=1):
 def run(requests, fleet, hardware=HARDWARE):
     simulation = Simulation(fleet, hardware)
     return simulation.run(requests), simulation
-
-
-@pytest.mark.slow
-def test_one_pair_of_pools_behaves_as_in_a_disaggregated_replay():
-    hardware, num_blocks = Hardware(2000.0, 20.0, bytes_per_token=1e5), 1501
-    workload = [*chat_workload(250, 0)]
-    report, _ = run(workload, Fleet(1, num_blocks, decode_replicas=1), hardware=hardware)
-    between = Disaggregation(num_blocks, bytes_per_token=1e5, gb_per_s=10.0)
-    expected = DisaggregatedReplayer(
-        between, num_blocks=num_blocks, block_size=16, service=hardware.service
-    ).run(workload)
-    assert expected.loaded_requests == report.requests == 250
-    assert report.device_hit_tokens == expected.prefill_hit_tokens > 0
-    assert report.decode_hit_tokens == expected.decode_hit_tokens > 0
-    assert expected.prefill_evicted_blocks > 0 and expected.decode_evicted_blocks > 0
-    assert report.transferred_bytes == expected.loaded_bytes
-    # Prompts are passed to decode replicas at whole milliseconds.
-    for name in ("mean_ms_to_first_token", "p99_ms_to_first_token"):
-        assert -1e-3 < getattr(report, name) - getattr(expected, name) < 1
 
 
 def test_prompts_are_loaded_by_the_decode_replica_unless_cached_there():

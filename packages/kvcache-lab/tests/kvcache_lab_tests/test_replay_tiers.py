@@ -17,7 +17,6 @@ from kvcache import GroupSpec, eviction_names, host_eviction_names
 from kvcache.allocator import check_invariants
 from kvcache.cli.option_text import join_options
 from kvcache.cli.policy_text import parse_eviction, parse_host_eviction, parse_host_write
-from kvcache.events import BlockRemoved
 from kvcache.worker import Worker
 from kvcache_lab import Mismatch, Replayer, chat_workload, read_mooncake
 from kvcache_lab.groups import parse_groups
@@ -178,19 +177,6 @@ def test_simulated_store_cannot_be_verified():
     verifier = KVVerifier(num_blocks=40, block_size=16)
     with pytest.raises(ValueError, match="num_store_blocks is 9 with a verifier: expected 0"):
         Replayer(num_blocks=40, block_size=16, num_store_blocks=9, verifier=verifier)
-
-
-def test_store_events_reproduce_the_store_content():
-    replayer = Replayer(
-        num_blocks=150, block_size=16, num_store_blocks=300, enable_events=True
-    )  # fmt: skip
-    replayer.run(chat_workload(60, 3))
-    has = set()
-    for event in replayer.drain_events():
-        if event.medium == "storage":
-            each = {block_hash.tobytes() for block_hash in event.block_hashes}
-            has = has - each if isinstance(event, BlockRemoved) else has | each
-    assert has == {key.block_hash for key in replayer._store._blocks}
 
 
 # --- bytewise verification ------------------------------------------------------------------------

@@ -141,7 +141,7 @@ class TestLogits:
         spread(
             itertools.product(
                 (all_nan, one_nan, one_inf, all_masked),
-                ({}, {"temperature": 1.0}, {"beam_width": 3}, {"n": 3}),
+                ({}, {"temperature": 1.0}, {"n": 3}),
             ),
             5,
         ),
@@ -166,7 +166,7 @@ class TestLogits:
         assert engine.metrics.failed_steps == 0
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 1}, {"beam_width": 2}])
+    @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 1}])
     def test_masked_logits_are_not_an_error(self, make_engine, monkeypatch, params):
         engine = make_engine()
         others = Others(engine)
@@ -281,9 +281,9 @@ class TestSampling:
 
     def test_stop_tokens_outside_the_vocabulary_are_not_an_error(self, make_engine):
         engine = make_engine()
-        params = SamplingParams(max_tokens=4, beam_width=2, stop_token_ids=(10**6,))
+        params = SamplingParams(max_tokens=4, stop_token_ids=(10**6,))
         (found,) = engine.generate([range(200, 230)], params)
-        assert [sample.finish_reason for sample in found.samples] == ["length"] * 2
+        assert [sample.finish_reason for sample in found.samples] == ["length"]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from kvcache import KVCacheManager, LayerSpec, Request, build, plan_cache
 from kvcache_serve.engine import Engine, SamplingParams, Scheduler, Sequence, State
-from tests.machinery.progress import ProgressRun, TableModel, beams_of
+from tests.machinery.progress import ProgressRun, TableModel
 
 # KVCACHE_TEST_SEED=<number> selects other runs.
 SEED = 1_000_000 * int(os.environ.get("KVCACHE_TEST_SEED", 0))
@@ -57,22 +57,8 @@ def test_many_random_requests_end_within_the_bound_with_the_models_answers(first
     check_runs(first, 100)
 
 
-@pytest.mark.parametrize("width", [2, 3, 6])
-@pytest.mark.parametrize("preemption,num_host_blocks", [("recompute", 0), ("swap", 0), ("swap", 3)])
-def test_beams_that_do_not_fit_together_are_computed_in_turn(width, preemption, num_host_blocks):
-    engine = engine_of(4, 16, num_host_blocks=num_host_blocks, preemption=preemption)
-    prompt, params = [1, 2, 3, 4, 5], SamplingParams(max_tokens=11, beam_width=width)
-    generation = engine.add(prompt, params)
-    later = engine.add([7, 6, 5], SamplingParams(max_tokens=3))
-    finish(engine, most=200)
-    assert [sample.token_ids for sample in generation.samples] == beams_of(prompt, params)
-    assert later.samples[0].finish_reason == "length"
-
-
 class TestNeverFits:
-    @pytest.mark.parametrize(
-        "params", [{}, {"n": 2, "temperature": 1.0}, {"beam_width": 2}], ids=str
-    )
+    @pytest.mark.parametrize("params", [{}, {"n": 2, "temperature": 1.0}], ids=str)
     def test_request_that_outgrows_the_pool_is_refused_with_the_numbers(self, params):
         engine = engine_of(2, 16)
         generation = engine.add([1, 2, 3, 4, 5], SamplingParams(max_tokens=9, **params))
@@ -103,7 +89,7 @@ class TestNeverFits:
 
 class TestOrder:
     def test_sequences_of_equal_rank_are_preempted_in_reverse_order_of_admission(self):
-        """Samples and beams share the rank of their request. Without an order among them, each of two
+        """Samples share the rank of their request. Without an order among them, each of two
         could preempt the other one before it has computed its tokens again.
         """
         manager = KVCacheManager(4, 5, 16, num_preallocate_tokens=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing the next token from logits: sampling, beam search and drafts, tested without a model."""
+"""Choosing the next token from logits: sampling and drafts, tested without a model."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,6 @@ import torch
 
 from kvcache import Request
 from kvcache_serve.engine import NgramDrafter, SamplingParams
-from kvcache_serve.engine.beams import Beams
 from kvcache_serve.engine.sampling import Sampler, most_likely, penalize_repetition, token_logprob
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0, 2.5])
@@ -91,48 +90,6 @@ class TestSampler:
         assert courses[2, 3] == tokens(2, 3)
 
 
-class Line:
-    """A beam, represented by its tokens after the prompt."""
-
-    def __init__(self, *token_ids):
-        self.token_ids = list(token_ids)
-
-
-class TestBeams:
-    def test_beam_width_is_kept_when_the_most_likely_beams_end(self):
-        first = Line()
-        beams = Beams(first, 2, 10, stop_token_ids=(1,))
-        assert beams.add_logits(first, LOGITS)
-        choices = beams.choose()
-        assert [choice.token for choice in choices] == [5, 3]
-        assert [ended.token_ids for ended in beams.best] == [[1]]
-
-    def test_beam_search_waits_for_all_unfinished_beams(self):
-        one, other = Line(1), Line(5)
-        beams = Beams(Line(), 2, 10, ())
-        beams.scores = {one: -0.5, other: -0.6}
-        assert not beams.add_logits(one, LOGITS)
-        assert beams.add_logits(other, LOGITS)
-        choices = beams.choose()
-        assert [(choice.parent, choice.token) for choice in choices] == [(one, 1), (other, 1)]
-
-    def test_beam_search_ends_when_no_beam_can_improve(self):
-        first = Line(3)
-        beams = Beams(Line(), 1, 10, stop_token_ids=(1,))
-        beams.scores = {first: 0.0}
-        beams.add_logits(first, LOGITS)
-        assert beams.choose() == [] and beams.best[0].token_ids == [3, 1]
-
-    def test_best_finished_beams_are_kept(self):
-        first, second = Line(2, 2), Line(3, 3)
-        beams = Beams(Line(), 2, 3, ())
-        beams.scores = {first: -9.0, second: -1.0}
-        for beam in (first, second):
-            beams.add_logits(beam, LOGITS)
-        assert beams.choose() == []
-        assert [ended.token_ids for ended in beams.best] == [[3, 3, 1], [3, 3, 5]]
-
-
 class TestNgramDrafter:
     @staticmethod
     def plain(tokens, num_tokens, longest, shortest):
@@ -194,8 +151,6 @@ class TestRepetitionPenalty:
             ),
             ({"repetition_penalty": float("inf")}, "repetition_penalty is inf: expected a finite"),
             ({"logprobs": -1}, "logprobs is -1: expected 0 to 2147483647"),
-            ({"beam_width": 2, "logprobs": 1}, "beam_width is 2 with repetition_penalty 1.0 and l"),
-            ({"beam_width": 2, "repetition_penalty": 2}, "beam_width is 2 with repetition_penalty"),
         ],
     )
     def test_invalid_parameters_are_rejected(self, options, expected):

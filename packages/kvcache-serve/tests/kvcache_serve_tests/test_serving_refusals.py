@@ -78,7 +78,7 @@ REQUEST = Request("other", range(5))
 CALLS = [
     *(
         (name, lambda w, v, name=name: SamplingParams(**{name: v}), NUMBERS)
-        for name in ("max_tokens", "n", "beam_width")
+        for name in ("max_tokens", "n")
     ),
     ("temperature", lambda w, v: SamplingParams(temperature=v), NUMBERS),
     ("top_p", lambda w, v: SamplingParams(top_p=v), NUMBERS),
@@ -142,7 +142,6 @@ CALLS = [
     ("params", lambda w, v: w.engine.add([1], v), OBJECTS[1:]),
     ("params", lambda w, v: w.engine.check([1], v), OBJECTS),
     ("n", lambda w, v: w.engine.add([1], SamplingParams(n=v)), [5]),
-    ("beam_width", lambda w, v: w.engine.add([1], SamplingParams(beam_width=v)), [5]),
     ("request_id", lambda w, v: w.engine.add([1], request_id=v), [*NO_TEXTS[1:], "", "\ud800"]),
     ("priority", lambda w, v: w.engine.add([1], priority=v), [*NUMBERS, 2**31]),
     ("cache_salt", lambda w, v: w.engine.add([1], cache_salt=v), [0, 1.5, [], "\ud800", HUGE]),

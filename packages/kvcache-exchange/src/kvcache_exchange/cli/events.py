@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import UsageError, quoted
@@ -13,10 +11,7 @@ from kvcache.cli.modules import require_module
 from kvcache.cli.output import say
 
 if TYPE_CHECKING:
-    from kvcache.events import CacheEvent
     from kvcache_exchange.router_events import EventPublisher
-
-_SECONDS_TO_END = 60  # timeout for publishing the remaining events at the end of a replay
 
 
 def add_events_options(sub: argparse.ArgumentParser) -> None:
@@ -61,28 +56,3 @@ def open_publisher(args: argparse.Namespace) -> EventPublisher | None:
     replayed = f", replayed at {publisher.replay_endpoint}" if publisher.replay_endpoint else ""
     say(f"cache events at {publisher.endpoint}{replayed}")
     return publisher
-
-
-@contextmanager
-def events_published(
-    publisher: EventPublisher | None,
-    drain_events: Callable[[], list[CacheEvent]],
-    on_request: Callable[[], None] | None,
-) -> Iterator[Callable[[], None] | None]:
-    """Yield a function to call after each request. The function publishes cache events if
-    `--events` is given.
-    """
-    if publisher is None:
-        yield on_request
-        return
-
-    def publish() -> None:
-        publisher.publish(drain_events())
-        if on_request is not None:
-            on_request()
-
-    try:
-        yield publish
-        publisher.publish(drain_events())
-    finally:
-        publisher.close(_SECONDS_TO_END)

@@ -23,19 +23,11 @@ from kvcache.cli.modules import check_cuda, import_module, require_module
 from kvcache.cli.output import progress, say, show, writing
 from kvcache.cli.parts import Command
 from kvcache.cli.policies import policy_options
-from kvcache_exchange.cli.events import events_published, open_publisher
 from kvcache_lab.cli import replay_options as options
 from kvcache_lab.cli.curve import check_curve
 
 if TYPE_CHECKING:
-    from kvcache_lab import (
-        Comparison,
-        Disaggregation,
-        ReplayReport,
-        Series,
-        Service,
-        WorkloadRequest,
-    )
+    from kvcache_lab import Comparison, ReplayReport, Series, Service, WorkloadRequest
     from kvcache_lab.verifier import KVVerifier
 
 _NUM_SHOWN_MISMATCHES = 10
@@ -54,8 +46,6 @@ def run_replay(args: argparse.Namespace) -> int:
         return _curve(args)
     if args.compare is not None:
         return _compare(args)
-    if args.between is not None:
-        return _disaggregate(args)
     report, series = _replayed(args)
     if args.plot is not None:
         _plot(series, report, args.plot)
@@ -157,8 +147,7 @@ def _resolve(args: argparse.Namespace) -> None:
     default = options.TRACE_NUM_BLOCKS if is_trace else options.CHAT_NUM_BLOCKS
     args.num_blocks = args.num_blocks or default
     # Each request holds at least one block.
-    is_timed = args.timed is not None or args.disaggregate is not None
-    default = options.TIMED_CONCURRENCY if is_timed else 1
+    default = 1 if args.timed is None else options.TIMED_CONCURRENCY
     args.concurrency = min(args.concurrency or default, args.num_blocks - 1)
     args.service = _service(args)
     if args.format is not None:
@@ -188,7 +177,6 @@ def _resolve(args: argparse.Namespace) -> None:
             "the store is simulated without content"
         )
     args.policies = policy_options(args, "--host-blocks")
-    args.between = _between(args)
     args.policies["num_host_blocks"] = args.host_blocks or 0
     if args.why:
         num_blocks = args.num_blocks + args.policies["num_host_blocks"]
@@ -200,23 +188,6 @@ def _resolve(args: argparse.Namespace) -> None:
                 f"--hash-block-size is {args.hash_block_size}: expected a divisor of every group's "
                 f"block size, so of {math.gcd(*sizes)}"
             )
-
-
-def _between(args: argparse.Namespace) -> Disaggregation | None:
-    if args.disaggregate is None:
-        return None
-    for option, value in (
-        *(("--compare", args.compare is not None), ("--verify", args.verify)),
-        *(("--why", args.why), ("--prefetch", args.prefetch is not None)),
-        *(("--events", args.events), ("--host-blocks", args.host_blocks)),
-        *(("--chunk-tokens", args.chunk_tokens), ("--store-blocks", args.store_blocks)),
-    ):
-        if value:
-            raise UsageError(f"{option} is given with --disaggregate: expected only one of the two")
-    try:
-        return import_module("kvcache_lab").Disaggregation.parse(args.disaggregate)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"--disaggregate is {quoted(args.disaggregate)}: {error}") from None
 
 
 def _service(args: argparse.Namespace) -> Service | None:
@@ -240,7 +211,6 @@ def _check_comparison(args: argparse.Namespace) -> None:
         ("--eviction", args.eviction),
         ("--verify", args.verify),
         ("--store-blocks", args.store_blocks),
-        ("--events", args.events),
         ("--why", args.why),
         ("--prefetch", args.prefetch is not None),
     ):
@@ -263,7 +233,6 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
     replay = import_module("kvcache_lab")
     series = replay.Series() if args.plot is not None else None
     verifier = _verifier(args)
-    publisher = open_publisher(args)
     try:
         replayer = replay.Replayer(
             **_groups(args),
@@ -277,7 +246,6 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
             num_store_blocks=args.store_blocks or 0,
             series=series,
             prefetch_s=args.prefetch,
-            enable_events=publisher is not None,
         )
     except MemoryError as error:
         raise UsageError(
@@ -288,12 +256,8 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
         raise UsageError(f"--groups is {quoted(args.groups)}: {error}") from None
     name, workload = read_workload(args)
     try:
-        with (
-            _trace_errors(name),
-            _progress(args) as advance,
-            events_published(publisher, replayer.drain_events, advance) as on_request,
-        ):
-            report = replayer.run(workload, name, on_request)
+        with _trace_errors(name), _progress(args) as advance:
+            report = replayer.run(workload, name, advance)
     except import_module("kvcache.kinds").KindError as error:
         raise UsageError(f"--groups is {quoted(args.groups)}: {error}") from None
     return report, series
@@ -399,42 +363,6 @@ def _too_large(args: argparse.Namespace, error: MemoryError) -> UsageError:
     return UsageError(
         f"--sizes has {given}: expected fewer, because this many do not fit into memory ({error})"
     )
-
-
-def _disaggregate(args: argparse.Namespace) -> int:
-    """Run `kvcache replay --disaggregate` and return the exit code."""
-    replay = import_module("kvcache_lab")
-    series = replay.DisaggregationSeries() if args.plot is not None else None
-    name, workload = read_workload(args)
-    try:
-        replayer = replay.DisaggregatedReplayer(
-            args.between,
-            **_groups(args),
-            **args.policies,
-            num_blocks=args.num_blocks,
-            hash_block_size=args.hash_block_size,
-            concurrency=args.concurrency,
-            service=args.service,
-            series=series,
-        )
-        with _trace_errors(name), _progress(args) as advance:
-            report = replayer.run(workload, name, advance)
-    except MemoryError as error:
-        raise UsageError(
-            f"--num-blocks is {args.num_blocks}, --disaggregate is {args.disaggregate}: expected fewer "
-            f"blocks, because this many do not fit into memory ({error})"
-        ) from None
-    except ValueError as error:
-        given = "block size" if args.specs is None else f"--groups is {quoted(args.groups)}"
-        raise UsageError(f"{given}: {error}") from None
-    if series is not None:
-        write_plot(args.plot, lambda plots: plots.draw_disaggregation(series, report, args.plot))
-    if args.json:
-        with writing():
-            print(json.dumps(report.to_dict()))
-    else:
-        show(replay.disaggregation_table(report))
-    return 0
 
 
 def _groups(args: argparse.Namespace) -> dict:

@@ -14,7 +14,6 @@ from kvcache.cli.parsing import (
     number,
     plot_file,
 )
-from kvcache_exchange.cli.events import add_events_options
 
 # Default sizes. The pool holds only part of the workload, so that both hits and evictions occur.
 TRACE_BLOCK_SIZE, TRACE_NUM_BLOCKS = 512, 10_001
@@ -122,12 +121,6 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         help="send a prefetch hint for each prompt S seconds before the request arrives",
     )
     sub.add_argument(
-        "--disaggregate",
-        metavar="N[:option=value]...",
-        help="prefill in a separate pool of N blocks; a decode pool of --num-blocks loads them under "
-        "leases; options lease_s=60, gb_per_s=10, bytes_per_token=131072; implies --timed",
-    )
-    sub.add_argument(
         "--device",
         default="cpu",
         type=device_name,
@@ -146,7 +139,6 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         type=plot_file,
         help="plot the progress of the replay or, with --compare or --curve, hit rates by pool size",
     )
-    add_events_options(sub)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

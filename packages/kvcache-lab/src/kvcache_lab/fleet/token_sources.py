@@ -55,7 +55,7 @@ class StoreAndPeers:
             self._store.complete(ready_ms)
 
     def drain_events(self) -> list[CacheEvent]:
-        """Return the events of the manager and of the store since the last call."""
+        """Return the events of the manager since the last call."""
         return (self._manager.cache if self._store is None else self._store).drain_events()
 
 

@@ -30,7 +30,6 @@ from kvcache.sources import KVSource
 from kvcache.step import StepPlan, StepReport
 from kvcache_exchange.hints import Hint, HintExecutor, PendingHint, Receipt
 from kvcache_serve.engine.batch import Batch, following
-from kvcache_serve.engine.beams import Beams
 from kvcache_serve.engine.drafters import Drafter
 from kvcache_serve.engine.generation import Delta, Generation, Sample
 from kvcache_serve.engine.metrics import Metrics, Timer
@@ -89,7 +88,7 @@ class Engine:
       are not affected. Logits of -inf are allowed as long as a row has a finite value.
     - If a request does not fit even into an empty pool, it ends with `finish_reason` "refused", and
       `error` states the number of blocks. All other requests end after a bounded number of steps (see
-      `Scheduler`), because beams and samples that do not fit together are computed one after another.
+      `Scheduler`), because samples that do not fit together are computed one after another.
     - If a signal arrives (Ctrl-C), its handler runs only after the step, including the forward pass,
       has completed. If the handler raises an exception, the next `step` returns the tokens, so no
       tokens are lost or duplicated. `num_unfinished` includes requests whose last tokens have not
@@ -251,17 +250,13 @@ class Engine:
         request_id = self._checked_id(request_id)
         priority = integer(priority, "priority", -_MAX_PRIORITY, _MAX_PRIORITY - 1)
         rank = (priority, self._num_added)
-        if free is not None and (params.n > 1 or params.beam_width > 1 or not callable(free)):
+        if free is not None and (params.n > 1 or not callable(free)):
             raise ValueError(
-                f"free is {shown(free)}, n is {params.n}, beam_width is {params.beam_width}: expected a "
-                "function that takes a request, and a single sample"
+                f"free is {shown(free)}, n is {params.n}: expected a function that takes a request, and "
+                "a single sample"
             )
         generation = Generation(request_id, tokens, params, rank, cache_salt, free)
-        num_rows = max(params.n, params.beam_width)
-        first = self._outputs.new_sample(generation, tokens, num_rows)
-        if params.beam_width > 1:
-            stops = params.stop_token_ids
-            generation.beams = Beams(first, params.beam_width, params.max_tokens, stops)
+        first = self._outputs.new_sample(generation, tokens, params.n)
         generation.samples.append(first)
         with SignalHold():
             self.scheduler.add(first)
@@ -340,13 +335,13 @@ class Engine:
         If the request's `free` raises an exception, the sample ends with this error instead
         (`Sample.error`).
 
-        Returns False if the sample has already ended, does not exist yet or is a beam.
+        Returns False if the sample has already ended or does not exist yet.
         """
         check_name(request_id, "request_id")
         index = integer(index, "index")
         with SignalHold():
             generation = self._outputs.generations.get(request_id)
-            samples = [] if generation is None or generation.beams else generation.samples
+            samples = [] if generation is None else generation.samples
             if index >= len(samples) or samples[index].finish_reason is not None:
                 return False
             self._outputs.end(samples[index], "stop")
@@ -475,7 +470,8 @@ class Engine:
             raise
         self._count_pages(step.plan)
         for sample in step.refused:
-            self._outputs.deltas += self._outputs.refuse(sample, self._shortage(sample))
+            delta = self._outputs.end(sample, "refused", self._shortage(sample))
+            self._outputs.deltas.append(delta)
         if report.failed_pages or report.failed_host_pages:
             self.scheduler.complete(step, report)
             self.metrics.failed_steps += 1
@@ -538,8 +534,6 @@ class Engine:
 
     def _unsent(self, generation: Generation, sent: list[int | None]) -> Iterator[Delta]:
         """Yield the tokens that were added to the samples since `sent`, and update `sent`."""
-        if generation.beams is not None and not generation.is_finished:
-            return  # samples of a beam search are known only when the request ends
         for index, sample in enumerate(generation.samples):
             if index == len(sent):
                 sent.append(0)
@@ -553,7 +547,7 @@ class Engine:
 
     def _draft(self) -> None:
         for sample in self.scheduler.admitted.copy():
-            if sample.state is State.RUNNING and sample.generation.beams is None:
+            if sample.state is State.RUNNING:
                 is_decoding = sample.request.num_tokens > len(sample.generation.prompt)
                 try:
                     sample.drafts = self._drafts_of(sample.request) if is_decoding else []
@@ -621,12 +615,10 @@ class Engine:
                 f"most {most} in total, max_model_len"
             )
         num_rows = self.scheduler.max_num_rows
-        for option in ("n", "beam_width"):
-            if getattr(params, option) > num_rows:
-                raise ValueError(
-                    f"{option} is {getattr(params, option)}: expected at most {num_rows}, "
-                    "the manager's max_num_reqs"
-                )
+        if params.n > num_rows:
+            raise ValueError(
+                f"n is {params.n}: expected at most {num_rows}, the manager's max_num_reqs"
+            )
         return tokens
 
     def _checked_tokens(self, prompt: SequenceOf[int] | np.ndarray, name: str) -> np.ndarray:

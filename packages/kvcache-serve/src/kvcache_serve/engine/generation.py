@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from kvcache.allocator import Request
-from kvcache_serve.engine.beams import Beams
 from kvcache_serve.engine.sampling import Sampler, SamplingParams, TokenLogprob
 from kvcache_serve.engine.sequence import Sequence
 
@@ -30,13 +29,12 @@ class Delta(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Sample(Sequence):
-    """One sample or beam of a request."""
+    """One sample of a request."""
 
     generation: Generation | None = None
     index: int = 0
     sampler: Sampler | None = None
     finish_reason: FinishReason | None = None
-    score: float | None = None  # only for beams: the sum of the tokens' log probabilities
     error: Exception | None = None  # the cause if finish_reason is "error" or "refused"
     logprobs: list[TokenLogprob] | None = None  # one per token if `SamplingParams.logprobs` is set
 
@@ -48,9 +46,7 @@ class Sample(Sequence):
 
 @dataclass(eq=False, slots=True)
 class Generation:
-    """A request with its `params.n` samples or, after a beam search has ended, its
-    `params.beam_width` best beams.
-    """
+    """A request with its `params.n` samples."""
 
     request_id: str
     prompt: np.ndarray
@@ -59,7 +55,6 @@ class Generation:
     cache_salt: str | None
     free: Callable[[Request], object] | None = None
     samples: list[Sample] = field(default_factory=list)
-    beams: Beams | None = None
     num_sequences: int = 0  # sequences created so far
 
     @property

@@ -30,8 +30,8 @@ _FINISH_REASON = attrgetter("finish_reason")
 class _Columns:
     """Data of samples that decode together, collected once for many steps of `OutputProcessor`.
 
-    - `are_individual`: whether a sample must be processed individually, because it is a beam, other
-      samples will be forked from it, its `free` may change other requests, or its logits are needed
+    - `are_individual`: whether a sample must be processed individually, because other samples
+      will be forked from it, its `free` may change other requests, or its logits are needed
       for log probabilities or a penalty.
     """
 
@@ -57,7 +57,7 @@ class _Columns:
             if params.stop_token_ids:
                 stops.append((i, params.stop_token_ids))
             has_forks = len(generation.samples) < params.n
-            if generation.beams is not None or has_forks or generation.free is not None:
+            if has_forks or generation.free is not None:
                 are_individual = True
             if params.logprobs is not None or params.repetition_penalty != 1:
                 are_individual = True
@@ -119,8 +119,7 @@ class OutputProcessor:
         for sample, count, stop in zip(*rest):
             rows = slice(at, at + count)
             at += count
-            # An earlier beam in the batch may have ended this beam or, if this beam was recomputed,
-            # may already have appended a token to it.
+            # The model may have ended a request, or appended a token to it.
             has_changed = sample.state is State.FINISHED or sample.request.num_tokens != stop
             if count == 0 or has_changed:
                 continue
@@ -131,9 +130,6 @@ class OutputProcessor:
                         f"logits of request {shown(generation.request_id)} are NaN or inf, or all -inf: "
                         "expected finite logits, and -inf only for some"
                     )
-                if generation.beams is not None:
-                    self.deltas += self._advance_beams(sample, logits[rows][-1])
-                    continue
                 samples = self._with_new_samples(sample)
             except Exception as error:
                 self.deltas += self.end_all(generation, "error", error)
@@ -257,57 +253,15 @@ class OutputProcessor:
         self.metrics.forked_sequences += 1
         return child
 
-    def _advance_beams(self, beam: Sample, logits: torch.Tensor) -> list[Delta]:
-        generation, beams = beam.generation, beam.generation.beams
-        if not beams.add_logits(beam, logits):
-            return []  # wait until the other beams catch up
-        choices = beams.choose()
-        self.metrics.generated_tokens += len(choices)
-        parents = [choice.parent for choice in choices]
-        for each in beams.scores:
-            if each not in parents:
-                self.scheduler.finish(each)  # before forking, because forks need free rows
-        if not choices:
-            return self._end_beams(generation)
-        scores = {}
-        for i, (parent, token, score) in enumerate(choices):
-            goes_on = self._fork(parent) if parent in parents[i + 1 :] else parent
-            scores[goes_on] = (token, score)
-        for each, (token, _) in scores.items():
-            self.scheduler.accept(each, [token])
-        beams.scores = {each: score for each, (_, score) in scores.items()}
-        return []
-
-    def _end_beams(self, generation: Generation) -> list[Delta]:
-        """Replace the request's samples with its best beams."""
-        samples = []
-        num_cached = generation.num_cached_tokens
-        for i, (token_ids, score, _) in enumerate(generation.beams.best):
-            sample = self.new_sample(generation, [*generation.prompt.tolist(), *token_ids])
-            sample.index, sample.score, sample.num_cached_tokens = i, score, num_cached
-            sample.state = State.FINISHED
-            samples.append(sample)
-        generation.samples = samples
-        return [
-            self.end(sample, ended.finish_reason)._replace(token_ids=ended.token_ids)
-            for sample, ended in zip(samples, generation.beams.best)
-        ]
-
     def end_all(
         self, generation: Generation, reason: FinishReason, error: Exception | None = None
     ) -> list[Delta]:
-        """End all unfinished samples and beams of a request."""
+        """End all unfinished samples of a request."""
         for each in (*self.scheduler.admitted, *self.scheduler.waiting):
-            if each.generation is generation:  # includes beams and forks
+            if each.generation is generation:  # includes forks
                 self.scheduler.finish(each)
         running = [sample for sample in generation.samples if sample.finish_reason is None]
         return [self.end(sample, reason, error) for sample in running]
-
-    def refuse(self, sample: Sample, error: Exception) -> list[Delta]:
-        """End a sample that does not fit into the pool, or the whole request if it is a beam."""
-        if sample.generation.beams is not None:
-            return self.end_all(sample.generation, "refused", error)
-        return [self.end(sample, "refused", error)]
 
     def end(self, sample: Sample, reason: FinishReason, error: Exception | None = None) -> Delta:
         """Release the resources of a sample. The request ends with its last sample.

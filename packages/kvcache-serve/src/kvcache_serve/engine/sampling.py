@@ -28,16 +28,13 @@ class SamplingParams:
     - `seed`: seed of the random draws, which depend only on the seed and the sample's index, not on
       other requests in the batch. None: a random seed.
     - `n`: the number of samples. They share the prompt's blocks.
-    - `beam_width`: if above 1, return the best answers of a beam search with this width, ranked by
-      the sum of log probabilities. Requires `temperature=0` and `n=1`.
     - `stop_token_ids`: tokens that end the answer.
     - `repetition_penalty`: a value above 1 makes tokens that occur in the prompt or the answer less
       likely, and a value below 1 makes them more likely. Positive logits are divided by the penalty,
-      and negative logits are multiplied by it (CTRL, Keskar et al., 2019). Incompatible with beam
-      search.
+      and negative logits are multiplied by it (CTRL, Keskar et al., 2019).
     - `logprobs`: return the log probability of each generated token and, at each position, of the
       `logprobs` most likely tokens, computed before the penalty and the temperature are applied. None:
-      no log probabilities. Incompatible with beam search.
+      no log probabilities.
     """
 
     max_tokens: int = 16
@@ -46,7 +43,6 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     n: int = 1
-    beam_width: int = 1
     stop_token_ids: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
     logprobs: int | None = None
@@ -54,7 +50,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         # Store the validated values, converted to plain numbers.
         keep = functools.partial(object.__setattr__, self)
-        for name in ("max_tokens", "n", "beam_width"):
+        for name in ("max_tokens", "n"):
             keep(name, integer(getattr(self, name), name, least=1))
         keep("temperature", number(self.temperature, "temperature"))
         if not 0 <= self.temperature < float("inf"):
@@ -68,11 +64,6 @@ class SamplingParams:
             keep("top_k", integer(self.top_k, "top_k", least=1))
         if self.seed is not None:
             keep("seed", integer(self.seed, "seed", -MAX_INT64, MAX_INT64))
-        if self.beam_width > 1 and (self.n > 1 or self.temperature):
-            raise ValueError(
-                f"beam_width is {self.beam_width} with n {self.n} and temperature {self.temperature}: "
-                "expected n 1 and temperature 0"
-            )
         keep("repetition_penalty", number(self.repetition_penalty, "repetition_penalty"))
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(
@@ -80,11 +71,6 @@ class SamplingParams:
             )
         if self.logprobs is not None:
             keep("logprobs", integer(self.logprobs, "logprobs", most=MAX_INT32))
-        if self.beam_width > 1 and (self.repetition_penalty != 1 or self.logprobs is not None):
-            raise ValueError(
-                f"beam_width is {self.beam_width} with repetition_penalty {self.repetition_penalty} and "
-                f"logprobs {self.logprobs}: expected 1.0 and None"
-            )
         stops = tuple(
             integer(token, f"stop_token_ids[{i}]", most=MAX_INT32)
             for i, token in enumerate(listed(self.stop_token_ids, "stop_token_ids"))

@@ -113,12 +113,10 @@ class Scheduler:
 
     Every sequence ends, because a token is sampled after a bounded number of steps. Assume that none is
     sampled. Each sequence that is served then computes a chunk of its known tokens. The first sequence in
-    order that lacks blocks loses none: later ones are preempted for it. If no sequence is served, others
-    are preempted, too: those that decoding sequences keep from the token budget, until one decodes, and
-    settled ones, which are beams without tokens to compute that wait for other beams. A settled
-    sequence that was freed does not return before it gets a token, so that beams which do not fit
-    together are computed one after another. A sequence that exceeds the whole pool is refused. A
-    sequence that waits for its first blocks lets no later one pass.
+    order that lacks blocks loses none: later ones are preempted for it. If no sequence is served, those
+    that decoding sequences keep from the token budget are preempted, too, until one decodes. A sequence
+    that exceeds the whole pool is refused. A sequence that waits for its first blocks lets no later one
+    pass.
 
     After `schedule`, call `complete` or `fail` for the step before the next `schedule`. During the
     step, the caller applies the plan, runs the model, and reports sampled tokens (`accept`), new
@@ -251,11 +249,6 @@ class Scheduler:
         if not (decoding or asked or new or leaving or guests):
             if self.is_waiting_for_sources or num_guests:
                 return None
-            if self.admitted and not all(each.is_settled for each in self.waiting):
-                # All rows belong to beams without tokens to compute, which wait for a beam without a
-                # row.
-                self._recompute(self.admitted[-1])
-                return self.schedule()
             if self.num_unfinished:
                 raise RuntimeError(
                     f"none of the {self.num_unfinished} unfinished sequences has tokens to compute "
@@ -453,8 +446,6 @@ class Scheduler:
         return []
 
     def _recompute(self, sequence: Sequence) -> None:
-        is_settled = not self._num_pending(sequence)
-        sequence.num_settled = sequence.request.num_tokens if is_settled else 0
         self.manager.free(sequence.request)
         sequence.num_preemptions += 1
         self.num_recomputed += 1
@@ -594,8 +585,6 @@ class Scheduler:
         rows = self.max_num_rows - sum(each.num_rows for each in self.admitted)
         new = []
         for sequence in sorted(self.waiting, key=lambda each: not each.has_begun):
-            if sequence.is_settled:
-                continue
             rows -= sequence.num_rows
             if rows < self.hints.num_rows:
                 self.hints.give_way()
@@ -754,8 +743,8 @@ class Scheduler:
         """Choose the last running sequence as the victim, if a running sequence before it waits for
         blocks.
 
-        A victim is also chosen if no sequence was served. In this case, all sequences with blocks are
-        settled, wait for blocks, or were not asked because others took the token budget.
+        A victim is also chosen if no sequence was served. In this case, all sequences with blocks wait
+        for blocks, or were not asked because others took the token budget.
         """
         self._is_short = any(each.state is State.RUNNING for each in stuck)
         if not (self._is_short or nothing_done):

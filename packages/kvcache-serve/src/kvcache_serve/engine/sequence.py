@@ -56,7 +56,6 @@ class Sequence:
     num_external_tokens: int = 0  # tokens that a source was expected to load at the last admission
     admitted_at: float | None = None  # `time.monotonic()` at the first admission
     failed_sources: list[object] = field(default_factory=list)  # sources that are not queried again
-    num_settled: int = 0  # known tokens if all were computed when the sequence was preempted
     most_new: int = MAX_INT32  # largest first chunk that may fit, with the watermark, into the pool
 
     def __post_init__(self) -> None:
@@ -78,9 +77,3 @@ class Sequence:
         integer(self.num_external_tokens, "num_external_tokens")
         listed(self.drafts, "drafts", "a list of tokens")
         listed(self.failed_sources, "failed_sources", "a list of sources")
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether a waiting sequence has no token to compute, because the logits of its last token
-        were computed before it was preempted."""
-        return self.num_settled == self.request.num_tokens

@@ -194,7 +194,7 @@ class EngineLoop:
 
         Raises any error that `Engine.add` raises, and EngineError before `start` and after `stop`.
         """
-        answer = Answer(self, params.beam_width if params.beam_width > 1 else params.n)
+        answer = Answer(self, params.n)
         try:
             await self._add(answer, prompt, params, options)
             yield answer
