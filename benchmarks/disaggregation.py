@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=32)
     parser.add_argument("--stops", type=int, default=32)
-    parser.add_argument("--transport", default="gloo", choices=("gloo", "nixl"))
+    parser.add_argument("--transport", default="tcp", choices=("tcp", "nixl"))
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

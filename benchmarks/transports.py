@@ -25,12 +25,12 @@ import json
 import os
 import platform
 import signal
+import socket
 import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext
-from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -38,7 +38,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from benchmarks.gpu.costs import counted
 from benchmarks.gpu.machine import commit, processor, write_results
@@ -52,7 +51,7 @@ ROUNDS = 15
 SETTLE_S = 0.01  # seconds to wait after resuming processes
 ANSWER_S = 60  # time limit for starting a process, and for a move
 WAYS = {
-    "gloo": ("contiguous", "scattered", "kvcache"),
+    "tcp": ("contiguous", "scattered", "kvcache"),
     "nixl": ("contiguous", "scattered", "own agent", "kvcache"),
 }
 # An object to keep alive, and one function per method. Each function accepts local offsets, remote
@@ -60,24 +59,26 @@ WAYS = {
 Moves = tuple[object, dict[str, Callable[[np.ndarray, np.ndarray, int], None]]]
 
 
-class GlooPeer:
-    """Plain torch.distributed, with one isend and irecv per fragment."""
+class SocketPeer:
+    """A plain TCP connection, with one call per fragment to send or receive it."""
 
-    def __init__(self, pool: torch.Tensor, rank: int, exchange: Callable[[object], object]) -> None:
-        self.pool, self.rank = pool, rank
-        store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False) if rank else None
-        port = exchange(store.port if store else None)
-        store = store or dist.TCPStore("127.0.0.1", port, 2, False)
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=60)
-        self.group = dist.ProcessGroupGloo(store, rank, 2, options)
+    def __init__(self, pool: torch.Tensor, is_server: bool, exchange: Callable) -> None:
+        self.pool, self.is_server = memoryview(pool.numpy()), is_server
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = exchange(listener.getsockname()[1])
+            if is_server:
+                self.socket, _ = listener.accept()
+            else:
+                self.socket = socket.create_connection(("127.0.0.1", port))
 
     def move(self, offsets: np.ndarray, size: int) -> None:
-        move = self.group.recv if self.rank else self.group.send
-        works = [move([self.pool[at : at + size]], 1 - self.rank, 0) for at in offsets.tolist()]
-        for work in works:
-            work.wait()
+        for at in offsets.tolist():
+            left = self.pool[at : at + size]
+            if self.is_server:
+                self.socket.sendall(left)
+                continue
+            while left:
+                left = left[self.socket.recv_into(left) :]
 
 
 class NixlPeer:
@@ -124,8 +125,8 @@ def plain_agent(pool: torch.Tensor) -> object:
 
 def plain_moves(name: str, pool: torch.Tensor, is_server: bool, exchange: Callable) -> Moves:
     """Return the functions that move bytes with the plain library."""
-    if name == "gloo":
-        peer = GlooPeer(pool, 0 if is_server else 1, exchange)
+    if name == "tcp":
+        peer = SocketPeer(pool, is_server, exchange)
 
         def move(mine: np.ndarray, their: np.ndarray, size: int) -> None:
             peer.move(their if is_server else mine, size)
@@ -347,12 +348,12 @@ def measure_pairs(name: str, plain: Pair, ours: Pair) -> list[dict]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transports")
-    parser.add_argument("--only", choices=("gloo", "nixl"))
+    parser.add_argument("--only", choices=("tcp", "nixl"))
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the results to this file"
     )
     args = parser.parse_args()
-    installed = ["gloo"] + (["nixl"] if importlib.util.find_spec("nixl") else [])
+    installed = ["tcp"] + (["nixl"] if importlib.util.find_spec("nixl") else [])
     results = []
     for name in [args.only] if args.only else installed:
         print(f"{'GB/s, median (best)':28}" + "".join(f"{way:>16}" for way in WAYS[name]))

@@ -18,7 +18,7 @@ from kvcache_exchange.disaggregation import CacheRank, Connector, ConnectorOptio
 HEADS, SIZE, LAYERS, MAX_LEN = 4, 64, 4, 2048
 PROMPT = [(7 * i) % 1000 for i in range(1500)]
 # Remove `transport` to use NIXL.
-OPTIONS = ConnectorOptions(transport="gloo", lease_s=30, timeout_s=20)
+OPTIONS = ConnectorOptions(transport="tcp", lease_s=30, timeout_s=20)
 
 
 class Engine:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages: transfers of device memory between two processes on one device, with NIXL or gloo.
+"""Stages: transfers of device memory between two processes on one device, with NIXL or TCP.
 
     python -m benchmarks.gpu.device_transfers nixl
 
 Every transfer is checked: it must deliver the requested blocks and change no other byte. Before any
 timing, each kind of transfer runs once, and its device work is counted. Rates are compared with a
 contiguous copy of the same bytes. For NIXL, whose two processes share the device, this is a copy
-within the device. For gloo, which stages data in host memory, it is a copy to and from pinned memory.
-Over gloo, the same bytes are also transferred from host to host.
+within the device. For TCP, which stages data in host memory, it is a copy to and from pinned memory.
+Over TCP, the same bytes are also transferred from host to host.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _WAYS = {
         "packed": Way({"direct_bytes": None}, "cuda:0", (*_SMALL, 256 << 10)),
         "plain NIXL": Way(None, "cuda:0", _SMALL),
     },
-    "gloo": {
+    "tcp": {
         "staged": Way({}, "cuda:0", (4 << 10, 64 << 10)),
-        "plain gloo on the host": Way(None, "cpu", ()),
+        "plain TCP on the host": Way(None, "cpu", ()),
     },
 }
 

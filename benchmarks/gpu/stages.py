@@ -81,8 +81,8 @@ STAGES = (
         "are loads ordered with captured steps; how much do they slow the steps down",
     ),
     Stage(
-        "gloo", 40, module("benchmarks.gpu.device_transfers", "gloo"), "transfers",
-        "does gloo move device memory correctly through pinned staging; how fast, in how many launches",
+        "tcp", 40, module("benchmarks.gpu.device_transfers", "tcp"), "transfers",
+        "does TCP move device memory correctly through pinned staging; how fast, in how many launches",
     ),
     Stage(
         "endurance", 30, module("benchmarks.gpu.endurance"), "tools",

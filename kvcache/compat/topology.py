@@ -446,7 +446,7 @@ class KVTopology:
 
         When KV is sent to the remote engine, this worker may release a request's blocks once all
         returned workers have reported that they have finished reading. `source_readers` also supports
-        context parallelism and short requests.
+        context parallelism.
 
         Args:
             remote_tp_size: Tensor-parallel size of the remote engine.

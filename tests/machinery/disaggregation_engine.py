@@ -60,7 +60,6 @@ class Engine:
         self.num_heads, self.head_size = num_heads, head_size
         shape = {"num_kv_heads": num_heads // tp, "head_size": head_size, "dtype": dtype}
         layers = []
-        self.order = [f"{kind}.{i}" for i in range(num_layers) for kind in kinds]
         for i in range(num_layers // pp):  # layers per pipeline stage
             for kind in kinds:
                 name = f"{kind}.{i}"
@@ -78,7 +77,7 @@ class Engine:
         self.plan = plan_cache(layers, page * num_blocks, max_model_len=max_model_len)
         self.tp, self.per_stage, self.num_ranks = tp, num_layers // pp, tp * pp
         self.kinds = [group.layers[0].split(".")[0] for group in self.plan.groups]
-        options = ConnectorOptions(**{"transport": "gloo", "timeout_s": 60.0, **(options or {})})
+        options = ConnectorOptions(**{"transport": "tcp", "timeout_s": 60.0, **(options or {})})
         self.storages = [
             KVStorage.for_plan(self.plan, backend=backend, layout=layout, device=device)
             for _ in range(self.num_ranks)
@@ -166,25 +165,22 @@ class Engine:
             if block and low < high:
                 yield block, slice(low - number * size, high - number * size), (low, high)
 
-    def compute(self, request, first, end, layers=None):
-        """Write the KV of tokens [first, end) to the named layers, by default to all layers."""
+    def compute(self, request, first, end):
+        """Write the KV of tokens [first, end) to all layers."""
         tokens = request.token_ids.tolist()
         for group, kind in enumerate(self.kinds):
             for rank, at, layer in self.rank_layers():
                 storage = self.storages[rank][group]
-                if layers is None or f"{kind}.{layer}" in layers:
-                    if kind == "state":
-                        page = self.state_page(request, group, end)
-                        row = self.state(rank, layer, tokens[:end])
-                        storage.key_cache(at)[page].view(-1)[: len(row)] = row
-                        continue
-                    for block, slots, (low, high) in self.each_page(request, group, first, end):
-                        for part, cache in enumerate(
-                            (storage.key_cache(at), storage.value_cache(at))
-                        ):
-                            cache[block, slots] = self.values(
-                                rank, layer, part, tokens[low:high], low
-                            ).to(cache.dtype)
+                if kind == "state":
+                    page = self.state_page(request, group, end)
+                    row = self.state(rank, layer, tokens[:end])
+                    storage.key_cache(at)[page].view(-1)[: len(row)] = row
+                    continue
+                for block, slots, (low, high) in self.each_page(request, group, first, end):
+                    for part, cache in enumerate((storage.key_cache(at), storage.value_cache(at))):
+                        cache[block, slots] = self.values(
+                            rank, layer, part, tokens[low:high], low
+                        ).to(cache.dtype)
 
     def state_page(self, request, group, end):
         size = self.manager.block_sizes[group]
@@ -379,7 +375,6 @@ def serve(commands, **options):
 
 
 def obey(engine, commands, answer):
-    early = {}
     while True:
         engine.connector.poll()
         if not commands.poll(0.005):
@@ -394,23 +389,6 @@ def obey(engine, commands, answer):
                     continue
                 offer = engine.connector.publish(request, lease_s=command.get("lease_s"))
                 answer(offer=offer, hit=hit)
-            case "early":
-                request = early[command["id"]] = Request(command["id"], command["tokens"])
-                engine.apply(engine.manager.step(new=[request]))
-                answer(offer=engine.connector.publish_early(request, engine.order))
-            case "layers":  # compute the next `count` layers of tokens [first, end)
-                request = early[command["id"]]
-                names = engine.order[: command["count"]]
-                first, end = command["first"], command["end"]
-                engine.compute(request, first, end, layers=names)
-                if len(names) == len(engine.order):
-                    engine.connector.advance(request, end)
-                else:
-                    engine.connector.advance(request, first, end, len(names))
-                answer(done=True)
-            case "publish":
-                engine.connector.publish(early.pop(command["id"]))
-                answer(done=True)
             case "load":
                 answer(results=load_all(engine, command["requests"]))
             case "drained":

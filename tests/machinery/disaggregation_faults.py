@@ -32,7 +32,7 @@ class Faults:
         num_requests: int,
         num_kills: int,
         num_stops: int,
-        transport: str = "gloo",
+        transport: str = "tcp",
         progress: bool = False,
         margin_s: float = MARGIN_S,
     ) -> None:

@@ -18,7 +18,7 @@ from kvcache.allocator import check_invariants
 from kvcache.transfer.description import CacheDescription
 from kvcache_exchange.disaggregation import Connector
 from kvcache_exchange.disaggregation.layout import GroupLayout
-from kvcache_exchange.disaggregation.leases import Leases, done_message, read_slot
+from kvcache_exchange.disaggregation.leases import Leases, done_message, is_lease_over
 from kvcache_exchange.disaggregation.offer import RankAddress
 from kvcache_exchange.disaggregation.steps import RankHandshake, Results
 
@@ -59,9 +59,6 @@ class Mover:
         for offer in step.unread:
             self.tell(offer)
 
-    def advance(self, name, progress):
-        self.leases.advance(name, progress)
-
     def take_results(self):
         found, self.results = self.results, Results()
         found.sent |= self.leases.ended()
@@ -78,11 +75,8 @@ class Mover:
         """Advance one load: copy its pages, or check the lease and end."""
         load, is_copied, error = self.loads[name]
         sender = self.engine.fleet.engines[load.offer.engine_id]
-        slot = sender.rank.leases.slots[load.offer.lease.slot]
-        state = read_slot(slot, load.offer.lease.generation)
-        num_computed = state.progress.num_tokens
-        if load.offer.order and num_computed < load.end_token and not (error or state.is_over):
-            return  # the sender is still computing
+        word = sender.rank.leases.slots[load.offer.lease.slot]
+        is_over = is_lease_over(word, load.offer.lease.generation)
         if error is None and not is_copied:
             for group, (mine, theirs) in enumerate(zip(load.blocks, load.offer.blocks)):
                 for column, (block, source) in enumerate(zip(mine, theirs)):
@@ -91,7 +85,7 @@ class Mover:
                         self.engine.pages[block] = {k: v for k, v in page.items() if k[0] == group}
             self.loads[name][1] = True
             return
-        if error is None and state.is_over:
+        if error is None and is_over:
             error = "the lease has ended"
         if error is None:
             self.results.received.add(name)
@@ -131,7 +125,6 @@ class Engine:
         )
         self.pages = defaultdict(dict)  # page -> {(group, slot): content}
         self.running, self.loading = {}, {}
-        self.early = {}  # requests that are offered while they are computed, and their progress
 
     def new_weights(self, version):
         if version is not None and version == self.manager.cache.model_version:
@@ -202,28 +195,6 @@ class Engine:
             return False
         self.loading[request.request_id] = request
         return True
-
-    def offer_early(self, request):
-        """Admit a request, and offer its tokens before they are computed."""
-        plan = self.run([], [], [Admit(request)])
-        if plan.status.tolist() != [Status.SERVED]:
-            return None
-        self.early[request.request_id] = [request, int(plan.num_computed_tokens[0])]
-        names = [layout.layers[0] for layout in self.rank.handshake.groups]
-        return self.connector.publish_early(request, names, lease_s=5.0)
-
-    def go_on(self, name):
-        """Compute the next tokens of a request that is offered early."""
-        request, first = self.early[name]
-        if self.fleet.rng.random() < 0.1:
-            self.new_weights(self.fleet.some_version())
-        end = min(first + self.fleet.rng.randint(1, 30), request.num_tokens)
-        self.compute(request, first, end)
-        self.early[name][1] = end
-        self.connector.advance(request, end)
-        if end == request.num_tokens:
-            del self.early[name]
-            assert self.connector.publish(request) is None
 
     def poll(self):
         for arrived in self.connector.poll():
@@ -296,15 +267,6 @@ class Fleet:
             version = self.some_version()
             for each in self.engines.values() if rng.random() < 0.6 else [engine]:
                 each.new_weights(version)
-        elif what < 0.975:
-            if engine.early and rng.random() < 0.8:
-                engine.go_on(rng.choice([*engine.early]))
-            else:
-                # It is not cached, because its step is reported before it is computed.
-                name = f"r{next(self.numbers)}"
-                request = Request(name, self.some_prompt(), write_cache=False)
-                if (offer := engine.offer_early(request)) is not None:
-                    self.offers.append((request.token_ids.tolist(), offer))
         elif what < 0.985 and engine.running:  # a decode step
             request = engine.running[rng.choice([*engine.running])]
             row, token = [engine.manager.row(request)], [rng.randrange(99)]
@@ -329,8 +291,6 @@ class Fleet:
             for engine in self.engines.values():
                 for name in [*engine.running]:
                     engine.finish(name, publishes=False)
-                while engine.early:
-                    engine.go_on(next(iter(engine.early)))
                 for name in [*engine.rank.loads] * 2:
                     if name in engine.rank.loads:
                         engine.rank.work(name)

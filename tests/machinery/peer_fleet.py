@@ -59,7 +59,7 @@ class Peer:
         )
         cache, name = paged.cache, f"peer{number}"
         layouts = layouts_of_plan(cache.plan, cache.storages, engine_id=name)
-        own = ConnectorOptions(transport="gloo", timeout_s=5)
+        own = ConnectorOptions(transport="tcp", timeout_s=5)
         self.rank = CacheRank(layouts, cache.storages, options=own)
         self.connector = Connector(cache.manager, [self.rank], engine_id=name, options=own)
         others = [f"127.0.0.1:{i + 1}" for i in range(fleet.size) if i != number]

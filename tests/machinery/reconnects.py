@@ -139,7 +139,7 @@ def _connected(side, metadata: bytes) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=["gloo", "nixl"])
+    parser.add_argument("names", nargs="*", default=["tcp", "nixl"])
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--how", choices=("both", "disconnected", "killed"), default="both")

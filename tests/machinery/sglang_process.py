@@ -35,7 +35,7 @@ class SGLangEngine(EngineInProcess):
             **(environment or {}),
         }
         if extra is not None:
-            environment["KVCACHE_EXCHANGE"] = json.dumps({"transport": "gloo"} | extra)
+            environment["KVCACHE_EXCHANGE"] = json.dumps({"transport": "tcp"} | extra)
         options = json.dumps({"model_path": folder, **OPTIONS, **options})
         command = [str(python), "-m", "tests.machinery.sglang_process", options]
         super().__init__(command, environment)

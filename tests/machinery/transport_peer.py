@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvcache.transfer.transport import base
-from kvcache_exchange.transport import connection, factory, handshake, lane
+from kvcache_exchange.transport import channel, connection, factory, handshake, lane
 from tests.machinery.forked import Forked, received, send
 from tests.machinery.network import enter
 
@@ -55,24 +55,28 @@ def tell_lies(how: str) -> None:
             return digest
 
         lane.digest_of = changed
-    start = connection.Connection.put
+    start = channel.Channel.put
 
-    def put(self: connection.Connection, header: dict, payload: bytes = b"") -> None:
+    def put(self: channel.Channel, header: dict, *parts: object, **body: object) -> None:
         if how == "size" and header["op"] == "start":
             header = {**header, "bytes": header["bytes"] + 1}
+        if how == "piece" and header["op"] == "piece":
+            header = {**header, "bytes": header["bytes"] + 1}
+        if how == "taken" and header["op"] == "start":
+            start(self, {"op": "taken"})
         if how == "id" and header["op"] == "start":
             header = {**header, "id": header["id"] + 1}
         if how == "tag" and header["op"] == "start":
             header = {**header, "tag": header["tag"] + 2}
         if how == "twice" and header["op"] == "start":
-            start(self, header, payload)
+            start(self, header, *parts, **body)
         if how == "landed" and header["op"] == "accept":
             header = {**header, "op": "landed"}
         if how == "op" and header["op"] == "start":
             header = {**header, "op": "begin"}
-        start(self, header, payload)
+        start(self, header, *parts, **body)
 
-    connection.Connection.put = put
+    channel.Channel.put = put
 
 
 def take_longer(what: str) -> None:

@@ -36,7 +36,7 @@ class Engine(EngineInProcess):
                 **{"kv_connector": "KVCacheConnector", "kv_connector_module_path": MODULE},
                 **{
                     "kv_role": role,
-                    "kv_connector_extra_config": {"transport": "gloo"} | (extra or {}),
+                    "kv_connector_extra_config": {"transport": "tcp"} | (extra or {}),
                 },
             }
         command = [str(python), "-m", "tests.machinery.vllm_engine", json.dumps(options)]

@@ -461,7 +461,7 @@ def test_list_names_every_stage_in_its_order(capsys):
     assert command.main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "facts", "build", "first-contact", "checks", "kernels", "swaps", "beside-matmul",
-        "load-beside-step", "gloo", "endurance", "counters", "replay",
+        "load-beside-step", "tcp", "endurance", "counters", "replay",
     ]  # fmt: skip
     assert command.main(["--lease", "2", "--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [

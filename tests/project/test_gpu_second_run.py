@@ -170,7 +170,7 @@ def test_one_launch_per_fragment_is_detected(small, monkeypatch, capsys):
             scatter(memory, staging[end - size : end], one, streams)
 
     monkeypatch.setattr(registered.RegisteredMemory, "scatter", one_by_one)
-    assert device_transfers.main(["gloo"]) == 1
+    assert device_transfers.main(["tcp"]) == 1
     (text,) = failures(told(capsys))
     assert text.startswith("staged, 4 KiB") and text.endswith(
         "launches and copies for 256 fragments"
@@ -185,7 +185,7 @@ def test_unpinned_staging_memory_is_detected(small, monkeypatch, capsys):
         raise pinning._PinningError("cudaHostRegister: out of memory")
 
     monkeypatch.setattr(pinning, "_register", refuse)
-    assert device_transfers.main(["gloo"]) == 1
+    assert device_transfers.main(["tcp"]) == 1
     assert any("copies of pageable memory" in text for text in failures(told(capsys)))
 
 
@@ -197,8 +197,8 @@ def test_failed_move_ends_its_pair(small, monkeypatch):
         return None, {} if is_server else {"kvcache": refused}
 
     monkeypatch.setattr(transports, "kvcache_moves", client_fails)
-    pair = transports.Pair("gloo", {}, pool_bytes=1 << 16)
-    with pytest.raises(RuntimeError, match="gloo, kvcache: RuntimeError: NIXL_ERR_BACKEND"):
+    pair = transports.Pair("tcp", {}, pool_bytes=1 << 16)
+    with pytest.raises(RuntimeError, match="tcp, kvcache: RuntimeError: NIXL_ERR_BACKEND"):
         pair.move("kvcache", 4, 4096, np.random.default_rng(0))
     assert not pair.is_open
 
@@ -209,8 +209,8 @@ def test_process_that_cannot_start_reports_the_reason(small, monkeypatch):
 
     monkeypatch.setattr(transports, "kvcache_moves", refused)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    with pytest.raises(RuntimeError, match="gloo: RuntimeError: VRAM is not registered"):
-        transports.Pair("gloo", {}, pool_bytes=1 << 16)
+    with pytest.raises(RuntimeError, match="tcp: RuntimeError: VRAM is not registered"):
+        transports.Pair("tcp", {}, pool_bytes=1 << 16)
 
 
 # Loads ------------------------------------------------------------------------------------------------
@@ -248,11 +248,11 @@ def end_early(monkeypatch):
 def test_load_out_of_order_is_detected(defect, monkeypatch, capsys):
     defect(monkeypatch)
     monkeypatch.setattr(sizes, "REHEARSAL", True)
-    monkeypatch.setattr(load_beside_step, "TRANSPORTS", ("gloo",))
+    monkeypatch.setattr(load_beside_step, "TRANSPORTS", ("tcp",))
     assert load_beside_step.main() == 1
     (text,) = failures(told(capsys))
     wrong = (
-        r"gloo: AssertionError: (wrong bytes after the load|load 0: the next step read other bytes)"
+        r"tcp: AssertionError: (wrong bytes after the load|load 0: the next step read other bytes)"
     )
     assert re.match(wrong, text)
 

@@ -347,7 +347,7 @@ def test_invalid_tables_are_rejected(local, remote, tokens, said):
 
 @pytest.fixture
 def transports():
-    both = make_transport("local", "gloo", timeout_s=30), make_transport("remote", "gloo")
+    both = make_transport("local", "tcp", timeout_s=30), make_transport("remote", "tcp")
     yield both
     for each in both:
         each.close()

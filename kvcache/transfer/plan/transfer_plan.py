@@ -79,8 +79,8 @@ class PatternPlan:
         """Return the byte runs that fill the given pages, with consecutive pages merged.
 
         The cost depends on the number of pages, not on the number of fragments. If a transport
-        needs individual fragments, call `expand` on the runs. Entries for pages that a partial plan
-        does not use may contain any number.
+        needs individual fragments, call `expand` on the runs. Entries for pages that the plan does not
+        use may contain any number.
 
         Args:
             local_pages: int[groups, local_pages_per_group].

@@ -95,12 +95,12 @@ class Transport(ABC):
     transfer has completed sees the transferred bytes.
 
     Attributes:
-        name: "gloo" or "nixl".
+        name: "tcp" or "nixl".
         agent: The name by which peers know this side.
 
     Example:
         >>> from kvcache_exchange.transport.factory import make_transport
-        >>> a, b = make_transport("a", "gloo"), make_transport("b", "gloo")
+        >>> a, b = make_transport("a", "tcp"), make_transport("b", "tcp")
         >>> mine, theirs = np.zeros(64, np.uint8), np.arange(64, dtype=np.uint8)
         >>> a.register([(mine.ctypes.data, 64)]); b.register([(theirs.ctypes.data, 64)])
         >>> peer = a.connect(b.metadata())

@@ -588,12 +588,12 @@ def _fetched(kind: str, device: str, **options: object) -> list:
 
 @case("Fetch", "GroupFetch", "fetch", "permute_pages", "region_addresses")
 def _(device: str) -> object:
-    return _fetched("gloo", device)
+    return _fetched("tcp", device)
 
 
 @case("Transport", "Transfer", "make_transport")
 def _(device: str) -> object:
-    found = _fetched("gloo", device, digest=True)
+    found = _fetched("tcp", device, digest=True)
     # NIXL never reads this device's memory directly.
     if importlib.util.find_spec("nixl") is not None:
         found += [_fetched("nixl", device, direct_bytes=0)]
@@ -607,7 +607,7 @@ def _(device: str) -> object:
     copies = [torch.zeros_like(each) for each in caches]
     sides = [Pages.over(each, 1) for each in (caches, copies)]
     with ExitStack() as stack:
-        one, other = (make_transport(name, "gloo") for name in ("one", "other"))
+        one, other = (make_transport(name, "tcp") for name in ("one", "other"))
         for transport, pages in zip((one, other), sides):
             stack.callback(transport.close)
             transport.register(pages)
@@ -632,7 +632,7 @@ def _(device: str) -> object:
             plan = plan_cache(layers[size], 2**18, max_model_len=256)
             storages = KVStorage.for_plan(plan, layout=layout, device=device)
             manager = manager_of(*plan.groups, num_blocks=plan.num_pages, max_model_len=256)
-            options = ConnectorOptions(transport="gloo")
+            options = ConnectorOptions(transport="tcp")
             layouts = layouts_of_plan(plan, storages, engine_id=name)
             rank = stack.enter_context(closing(CacheRank(layouts, storages, options=options)))
             connector = Connector(manager, [rank], engine_id=name, options=options)

@@ -226,7 +226,7 @@ def states(name: str) -> transfer.StateDescription:
 
 def transport(w: World) -> transfer.Transport:
     memory = w.get("transfer memory")
-    one, other = (transfer.make_transport(name, "gloo") for name in ("one", "other"))
+    one, other = (transfer.make_transport(name, "tcp") for name in ("one", "other"))
     w.on_close += [one.close, other.close]
     for each in (one, other):
         each.register([(memory.ctypes.data, memory.nbytes)])
@@ -576,7 +576,7 @@ def saved(w: World) -> Path:
 
 def third(w: World) -> bytes:
     w.get("Transport")
-    third = transfer.make_transport("third", "gloo")
+    third = transfer.make_transport("third", "tcp")
     w.on_close.append(third.close)
     return third.metadata()
 

@@ -365,13 +365,6 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "AttentionBackend.name": lambda w: "MINE",
     "described": lambda w: layouts.backend("FLASHINFER"),
     "required": lambda w: {"a": "NHD"},
-    # peers
-    "RadixTreeIndex.tree": lambda w: SimpleNamespace(
-        apply_event=lambda worker, event: None,
-        find_matches=lambda sequence: SimpleNamespace(scores={}),
-        remove_worker=lambda worker: None,
-    ),
-    "RadixTreeIndex.hash_tokens": lambda w: lambda tokens, size: [],
     # disaggregation
     "Connector.manager": lambda w: w.get("connectors").other.manager,
     "ranks": lambda w: w.get("connectors").other.ranks,
@@ -380,12 +373,9 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "CacheRank.storages": lambda w: w.get("connectors").other.storages[0],
     "Connector.publish.request": lambda w: w.get("connectors").computed,
     "Connector.publish_cached.request": lambda w: Request("new", range(TOKENS)),
-    "Connector.publish_early.request": lambda w: w.get("connectors").computed,
-    "Connector.publish_early.order": lambda w: w.get("connectors").one.order,
     "Connector.withdraw.request": lambda w: w.get("connectors").request,
     "Connector.cancel.request": lambda w: w.get("connectors").request,
     "Connector.begin.request": m.begun,
-    "Connector.advance.request": lambda w: w.get("connectors").request,
     "Connector.match.request": lambda w: Request("new", range(2 * TOKENS)),
     "Connector.check_peer.values": lambda w: w.get("connectors").other.connector.describe(),
     "Connector.hit_tokens.request": lambda w: Request("new", range(TOKENS)),
@@ -403,7 +393,6 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "Offer.check_like.identity": lambda w: w.get("Offer").identity,
     "Offer.check_like.layouts": lambda w: w.get("Offer").groups,
     "CacheRank.begin.step": lambda w: steps.Step(),
-    "CacheRank.advance.progress": lambda w: leases.Progress(4),
     "Offer.engine_id": lambda w: "one",
     **{
         f"Offer.{each}": lambda w, each=each: getattr(w.get("Offer"), each)

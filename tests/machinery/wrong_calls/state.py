@@ -35,7 +35,7 @@ PROBES: dict[str, Callable] = {
     "EventSubscriber": lambda each: (sorted(each.view.places), each.next_seq),
     "Request": lambda each: (each.request_id, np.asarray(each.token_ids).tobytes()),
     "StagedTransport": lambda each: sorted(map(str, each.peers())),
-    "GlooTransport": lambda each: sorted(map(str, each.peers())),
+    "TcpTransport": lambda each: sorted(map(str, each.peers())),
     "Transfer": lambda each: (each.peer, each.num_bytes),
     "Fetch": lambda each: each.num_bytes,
     "AttentionMetadataBuilder": lambda each: {

@@ -35,7 +35,7 @@ from tests.machinery.nixl_stand_in import nixl_agent, stand_in
 from tests.machinery.stores import MemoryStore, StoreUser
 
 pytestmark = pytest.mark.gpu
-NAMES = ["gloo", "nixl"]
+NAMES = ["tcp", "nixl"]
 CYCLES_PER_S = 2e9  # clock rate assumed for torch.cuda._sleep
 NUM_BLOCKS = 65
 GROUP = GroupSpec("full_attention", 4)
@@ -164,7 +164,7 @@ def test_one_transfer_can_move_host_and_device_memory():
 
 
 def test_device_memory_is_not_registered_as_host_memory():
-    with Sides("gloo", ("cuda", "cuda"), 4096) as both:
+    with Sides("tcp", ("cuda", "cuda"), 4096) as both:
         side, pages, _ = both.sides[0]
         before = side.memory.regions
         said = r"on cpu, some of which are already registered on cuda:0: expected cuda:0"
@@ -231,7 +231,7 @@ def test_unpinned_staging_transfers_correct_bytes(why, monkeypatch):
     if why != "registered later":
         monkeypatch.setattr(pinning, "_register", refuse)
     with ExitStack() as stack:
-        sides = [stack.enter_context(closing(make_transport(each, "gloo"))) for each in "ab"]
+        sides = [stack.enter_context(closing(make_transport(each, "tcp"))) for each in "ab"]
         pages = [pages_on("cuda", 4096, seed)[0] for seed in range(2)]
         words = [np.arange(8) * (seed + 1) for seed in range(2)]
         for side, own, beside in zip(sides, pages, words):
@@ -251,7 +251,7 @@ def test_unpinned_staging_transfers_correct_bytes(why, monkeypatch):
 
 
 def test_staging_does_not_affect_a_capture():
-    with Sides("gloo", ("cuda", "cuda"), 4096) as both, side_stream() as side:
+    with Sides("tcp", ("cuda", "cuda"), 4096) as both, side_stream() as side:
         x = torch.zeros(8, device="cuda")
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -408,7 +408,7 @@ def test_load_waits_for_pending_writes_to_its_blocks(name, kinds):
 def test_loads_cannot_start_during_capture(entered):
     with ExitStack() as stack, side_stream():
         sender, receiver = (
-            stack.enter_context(Engine(each, device="cuda", options={"transport": "gloo"}))
+            stack.enter_context(Engine(each, device="cuda", options={"transport": "tcp"}))
             for each in "pd"
         )
         request, again = Request("r", range(40)), Request("r", [*range(40), 7])

@@ -14,8 +14,6 @@ import signal
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -32,8 +30,6 @@ from kvcache_exchange.disaggregation import (
     RemotePrefill,
 )
 from kvcache_exchange.disaggregation import rank as rank_module
-from kvcache_exchange.disaggregation.cache_rank import _Parts
-from kvcache_exchange.disaggregation.leases import Progress
 from kvcache_exchange.disaggregation.offer import RankAddress, digest_of, sealed
 from kvcache_exchange.disaggregation.offer_calls import OfferCalls, OfferServer
 from kvcache_exchange.disaggregation.options import secret_from_environment
@@ -45,7 +41,7 @@ from tests.machinery.shared import sampled, seed_of_test
 
 FULL, HYBRID, STATES = ["full"], ["full", "window"], ["full", "window", "state"]
 TRANSPORTS = [
-    "gloo",
+    "tcp",
     pytest.param(
         "nixl",
         marks=pytest.mark.skipif(
@@ -199,14 +195,11 @@ class NoRank:
     """A simulated rank that records its steps and returns the results that the test sets."""
 
     def __init__(self, layouts):
-        self.handshake = RankHandshake(layouts, RankAddress("gloo", "bQ==", ((4096, 8192),), 64))
+        self.handshake = RankHandshake(layouts, RankAddress("tcp", "bQ==", ((4096, 8192),), 64))
         self.steps, self.results = [], Results()
 
     def begin(self, step):
         self.steps.append(step)
-
-    def advance(self, request_id, progress):
-        self.steps.append((request_id, progress))
 
     def take_results(self):
         found, self.results = self.results, Results()
@@ -235,7 +228,7 @@ def test_offer_is_plain_json_with_everything_a_reader_needs():
     offer = an_offer()
     assert sorted(offer) == [
         *("blocks", "digest", "engine_id", "groups", "identity", "lease", "num_tokens"),
-        *("order", "ranks", "request_id", "seal", "version"),
+        *("ranks", "request_id", "seal", "version"),
     ]
     assert Offer.from_dict(offer).to_dict() == offer
     assert offer["blocks"] == [[1, 2, 3, 4, 5]] and offer["digest"] == digest_of(
@@ -244,7 +237,7 @@ def test_offer_is_plain_json_with_everything_a_reader_needs():
 
 
 CHANGES = [
-    (("version",), 1, "version of the offer is 1: expected 5; install the same version of kvcache"),
+    (("version",), 1, "version of the offer is 1: expected 6; install the same version of kvcache"),
     (("num_tokens",), 0, "num_tokens is 0: expected 1"),
     (("num_tokens",), 97, "5 blocks of 16 tokens: expected enough for 97 tokens"),
     (("blocks", 0, 1), 50, "a block is 50: expected 0 to 49"),
@@ -285,7 +278,6 @@ CHANGES = [
     (("identity", "part"), 3, "part is 3: expected a Mapping"),
     (("identity",), None, "this is not an offer"),
     (("digest",), "another", "the offer is for other tokens"),
-    (("order",), ["a"], "order is .*: expected each layer"),
 ]
 
 
@@ -539,22 +531,10 @@ def test_lease_of_zero_seconds_is_rejected_and_holds_nothing(lease_s):
     sender, manager, (rank,) = lone("p")
     request = Request("r", range(70))
     manager.step(new=[request])
-    for publish in (sender.publish, partial(sender.publish_early, order=["a", "b"])):
-        with pytest.raises((TypeError, ValueError), match=r"lease_s is .*: expected"):
-            publish(request, lease_s=lease_s)
+    with pytest.raises((TypeError, ValueError), match=r"lease_s is .*: expected"):
+        sender.publish(request, lease_s=lease_s)
     assert sender.num_leased_requests == 0 and rank.steps == []
     assert sender.publish(request) is not None
-
-
-@pytest.mark.parametrize("order", [["nonsense"], [], ["a"], ["a", "a"], "ab", [1, 2], None])
-def test_order_with_other_layers_is_rejected_and_reserves_nothing(order):
-    sender, manager, (rank,) = lone("p")
-    request = Request("r", range(70))
-    manager.step(new=[request])
-    with pytest.raises((TypeError, ValueError), match=r"order is .*: expected"):
-        sender.publish_early(request, order)
-    assert sender.num_leased_requests == 0 and rank.steps == []
-    assert sender.publish_early(request, ["b", "a"]) is not None
 
 
 def admitted(receiver, manager, name="r"):
@@ -771,7 +751,7 @@ def test_withdrawn_lease_fails_the_load(engines):
     [
         (
             lambda rank: rank.update(transport="other"),
-            "transport is 'gloo' here, but 'other' in engine",
+            "transport is 'tcp' here, but 'other' in engine",
         ),
         (lambda rank: rank.update(metadata="!"), "base64|padding|Only"),
         (lambda rank: rank.update(metadata="e30="), "metadata"),
@@ -924,22 +904,7 @@ def test_random_faults_change_no_answer(transport):
     assert found["loaded"] > 0
 
 
-# While the prefill computes ----------------------------------------------------------------------------
-
-
-def here(receiver, request, kind, layer, end):
-    """Return whether the receiver's pages contain a layer's KV for tokens [0, end)."""
-    group = receiver.kinds.index(kind)
-    tokens = request.token_ids.tolist()
-    for rank, at, number in receiver.rank_layers():
-        if number != layer:
-            continue
-        cache = receiver.storages[rank][group].key_cache(at)
-        for block, slots, (low, high) in receiver.each_page(request, group, 0, end):
-            right = receiver.values(rank, layer, 0, tokens[low:high], low)
-            if not (cache[block, slots] == right).all():
-                return False
-    return True
+# Misbehaving peers and ranks ---------------------------------------------------------------------------
 
 
 def until(condition, timeout_s=30):
@@ -949,128 +914,9 @@ def until(condition, timeout_s=30):
         time.sleep(0.005)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kinds", [FULL, STATES], ids=["full", "states"])
-@pytest.mark.parametrize("sides", [(0, 1), (4, 3)], ids=str)
-def test_layers_arrive_before_the_last_one_is_computed(sides, kinds, engines):
-    sender, receiver = (
-        engines(name, kinds=kinds, **SIDES[side]) for name, side in zip("pd", sides)
-    )
-    tokens = list(range(200))
-    request, again = Request("r", tokens), Request("r", [*tokens, 7])
-    plan = sender.manager.step(new=[request])
-    sender.apply(plan)
-    offer = json.loads(json.dumps(sender.connector.publish_early(request, sender.order)))
-    assert receiver.admit(again, offer)
-    stages = -(-sender.num_ranks // sender.tp)
-    per_stage = len(sender.order) // stages
-
-    def compute(end, count):
-        """Compute the last chunk's tokens in the first `count` layers, and report each rank's
-        progress.
-        """
-        sender.compute(request, 0 if end < 200 else 96, end, layers=sender.order[:count])
-        for rank in range(sender.num_ranks):
-            done = min(max(count - rank // sender.tp * per_stage, 0), per_stage)
-            first = 0 if end < 200 else 96
-            if done == per_stage:
-                sender.connector.advance(request, end, rank=rank)
-            else:
-                sender.connector.advance(request, first, end, done, rank=rank)
-
-    compute(96, 2 * len(kinds))  # the first chunk has been computed in half of the layers
-    until(lambda: here(receiver, again, "full", 0, 96) and here(receiver, again, "full", 1, 96))
-    assert not here(receiver, again, "full", 3, 96)
-    assert (
-        receiver.connector.poll() == [] and receiver.manager.state(again) is RequestState.RECEIVING
-    )
-    compute(96, 4 * len(kinds))
-    compute(200, 1)
-    until(lambda: here(receiver, again, "full", 0, 200))
-    assert not here(receiver, again, "full", 1, 200)
-    compute(200, 4 * len(kinds))
-    assert sender.connector.publish(request) is None
-    loaded = receiver.loaded(again)
-    assert (loaded.num_computed_tokens, loaded.error) == (200, None)
-    assert receiver.wrong(again, 200) is None
-    receiver.manager.free(again)
-    assert sender.drained() and receiver.drained()
-
-
-@pytest.mark.parametrize(
-    "memory_order,expected",
-    [
-        (("block", "kv", "token", "head", "element"), [96, 64]),
-        (("layer", "block", "token", "head", "element"), [96, 64]),
-        # Both layers are in a single region.
-        (("block", "layer", "kv", "token", "head", "element"), [64, 64]),
-    ],
-)
-def test_adjacent_layers_are_read_together(memory_order, expected):
-    description = CacheDescription(
-        engine_id="p",
-        **{"num_layers": 2, "total_num_kv_heads": 2, "head_size": 8, "block_size": 16},
-        memory_order=memory_order,
-    )
-    offer = Offer.from_dict(an_offer())
-    groups = (GroupLayout(("a", "b"), description, 1, 50),)
-    parts = _Parts(replace(offer, groups=groups, order=("a", "b")))
-    assert parts.computed(0, 0, Progress(64, 96, 1)).tolist() == expected
-    assert parts.computed(0, 0, Progress(64, 96, 2)).tolist() == [96, 96]
-
-
-def test_prefill_can_be_withdrawn_during_a_load(engines):
-    sender, receiver = engines("p"), engines("d")
-    request, again = Request("r", range(100)), Request("r", range(101))
-    sender.manager.step(new=[request])
-    offer = sender.connector.publish_early(request, sender.order)
-    assert receiver.admit(again, offer)
-    sender.compute(request, 0, 100, layers=sender.order[:1])
-    sender.connector.advance(request, 0, 100, 1)
-    until(lambda: here(receiver, again, "full", 0, 100))
-    sender.connector.withdraw(request)
-    loaded = receiver.loaded(again)
-    assert "has ended" in loaded.error
-    receiver.recompute(again, loaded)
-    assert receiver.wrong(again, 101) is None
-    receiver.manager.free(again)
-    assert sender.drained() and receiver.drained()
-
-
-@pytest.mark.slow
-def test_layers_are_read_from_another_process_until_it_is_killed(engines):
-    receiver = engines("decode", block=32, kinds=HYBRID)
-    with EngineProcess("prefill", tp=2, layout="HND", kinds=HYBRID) as sender:
-        for name, tokens in (("r", range(100)), ("s", range(500, 600))):
-            offer = sender.ask("early", id=name, tokens=[*tokens])["offer"]
-            request = Request(name, [*tokens, 7])
-            assert receiver.admit(request, offer)
-            sender.ask("layers", id=name, first=0, end=100, count=2)
-            until(lambda request=request: here(receiver, request, "full", 0, 100))
-            assert receiver.connector.poll() == []
-            if name == "r":
-                sender.ask("layers", id=name, first=0, end=100, count=8)
-                sender.ask("publish", id=name)
-                loaded = receiver.loaded(request)
-                assert (loaded.num_computed_tokens, loaded.error) == (100, None)
-                assert receiver.wrong(request, 100) is None
-                assert sender.ask("drained")["drained"]
-            else:
-                sender.signal(signal.SIGKILL)
-                loaded = receiver.loaded(request)
-                assert loaded.error is not None
-                receiver.recompute(request, loaded)
-                assert receiver.wrong(request, 101) is None
-            receiver.manager.free(request)
-        assert receiver.drained()
-
-
-# Misbehaving peers and ranks ---------------------------------------------------------------------------
-
-
 def test_malformed_message_of_a_peer_does_not_end_the_thread(engines):
     sender, receiver = engines("p"), engines("d")
-    peer = make_transport("evil", "gloo")
+    peer = make_transport("evil", "tcp")
     name = peer.connect(base64.b64decode(sender.ranks[0].handshake.address.metadata))
     for message in (b'{"done":"x","generation":Infinity,"readers":1}', b"[" * 100_000):
         peer.send(name, message)
@@ -1109,17 +955,17 @@ def test_failed_thread_ends_loads_and_leases(engines, monkeypatch):
 def test_failed_thread_fails_the_loads_in_progress(engines, monkeypatch):
     monkeypatch.setattr(rank_module, "_MOST_WRONG", 2)
     sender, receiver = engines("p"), engines("d")
-    request, again = Request("r", range(50)), Request("r", range(51))
-    sender.manager.step(new=[request])
-    assert receiver.admit(again, sender.connector.publish_early(request, sender.order))
-    time.sleep(0.1)  # the load is now waiting for layers to be computed
+    again = Request("r", range(51))
+    # The load waits until its lease begins.
+    monkeypatch.setattr(sender.ranks[0]._leases, "begin", lambda *_: None)
+    assert receiver.admit(again, send(sender, "r", range(50)))
+    time.sleep(0.1)
     monkeypatch.setattr(receiver.ranks[0]._reader.transport, "notifications", lambda: 1 / 0)
     loaded = receiver.loaded(again)
     assert "the thread that loads KV has failed" in loaded.error
     receiver.recompute(again, loaded)
     receiver.manager.free(again)
-    sender.connector.withdraw(request)
-    assert sender.drained() and receiver.drained()
+    assert receiver.drained()
 
 
 def test_load_that_cannot_begin_fails_only_its_own_request(engines, monkeypatch):

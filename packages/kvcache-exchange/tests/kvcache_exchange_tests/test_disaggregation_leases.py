@@ -6,7 +6,6 @@ model.
 import json
 import time
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,19 +17,16 @@ from kvcache_exchange.disaggregation.leases import (
     Lease,
     LeaseNumbers,
     Leases,
-    Progress,
     done_message,
-    read_slot,
+    is_lease_over,
 )
-
-ALL = Progress(100)
 
 
 def test_a_lease_ends_when_all_readers_are_done():
     leases, lease = Leases(), Lease(3, 100, 0.0)
-    assert read_slot(leases.slots[3], 100).is_over is None
-    leases.begin("r", lease, 60, ALL)
-    assert read_slot(leases.slots[3], 100) == (False, ALL)
+    assert is_lease_over(leases.slots[3], 100) is None
+    leases.begin("r", lease, 60)
+    assert is_lease_over(leases.slots[3], 100) is False
     message = done_message("r", 100, 2)
     for peer in ("a", "a"):  # repeated messages from the same reader are counted once
         leases.note(message, peer)
@@ -44,30 +40,17 @@ def test_a_lease_ends_when_all_readers_are_done():
     assert leases.ended() == set() and len(leases) == 1
     leases.note(message, "b")
     assert leases.ended() == {"r"} and len(leases) == 0
-    assert read_slot(leases.slots[3], 100).is_over is True
+    assert is_lease_over(leases.slots[3], 100) is True
 
 
 def test_lease_expires_for_its_readers_before_the_next_one_begins():
     leases = Leases()
-    leases.begin("r", Lease(3, 100, 0.0), 0.01, ALL)
+    leases.begin("r", Lease(3, 100, 0.0), 0.01)
     time.sleep(0.02)
     assert leases.ended() == {"r"}
-    leases.begin("s", Lease(3, 101, 0.0), 60, ALL)
-    assert read_slot(leases.slots[3], 100).is_over is True
-    assert read_slot(leases.slots[3], 101).is_over is False
-
-
-def test_progress_of_another_lease_does_not_count():
-    """If a slot is modified while it is read, the reader may see a mix of words from two leases."""
-    leases = Leases()
-    leases.begin("r", Lease(3, 100, 0.0), 60, Progress(64, 96, 5))
-    torn = leases.slots[3].copy()
-    torn[0] = 101
-    assert read_slot(torn, 101) == (False, Progress(0))
-    assert read_slot(leases.slots[3], 100) == (False, Progress(64, 96, 5))
-    most = Progress(2**31 - 1, 2**31 - 1, 4096)
-    leases.advance("r", most)
-    assert read_slot(leases.slots[3], 100) == (False, most)
+    leases.begin("s", Lease(3, 101, 0.0), 60)
+    assert is_lease_over(leases.slots[3], 100) is True
+    assert is_lease_over(leases.slots[3], 101) is False
 
 
 def test_lease_numbers_are_used_once():
@@ -93,28 +76,19 @@ class Model(RuleBasedStateMachine):
         self.now, self.patch = 1000.0, pytest.MonkeyPatch()
         self.patch.setattr(module.time, "monotonic", lambda: self.now)
         self.leases, self.numbers = Leases(), LeaseNumbers()
-        self.held = {}  # request -> [lease, end, done, progress]
+        self.held = {}  # request -> [lease, end, done]
         self.over = []  # leases that have ended
 
     def teardown(self):
         self.patch.undo()
 
-    @rule(number=st.integers(0, 5), seconds=st.floats(0.1, 10), tokens=st.integers(0, 1000))
-    def begin(self, number, seconds, tokens):
+    @rule(number=st.integers(0, 5), seconds=st.floats(0.1, 10))
+    def begin(self, number, seconds):
         lease = self.numbers.take(f"r{number}", seconds)
         assert (lease is None) == (f"r{number}" in self.held)
         if lease is not None:
-            self.leases.begin(f"r{number}", lease, seconds, Progress(tokens))
-            self.held[f"r{number}"] = [lease, self.now + seconds, set(), Progress(tokens)]
-
-    @rule(number=st.integers(0, 5), more=st.integers(0, 100), layers=st.integers(0, 40))
-    def advance(self, number, more, layers):
-        if (held := self.held.get(f"r{number}")) is None:
-            self.leases.advance(f"r{number}", Progress(more))
-            return
-        tokens = held[3].num_tokens + more
-        held[3] = Progress(tokens, tokens + 16, layers)
-        self.leases.advance(f"r{number}", held[3])
+            self.leases.begin(f"r{number}", lease, seconds)
+            self.held[f"r{number}"] = [lease, self.now + seconds, set()]
 
     @rule(
         number=st.integers(0, 5),
@@ -151,13 +125,12 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def readers_believe_what_is_kept_and_nothing_else(self):
-        for lease, end, _, progress in self.held.values():
-            found = read_slot(self.leases.slots[lease.slot], lease.generation)
-            assert found == (end < 0, progress)
+        for lease, end, _ in self.held.values():
+            assert is_lease_over(self.leases.slots[lease.slot], lease.generation) == (end < 0)
         for lease in self.over:
-            assert read_slot(self.leases.slots[lease.slot], lease.generation).is_over is True
-            later = read_slot(self.leases.slots[lease.slot], lease.generation + 10**6)
-            assert later.is_over is None  # None, because this later lease has not begun
+            assert is_lease_over(self.leases.slots[lease.slot], lease.generation) is True
+            later = is_lease_over(self.leases.slots[lease.slot], lease.generation + 10**6)
+            assert later is None  # None, because this later lease has not begun
         slots = [held[0].slot for held in self.held.values()]
         assert len(set(slots)) == len(slots) == len(self.leases) == len(self.numbers)
 
@@ -168,4 +141,4 @@ TestModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 
 def test_lease_message_is_plain_json():
     assert json.loads(done_message("r", 3, 2)) == {"done": "r", "generation": 3, "readers": 2}
-    assert read_slot(np.zeros(3, np.int64), 1).is_over is None
+    assert is_lease_over(0, 1) is None

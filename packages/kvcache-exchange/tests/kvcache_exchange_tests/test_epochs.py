@@ -8,7 +8,6 @@ import time
 import pytest
 
 from kvcache import Admit, External, Request
-from kvcache_exchange.disaggregation.leases import Progress
 from kvcache_exchange.disaggregation.steps import Results
 from kvcache_exchange_tests.test_disaggregation import lone
 from tests.machinery import disaggregation_engine as transport
@@ -99,40 +98,25 @@ def test_versions_are_validated_before_the_epoch_starts():
 
 def test_new_epoch_ends_all_leases():
     connector, manager, (rank,) = lone("p")
-    offered((connector, manager, rank), "a")
-    early = computed(manager, "b")
-    assert connector.publish_early(early, ["a", "b"]) is not None
+    for name in "ab":
+        offered((connector, manager, rank), name)
     manager.cache.start_epoch("step 1")
     assert connector.poll() == []
     assert rank.steps[-1].ends == {"a", "b"}
     rank.results = Results(sent={"a", "b"})
     connector.poll()
-    assert connector.num_leased_requests == 1  # until the early request is published
-    assert connector.publish(early) is None
     assert connector.num_leased_requests == manager.pool.num_kept == 0
     assert manager.pool.num_free == manager.pool.num_total
 
 
-def test_tokens_computed_after_a_new_epoch_are_not_reported_to_readers_of_an_earlier_offer():
-    connector, manager, (rank,) = lone("p")
-    request = computed(manager)
-    connector.publish_early(request, ["a", "b"])
-    manager.cache.start_epoch("step 1")
-    connector.advance(request, 70)
-    assert rank.steps[1].ends == {"r"} and rank.steps[2] == ("r", Progress(70))
-
-
-@pytest.mark.parametrize("how", ["publish", "publish_early", "fork"])
+@pytest.mark.parametrize("how", ["publish", "fork"])
 def test_request_that_runs_across_an_epoch_is_not_offered(how):
     connector, manager, (rank,) = lone("p")
     request = computed(manager)
     assert not manager.cache.is_stale(request)
     manager.cache.start_epoch("step 1")
     assert manager.cache.is_stale(request)
-    if how == "publish_early":
-        assert connector.publish_early(request, ["a", "b"]) is None
-        manager.free(request)
-    elif how == "fork":
+    if how == "fork":
         child = Request("child", TOKENS)
         manager.fork(request, child)
         assert connector.publish(child) is None
@@ -221,7 +205,7 @@ def test_description_contains_the_version_of_the_weights():
 
 def test_lookahead_tokens_on_which_kv_depends_must_be_equal():
     options = {"hash_algorithm": "engine:x", "num_hash_lookahead_tokens": 1, "hash_bytes": 16}
-    connector, manager, (rank,) = lone("p", **options)
+    connector, manager, _ = lone("p", **options)
     hashes = [bytes([i] * 16) for i in range(4)]
     request = Request("r", TOKENS, block_hashes=hashes)
     manager.step(new=[request])
@@ -229,7 +213,6 @@ def test_lookahead_tokens_on_which_kv_depends_must_be_equal():
     assert (
         offer["num_tokens"] == 69
     )  # the KV of the last token depends on a token that is not known
-    assert rank.steps[0].leases["r"][2] == Progress(70)
     receiver = lone("d", **options)[0]
     assert receiver.match(Request("a", [*TOKENS, 1], block_hashes=hashes), offer) == 69
     with pytest.raises(ValueError, match="the offer is for other tokens"):

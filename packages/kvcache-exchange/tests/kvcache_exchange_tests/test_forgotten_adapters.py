@@ -106,23 +106,6 @@ def test_a_match_from_before_is_not_begun(engines):
     assert receiver.drained()
 
 
-def test_an_early_offer_ends_when_its_adapter_is_forgotten(engines):
-    sender, receiver = engines
-    request, again = (Request("r", [*TOKENS, 1][:n], lora=ALPHA) for n in (100, 101))
-    sender.manager.step(new=[request])
-    offer = sender.connector.publish_early(request, sender.order)
-    assert receiver.admit(again, offer)
-    sender.compute(request, 0, 48)
-    sender.connector.advance(request, 48)
-    sender.manager.cache.forget_adapter("alpha")
-    sender.compute(request, 48, 100)
-    sender.connector.advance(request, 100)
-    loaded = finish(receiver, again)
-    assert "has ended" in loaded.error
-    assert sender.connector.publish(request) is None  # the request is freed
-    assert sender.drained() and receiver.drained()
-
-
 # Stores ------------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ TIMEOUT_S, GRACE_S = 3.0, 10.0
 RELIABLE_S = 20.0  # the timeout in tests where every transfer must succeed
 SIZE = 256 << 10
 NAMES = [
-    "gloo",
+    "tcp",
     pytest.param(
         "nixl",
         marks=pytest.mark.skipif(

@@ -9,8 +9,6 @@ import random
 import re
 import threading
 import time
-from itertools import takewhile
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -27,12 +25,11 @@ from kvcache import GroupSpec, Request, Status
 from kvcache.allocator import check_invariants
 from kvcache_exchange.circuit import Circuit
 from kvcache_exchange.disaggregation.offer_calls import OfferRefusedError, OfferServer, offer_key
-from kvcache_exchange.peers import EventIndex, PeerSource, RadixTreeIndex
+from kvcache_exchange.peers import EventIndex, PeerSource
 from kvcache_exchange.router_events import EventPublisher, EventSubscriber
 from kvcache_exchange.router_events.translator import EventTranslator
 from kvcache_exchange_tests.test_disaggregation import lone
 from tests.machinery.disaggregation_engine import Engine
-from tests.machinery.dynamo_indexer import needs_dynamo
 from tests.machinery.peer_fleet import Fleet
 from tests.machinery.shared import manager_of, spread
 
@@ -190,7 +187,6 @@ def test_unsuitable_requests_are_not_sent_to_peers(fleet_of):
         ({"lease_s": -1}, "lease_s is -1.0: expected seconds above 0"),
         ({"recheck_s": 0}, "recheck_s is 0.0: expected seconds above 0"),
         ({"max_kept_share": 2}, "max_kept_share is 2.0: expected 0 to 1"),
-        ({"index": 5}, "index is 5: expected a PrefixIndex"),
         ({"secret": "s"}, "secret is 's': expected a bytes"),
     ],
 )
@@ -337,65 +333,16 @@ TestOffers.settings = settings(max_examples=30, stateful_step_count=40, deadline
 # --- indexes --------------------------------------------------------------------------------------
 
 
-class Tree:
-    """A simple model of Dynamo's `RadixTree`."""
-
-    def __init__(self):
-        self.blocks = {}  # (worker, block hash) -> hashes of the tokens from the root
-
-    def apply_event(self, worker, event):
-        data = json.loads(event)["data"]
-        if removed := data.get("removed"):
-            for each in removed["block_hashes"]:
-                del self.blocks[worker, each]
-            return
-        parent = data["stored"]["parent_hash"]
-        path = () if parent is None else self.blocks[worker, parent]
-        for block in data["stored"]["blocks"]:
-            path = (*path, block["tokens_hash"])
-            self.blocks[worker, block["block_hash"]] = path
-
-    def remove_worker(self, worker):
-        self.blocks = {key: path for key, path in self.blocks.items() if key[0] != worker}
-
-    def find_matches(self, sequence):
-        scores = {}
-        for worker in {worker for worker, _ in self.blocks}:
-            paths = {path for (owner, _), path in self.blocks.items() if owner == worker}
-            prefixes = [tuple(sequence[: n + 1]) for n in range(len(sequence))]
-            if count := len([*takewhile(paths.__contains__, prefixes)]):
-                scores[worker, 0] = count
-        return SimpleNamespace(scores=scores)
-
-
-def block_hashes(tokens, size):
-    return [hash(tuple(tokens[i : i + size])) for i in range(0, len(tokens) // size * size, size)]
-
-
-def dynamo_tree():
-    from dynamo._core import RadixTree, compute_block_hash_for_seq
-
-    return RadixTree(), compute_block_hash_for_seq
-
-
 WINDOW = GroupSpec("sliding_window", 16, {"window": 48})
 FULL = GroupSpec("full_attention", 16)
 
 
-@pytest.mark.parametrize(
-    ("groups", "tree"),
-    [
-        ([FULL], None),
-        ([FULL, WINDOW], None),
-        ([FULL], lambda: (Tree(), block_hashes)),
-        pytest.param([FULL], dynamo_tree, marks=needs_dynamo),
-    ],
-)
+@pytest.mark.parametrize("groups", [[FULL], [FULL, WINDOW]])
 @pytest.mark.parametrize("seed", spread(range(20), 2))
-def test_index_knows_what_peers_can_offer(groups, tree, seed):
+def test_index_knows_what_peers_can_offer(groups, seed):
     rng = random.Random(seed)
     asking = manager_of(*groups, max_model_len=256)
-    index = EventIndex(asking) if tree is None else RadixTreeIndex(*tree(), 16)
+    index = EventIndex(asking)
     peers = {}
     for name in ("a", "b"):
         manager = manager_of(*groups, num_blocks=30, max_model_len=256, enable_events=True)
@@ -423,19 +370,9 @@ def test_index_knows_what_peers_can_offer(groups, tree, seed):
             assert min(found.get(peer, 0), (asked.num_tokens - 1) // 16 * 16) == count
             num_found += count > 0
     assert num_found > 20
-    salted = Request("q", range(100), cache_salt="s")
-    if tree is not None:
-        assert index.num_tokens(salted) == {}
 
 
 def test_invalid_arguments_of_an_index_are_rejected_by_name():
-    for arguments, message in (
-        ((5, len, 16), "tree is 5: expected an object with apply_event"),
-        ((Tree(), 5, 16), "hash_tokens is 5: expected a function of tokens and a block size"),
-        ((Tree(), len, 0), "block_size is 0: expected 1"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            RadixTreeIndex(*arguments)
     with pytest.raises(TypeError, match="view is 5: expected an object with apply and clear"):
         EventSubscriber("tcp://127.0.0.1:1", view=5)
     with pytest.raises(ValueError, match="the manager caches no blocks"):
@@ -538,7 +475,7 @@ def test_index_follows_a_peer_across_its_end_and_restart(network, remote, caplog
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"peer": {"version": 1}}, "version of the peer is 1: expected 5"),
+        ({"peer": {"version": 1}}, "version of the peer is 1: expected 6"),
         ({"peer": None}, "values is None: expected a Mapping"),
         ({"peer": "own"}, "the address is that of this server itself"),
         ({"events": None}, "events of the peer are None: expected its endpoints"),

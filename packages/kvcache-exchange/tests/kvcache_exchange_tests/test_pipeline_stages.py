@@ -36,7 +36,7 @@ from tests.machinery.shared import sampled, seed_of_test
 from tests.machinery.stores import MemoryStore
 
 STATE = [StateTensor(sections=[(6, 4)], row_size=5, dtype="float32")]
-OPTIONS = ConnectorOptions(transport="gloo", timeout_s=30)
+OPTIONS = ConnectorOptions(transport="tcp", timeout_s=30)
 
 
 def layer(number, kind, block_size=16, **options):

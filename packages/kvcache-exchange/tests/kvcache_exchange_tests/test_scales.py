@@ -12,7 +12,7 @@ from kvcache_exchange.store import StoreTier, fingerprint
 from tests.machinery.disaggregation_engine import Engine
 from tests.machinery.stores import MemoryStore
 
-OPTIONS = ConnectorOptions(transport="gloo", timeout_s=5)
+OPTIONS = ConnectorOptions(transport="tcp", timeout_s=5)
 
 
 def layer(name="a", **changes):

@@ -204,9 +204,9 @@ OPS = {
         "accept": ["id"],
         "start": ["id", "tag", "bytes"],
     },
-    **{"done": ["id"], "landed": ["id"], "refused": ["id", "reason"], "more": ["tag"]},
-    **{"end": ["tag"], "digest": ["tag", "digest"], "spoiled": ["id"], "cancel": ["id"]},
-    **{"cancelled": ["id"], "message": [], "ready": [], "lane": ["kind", "tag", "slot", "key"]},
+    **{"done": ["id"], "landed": ["id"], "refused": ["id", "reason"], "taken": []},
+    **{"end": ["tag"], "piece": ["tag", "bytes", "digest"], "spoiled": ["id"], "cancel": ["id"]},
+    **{"cancelled": ["id"], "message": [], "ready": [], "lane": ["slots", "direct", "reach"]},
     **{"begin": ["id"]},
 }
 
@@ -217,8 +217,6 @@ def drawn_frame(rng, address):
     header = {"op": op}
     for key in OPS[op]:
         header[key] = rng.choice([0, 1, 2, 3, 8, rng.choice(JUNK)])
-    if "kind" in header:
-        header["kind"] = rng.choice(["hello", "room", "arrived", None])
     payload = b""
     if op in ("pull", "push"):
         payload = drawn_spans(rng, address)

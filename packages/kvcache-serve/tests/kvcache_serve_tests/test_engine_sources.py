@@ -293,7 +293,7 @@ class Pair:
         for name, engine in (("p", self.sender), ("d", self.receiver)):
             cache = engine.cache
             layouts = layouts_of_plan(cache.plan, cache.storages, engine_id=name)
-            options = ConnectorOptions(transport="gloo", timeout_s=20)
+            options = ConnectorOptions(transport="tcp", timeout_s=20)
             rank = HeldRank(CacheRank(layouts, cache.storages, options=options))
             stack.callback(rank.close)
             self.ranks.append(rank)

@@ -74,7 +74,7 @@ def chats(rng, count):
 @pytest.mark.parametrize(
     "transport",
     [
-        pytest.param("gloo", marks=pytest.mark.exhaustive),
+        pytest.param("tcp", marks=pytest.mark.exhaustive),
         pytest.param("nixl", marks=needs_nixl),
     ],
 )

@@ -18,7 +18,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvcache_exchange.disaggregation.leases import LeaseNumbers, Progress
+from kvcache_exchange.disaggregation.leases import LeaseNumbers
 from kvcache_exchange.disaggregation.offer import Offer, digest_of
 from kvcache_exchange.disaggregation.options import ConnectorOptions
 from kvcache_exchange.disaggregation.steps import Load, Results, Step
@@ -136,8 +136,7 @@ class Exchange:
             return None
         lock = self._tree.lock(node)
         self._leases[request.rid] = lock, num_tokens
-        kept = lease, self._options.lease_s, Progress(num_tokens)
-        self._rank.begin(Step(leases={request.rid: kept}))
+        self._rank.begin(Step(leases={request.rid: (lease, self._options.lease_s)}))
         pages = self._tree.path_device_indices(node)[::size] // size
         return Offer(
             self._engine_id,

@@ -506,7 +506,7 @@ def test_a_proxy_combines_both_servers(folders, tmp_path):
     vllm, sglang, *proxies = (free_port() for _ in range(4))
     transfer = {
         **{"kv_connector": "KVCacheConnector", "kv_connector_module_path": MODULE},
-        **{"kv_role": "kv_both", "kv_connector_extra_config": {"transport": "gloo"}},
+        **{"kv_role": "kv_both", "kv_connector_extra_config": {"transport": "tcp"}},
     }
     flags = [
         *(
@@ -533,7 +533,7 @@ def test_a_proxy_combines_both_servers(folders, tmp_path):
         module = [sys.executable, "-m", "sglang.launch_server", "--model-path", folder]
         environment = {
             **{"PYTHONPATH": f"{roots.python_path()}:{STUBS}", "SGLANG_USE_CPU_ENGINE": "1"},
-            **{"KVCACHE_EXCHANGE": '{"transport": "gloo"}', "OMP_NUM_THREADS": "1"},
+            **{"KVCACHE_EXCHANGE": '{"transport": "tcp"}', "OMP_NUM_THREADS": "1"},
         }
         log = tmp_path / "sglang.log"
         started.append(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache_exchange.disaggregation.leases import LeaseNumbers, Progress
+from kvcache_exchange.disaggregation.leases import LeaseNumbers
 from kvcache_exchange.disaggregation.offer import Offer
 from kvcache_exchange.disaggregation.steps import Load
 from kvcache_exchange.identity import KVIdentity
@@ -106,7 +106,7 @@ class Engine:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gloo", "nixl"])
+@pytest.mark.parametrize("name", ["tcp", "nixl"])
 def test_load_waits_for_the_step_that_still_writes_to_its_blocks(name):
     from kvcache_vllm.disaggregation.steps import TransferMetadata
 
@@ -128,7 +128,7 @@ def test_load_waits_for_the_step_that_still_writes_to_its_blocks(name):
             (handshake.address,),
             lease,
         )
-        sender.worker.begin(TransferMetadata(leases={"r": (lease, 60.0, Progress(20))}))
+        sender.worker.begin(TransferMetadata(leases={"r": (lease, 60.0)}))
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         zeros = torch.zeros_like(receiver.caches["layer0"])

@@ -351,7 +351,7 @@ def test_allocator_host_tier_and_disaggregation_work_together(engines, llama):
     """Blocks are received from another engine, offloaded to the host, and loaded again after they
     were evicted from the device.
     """
-    transfer = {"transport": "gloo", "timeout_s": TIMEOUT_S}
+    transfer = {"transport": "tcp", "timeout_s": TIMEOUT_S}
     parts = [
         {
             **{"kv_connector": "KVCacheConnector", "kv_connector_module_path": MODULE},

@@ -88,7 +88,7 @@ class TestOffers:
 
     def offer(self):
         layout = Side((2, 2, 4), 32, 2).layout
-        ranks = [RankAddress("gloo", "bQ==", ((4096, 8192),), 64) for _ in range(2)]
+        ranks = [RankAddress("tcp", "bQ==", ((4096, 8192),), 64) for _ in range(2)]
         return Offer(
             *("engine", "r0", 70, digest_of(range(70), None, []), IDENTITY),
             *((layout,), ((3, 4, 5),), tuple(ranks), Lease(7, 99, 1.5)),
@@ -105,7 +105,7 @@ class TestOffers:
     @pytest.mark.parametrize(
         "path,value,message",
         [
-            (("version",), 1, "version .* is 1: expected 5; install the same version of kvcache"),
+            (("version",), 1, "version .* is 1: expected 6; install the same version of kvcache"),
             (("version",), None, "version of the offer is None"),
             (("num_tokens",), 0, "num_tokens is 0: expected 1"),
             (("num_tokens",), 97, "3 blocks of 32 tokens: expected enough for 97 tokens"),

@@ -77,9 +77,9 @@ def add_source_options(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--transport",
-        choices=("gloo", "nixl"),
-        default="gloo",
-        help="transport of KV between servers; default gloo",
+        choices=("tcp", "nixl"),
+        default="tcp",
+        help="transport of KV between servers; default tcp",
     )
 
 

@@ -19,21 +19,15 @@ from kvcache.transfer import (
     TransferPlan,
     Transport,
     fetch,
-    plan_range,
     plan_states,
     plan_transfer,
     region_addresses,
 )
-from kvcache.transfer.fetching import spans_of
-from kvcache.transfer.plan.fragments import Runs
 from kvcache.worker import KVStorage, Pages
 from kvcache_exchange.disaggregation.layout import GroupLayout, check_like
-from kvcache_exchange.disaggregation.leases import Progress
-from kvcache_exchange.disaggregation.offer import Offer
 from kvcache_exchange.disaggregation.options import ConnectorOptions
 from kvcache_exchange.disaggregation.rank import RankThread
 from kvcache_exchange.disaggregation.reading import Pending, Read, Reader, readers_of_sources
-from kvcache_exchange.disaggregation.steps import Load
 from kvcache_exchange.transport.factory import make_transport
 
 Plan = TransferPlan | StateTransferPlan
@@ -272,51 +266,34 @@ class _PlanReader(Reader):
         super().__init__(transport, storages[0].pages.device)
         self.storages, self.addresses = storages, addresses
         self._layouts, self._rank = tuple(layouts), rank
-        self._plans: dict[tuple, tuple[tuple[Plan, ...], Mapping[int, int]]] = {}
+        self._plans: dict[tuple[GroupLayout, ...], tuple[tuple[Plan, ...], Mapping[int, int]]] = {}
 
-    def plans(
-        self, remote: tuple[GroupLayout, ...], allow_permutation: bool
-    ) -> tuple[tuple[Plan, ...], Mapping[int, int]]:
+    def plans(self, remote: tuple[GroupLayout, ...]) -> tuple[tuple[Plan, ...], Mapping[int, int]]:
         """Return one plan per group and, for each remote rank, the number of local ranks that it
         waits for.
 
         Results are cached.
         """
-        key = remote, allow_permutation
-        if key not in self._plans:
+        if remote not in self._plans:
             check_like(self._layouts, remote)
             plans = tuple(
                 plan_states(mine.description, theirs.description, self._rank)
                 if mine.is_state
-                else plan_transfer(
-                    mine.description,
-                    theirs.description,
-                    self._rank,
-                    allow_permutation=allow_permutation,
-                )
+                else plan_transfer(mine.description, theirs.description, self._rank)
                 for mine, theirs in zip(self._layouts, remote)
             )
-            self._plans[key] = plans, readers_of_sources(self._layouts, remote, self._rank)
-        return self._plans[key]
+            self._plans[remote] = plans, readers_of_sources(self._layouts, remote, self._rank)
+        return self._plans[remote]
 
 
 class _PlanRead(Read):
-    """A load that is performed with transfer plans.
-
-    It reads all tokens at once, or layer by layer while the sender computes the tokens.
-    """
+    """A load that is performed with transfer plans."""
 
     _reader: _PlanReader
 
-    def __init__(self, reader: _PlanReader, load: Load, timeout_s: float) -> None:
-        super().__init__(reader, load, timeout_s)
-        # Number of tokens read so far from each layer, keyed by group and remote rank.
-        self._read: dict[tuple[int, int], np.ndarray] | None = None
-        self._has_begun = False
-
     def _plan(self) -> Mapping[int, int]:
         offer, load = self._load.offer, self._load
-        plans, readers = self._reader.plans(offer.groups, not offer.order)
+        plans, readers = self._reader.plans(offer.groups)
         self._groups = []
         if load.end_token > load.first_token:
             for group, (plan, layout) in enumerate(zip(plans, offer.groups)):
@@ -335,120 +312,18 @@ class _PlanRead(Read):
                         self._reader.storages[group],
                     )
                 )
-        if offer.order:
-            self._parts = _Parts(offer)
-            self._read = {
-                (number, rank): np.full(self._parts.num_layers(number, rank), load.first_token)
-                for number, group in enumerate(self._groups)
-                for rank in group.plan.remote_ranks
-            }
         return readers
 
-    def _begin(self, progress: Mapping[int, Progress] | None) -> Iterator[Pending]:
-        load = self._load
-        if progress is None or self._read is None:
-            self._has_begun = True
-            if self._groups:
-                yield fetch(
-                    self._reader.transport,
-                    self._peers,
-                    self._groups,
-                    load.first_token,
-                    load.end_token,
-                    timeout_s=self.left_s,
-                )
-            return
-        for (number, rank), read in self._read.items():
-            group = self._groups[number]
-            there = self._parts.computed(number, rank, progress[rank])
-            there = np.minimum(there, load.end_token)
-            if isinstance(group.plan, StateTransferPlan):  # a state is transferred as a whole
-                there[there < load.end_token] = 0
-            for first, end in sorted(set(zip(read.tolist(), there.tolist()))):
-                if end > first:
-                    layers = np.flatnonzero((read == first) & (there == end))
-                    yield from self._begin_part(number, rank, layers, first, end)
-            np.maximum(read, there, out=read)
-
-    def _begin_part(
-        self, number: int, rank: int, layers: np.ndarray, first: int, end: int
-    ) -> Iterator[Pending]:
-        group = self._groups[number]
-        if isinstance(group.plan, StateTransferPlan):
-            runs = group.plan.apply(group.local_ids, group.remote_ids)
-        else:
-            runs = plan_range(group.plan, group.local_ids, group.remote_ids, first, end).runs
-        for each in runs.by_rank:
-            if each.remote_rank != rank:
-                continue
-            if (part := self._parts.of_layers(each, number, layers)).num_fragments:
-                yield self._reader.transport.read_spans(
-                    self._peers[rank], *spans_of(group, part), timeout_s=self.left_s
-                )
-
-    def _has_all(self) -> bool:
-        if self._read is None:
-            return self._has_begun
-        return all((read >= self._load.end_token).all() for read in self._read.values())
-
-
-class _Parts:
-    """Determines which layers a sender's ranks have computed and which memory regions hold these
-    layers.
-    """
-
-    def __init__(self, offer: Offer) -> None:
-        self._groups = offer.groups
-        place = {
-            name: (number, layer)
-            for number, layout in enumerate(offer.groups)
-            for layer, name in enumerate(layout.layers)
-        }
-        self._order = [place[name] for name in offer.order]
-
-    def num_layers(self, group: int, rank: int) -> int:
-        """Return the number of a group's layers that a rank holds."""
-        return len(self._groups[group].description.layers(rank))
-
-    def computed(self, group: int, rank: int, progress: Progress) -> np.ndarray:
-        """Return the number of computed tokens in each of a group's layers on a rank,
-        int64[layers].
-        """
-        held = [each.description.layers(rank) for each in self._groups]
-        of_rank = [(g, layer) for g, layer in self._order if layer in held[g]]
-        ahead = np.zeros(self.num_layers(group, rank), bool)
-        for g, layer in of_rank[: progress.num_layers]:
-            if g == group:
-                ahead[layer - held[g].start] = True
-        if self._layers_of_regions(group, rank) is None:  # layers share regions
-            ahead[:] = ahead.all()
-        tokens = max(progress.num_tokens, progress.end_token)
-        return np.where(ahead, tokens, progress.num_tokens)
-
-    def of_layers(self, runs: Runs, group: int, layers: np.ndarray) -> Runs:
-        """Return only those fragments that belong to the given layers of the remote rank."""
-        of_regions = self._layers_of_regions(group, runs.remote_rank)
-        if of_regions is None:
-            return runs
-        wanted = np.isin(of_regions[runs.descriptors[:, 0]], layers)
-        return replace(runs, descriptors=runs.descriptors[wanted])
-
-    def _layers_of_regions(self, group: int, rank: int) -> np.ndarray | None:
-        """Return the layer stored in each region, int64[regions], or None if any region holds
-        several layers.
-        """
-        layout = self._groups[group]
-        if layout.is_state:
-            return np.arange(layout.num_regions(rank))
-        placed = layout.description.stage_of(rank).placement
-        of_heads = np.arange(placed.head_count) * placed.head_regions
-        found = np.full(layout.num_regions(rank), -1)
-        for layer, own in enumerate(placed.regions):
-            for region in set(np.add.outer(own, of_heads).ravel().tolist()):
-                if found[region] >= 0:
-                    return None
-                found[region] = layer
-        return found
+    def _begin(self) -> Iterator[Pending]:
+        if self._groups:
+            yield fetch(
+                self._reader.transport,
+                self._peers,
+                self._groups,
+                self._load.first_token,
+                self._load.end_token,
+                timeout_s=self.left_s,
+            )
 
 
 def _addresses(layout: GroupLayout, storage: KVStorage, rank: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from kvcache.sources import Arrived, LoadStats
 from kvcache.sources.loads import LoadState, SourceLoad, SourceLoads
 from kvcache.step import StepReport
 from kvcache_exchange.disaggregation.layout import GroupLayout, check_like, is_complete
-from kvcache_exchange.disaggregation.leases import LeaseNumbers, Progress
+from kvcache_exchange.disaggregation.leases import LeaseNumbers
 from kvcache_exchange.disaggregation.offer import VERSION, Offer, digest_of
 from kvcache_exchange.disaggregation.options import ConnectorOptions, checked_seconds
 from kvcache_exchange.disaggregation.steps import Load, RankHandshake, Results, Step, check_ranks
@@ -33,8 +33,6 @@ class Rank(Protocol):
     handshake: RankHandshake
 
     def begin(self, step: Step) -> None: ...
-
-    def advance(self, request_id: str, progress: Progress) -> None: ...
 
     def take_results(self) -> Results: ...
 
@@ -137,8 +135,6 @@ class Connector:
         self._numbers = LeaseNumbers()
         # For each request whose blocks are kept, the number of ranks on which its lease has ended.
         self._kept: dict[str, tuple[Request, int]] = {}
-        # Leased requests that are still being computed, and their `PrefixCache.adapter_root`.
-        self._early: dict[str, tuple[Request, bytes | None]] = {}
         self.stats = LoadStats()
         self._loads: SourceLoads[_Reading] = SourceLoads(manager, self.stats)
         self.num_received_bytes = 0
@@ -151,8 +147,7 @@ class Connector:
         """Free a request, but keep its blocks until all readers are done or the lease expires.
 
         The KV must already be in memory. On a GPU, this means that the request's last step must
-        have finished, which is the case once its token was sampled. After `publish_early`, the
-        earlier offer remains valid and None is returned.
+        have finished, which is the case once its token was sampled.
 
         Args:
             request: The request.
@@ -172,22 +167,18 @@ class Connector:
         instance(request, Request, "request")
         seconds = self._lease_seconds(lease_s)
         self._follow_epoch()
-        request_id = request.request_id
-        if request_id in self._early:
-            self.advance(request, self._manager.num_computed_tokens(request))
-            self._keep(request, free)
-            return None
         num_tokens = min(self._manager.num_computed_tokens(request), request.num_tokens)
-        offer = self._offer(request, num_tokens, (), seconds)
+        offer = self._offer(request, num_tokens, seconds)
         if offer is None:
             self._manager.free(request, **free)
             return None
         try:
-            self._keep(request, free)
+            self._manager.free(request, keep_blocks=True, **free)
         except BaseException:
-            self._numbers.give_back(request_id)
+            self._numbers.give_back(request.request_id)
             raise
-        self._begin_lease(offer, seconds, Progress(num_tokens))
+        self._kept[request.request_id] = request, 0
+        self._begin(Step(leases={request.request_id: (offer.lease, seconds)}))
         return offer.to_dict()
 
     def publish_cached(
@@ -253,90 +244,15 @@ class Connector:
         manager.finish_receiving(request, 0)
         return self.publish(request, lease_s=seconds)
 
-    def publish_early(
-        self, request: Request, order: Sequence[str], *, lease_s: float | None = None
-    ) -> dict[str, Any] | None:
-        """Offer the tokens of the current step before they are computed, in the slots that the last
-        plan assigned.
-
-        Report progress with `advance`, then `publish` or `withdraw` the request. The lease and the
-        readers' `timeout_s` start with this call.
-
-        Args:
-            request: The request.
-            order: All layers of the transferred groups, in the order in which the model computes them.
-            lease_s: As for `publish`.
-
-        Returns:
-            The offer. None if no offer is possible, in which case nothing has changed.
-
-        Raises:
-            TypeError: As for `publish`. Nothing has changed.
-            ValueError: As for `publish`, or `order` does not contain each layer once. Nothing has
-                changed.
-        """
-        instance(request, Request, "request")
-        seconds, order = self._lease_seconds(lease_s), self._checked_order(order)
-        self._follow_epoch()
-        num_tokens = min(self._manager.num_computed_tokens(request), request.num_tokens)
-        offer = self._offer(request, num_tokens, order, seconds)
-        if offer is None:
-            return None
-        self._early[request.request_id] = request, self._manager.cache.adapter_root(request)
-        self._begin_lease(offer, seconds, Progress(0))
-        return offer.to_dict()
-
-    def advance(
-        self,
-        request: Request,
-        num_tokens: int,
-        end_token: int = 0,
-        num_layers: int = 0,
-        rank: int | None = None,
-    ) -> None:
-        """Report how much of a request is computed to the readers of an early offer.
-
-        The report states that tokens [0, num_tokens) are computed in all layers of the rank, and
-        tokens [0, end_token) in its first `num_layers` layers, in the offer's layer order. The KV
-        of these tokens must already be in memory; on a GPU, first wait for the stream that computes
-        the layer. Progress never decreases. The call has no effect after the lease has ended.
-
-        Args:
-            request: The request.
-            num_tokens: Number of tokens computed in all layers.
-            num_layers: Number of layers in which tokens are computed up to `end_token`.
-            end_token: End (exclusive) of the tokens that are computed in these layers.
-            rank: The rank that made this progress. None: all ranks.
-        """
-        instance(request, Request, "request")
-        self._follow_epoch()  # ends leases first, because these tokens may be of the new weights
-        if rank is not None:
-            rank = integer(rank, "rank", most=len(self._ranks) - 1)
-        progress = Progress(
-            integer(num_tokens, "num_tokens"),
-            integer(end_token, "end_token"),
-            integer(num_layers, "num_layers", most=4096),
-        )
-        early = self._early.get(request.request_id)
-        if early is not None and early[1] != self._manager.cache.adapter_root(request):
-            self._begin(Step(ends={request.request_id}))  # the adapter was forgotten
-            return
-        for each in self._ranks if rank is None else [self._ranks[rank]]:
-            each.advance(request.request_id, progress)
-
     def withdraw(self, request: Request) -> None:
         """End a lease early, for example after a failed step.
 
-        Readers then compute the request themselves. If the request is still being computed, it is
-        freed. Its blocks are reused once no reader can accept them as valid any more. The call has
-        no effect for a request without a lease.
+        Readers then compute the request themselves. Its blocks are reused once no reader can accept
+        them as valid any more. The call has no effect for a request without a lease.
         """
         instance(request, Request, "request")
-        if request.request_id not in self._numbers:
-            return
-        if request.request_id in self._early:
-            self._keep(request, {})
-        self._begin(Step(ends={request.request_id}))
+        if request.request_id in self._numbers:
+            self._begin(Step(ends={request.request_id}))
 
     @property
     def num_leased_requests(self) -> int:
@@ -616,9 +532,7 @@ class Connector:
         if lost:
             self._manager.cache.evict(lost)
 
-    def _offer(
-        self, request: Request, num_tokens: int, order: tuple[str, ...], seconds: float
-    ) -> Offer | None:
+    def _offer(self, request: Request, num_tokens: int, seconds: float) -> Offer | None:
         lookahead = self._identity.lookahead
         num_computed = num_tokens
         num_tokens = min(num_computed, request.num_tokens - lookahead)
@@ -647,7 +561,6 @@ class Connector:
             tuple(blocks),
             tuple(rank.handshake.address for rank in self._ranks),
             lease,
-            order,
         )
 
     def _table(
@@ -664,37 +577,10 @@ class Connector:
     def _lease_seconds(self, lease_s: float | None) -> float:
         return self._options.lease_s if lease_s is None else checked_seconds(lease_s, "lease_s")
 
-    def _checked_order(self, order: Sequence[str]) -> tuple[str, ...]:
-        names = sorted(name for layout in self._layouts for name in layout.layers)
-        found = listed(order, "order", "the names of layers")
-        if isinstance(order, str) or not all(isinstance(each, str) for each in found):
-            raise TypeError(f"order is {shown(order)}: expected the names of layers")
-        if sorted(found) != names:
-            raise ValueError(
-                f"order is {shown(order)}: expected each of {shown(names)} once, the layers of the "
-                "transferred groups"
-            )
-        return tuple(found)
-
-    def _begin_lease(self, offer: Offer, seconds: float, progress: Progress) -> None:
-        self._begin(Step(leases={offer.request_id: (offer.lease, seconds, progress)}))
-
-    def _keep(self, request: Request, free: Mapping[str, Any]) -> None:
-        self._manager.free(request, keep_blocks=True, **free)
-        self._early.pop(request.request_id, None)
-        over = self._kept.pop(request.request_id, (request, 0))[1]
-        self._kept[request.request_id] = request, over
-        self._release_if_over(request.request_id)
-
     def _lease_is_over(self, request_id: str) -> None:
-        early, _ = self._early.get(request_id, (None, None))
-        request, over = self._kept.get(request_id, (early, 0))
-        self._kept[request_id] = request, over + 1
-        self._release_if_over(request_id)
-
-    def _release_if_over(self, request_id: str) -> None:
         request, over = self._kept[request_id]
-        if over == len(self._ranks) and request_id not in self._early:
+        self._kept[request_id] = request, over + 1
+        if over + 1 == len(self._ranks):
             del self._kept[request_id]
             self._manager.release_blocks(request)
             self._numbers.give_back(request_id)

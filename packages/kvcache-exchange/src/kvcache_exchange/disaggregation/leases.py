@@ -11,15 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 NUM_SLOTS = 8192
-SLOT_WORDS = 3  # number of words per slot: generation, tokens, tokens computed ahead
-SLOT_BYTES = 8 * SLOT_WORDS
-_LAYER_BITS, _TOKEN_BITS = 13, 31
-_TAG = 1 << 19
+SLOT_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -34,24 +30,6 @@ class Lease:
     slot: int
     generation: int
     until: float
-
-
-class Progress(NamedTuple):
-    """The part of a request that a rank has computed.
-
-    Tokens [0, num_tokens) are computed in all layers, and [0, end_token) in the first `num_layers`.
-    """
-
-    num_tokens: int
-    end_token: int = 0
-    num_layers: int = 0
-
-
-class SlotState(NamedTuple):
-    """The state of a lease, as read from its slot. `is_over` is None if the lease has not begun."""
-
-    is_over: bool | None
-    progress: Progress
 
 
 @dataclass
@@ -100,8 +78,7 @@ class LeaseNumbers:
 
 
 class Leases:
-    """The lease slots of one rank, with three words per slot. Readers read the slots after the
-    blocks.
+    """The lease slots of one rank, with one word per slot. Readers read the slots after the blocks.
 
     While a slot contains a lease's generation, the leased blocks are unchanged. The negated
     generation, or a later generation, means that the lease has ended. An earlier generation means
@@ -109,37 +86,21 @@ class Leases:
     has read the blocks, the data it read is valid. This check needs neither a clock nor a reply
     from the sender.
 
-    The other two words describe progress. Each of them states a fact that remains true until the
-    lease ends, so a reader may safely combine a new value of one word with an older value of the
-    other. Each word also contains some bits of the generation, so it cannot be mistaken for a word
-    of another lease.
-
     Args:
         clock: Function that returns the time in seconds. Replays pass their own clock.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or time.monotonic
-        self.slots = np.zeros((NUM_SLOTS, SLOT_WORDS), np.int64)
+        self.slots = np.zeros(NUM_SLOTS, np.int64)
         self._held: dict[str, _Held] = {}
         self._lock = threading.Lock()
 
-    def begin(self, request_id: str, lease: Lease, seconds: float, progress: Progress) -> None:
+    def begin(self, request_id: str, lease: Lease, seconds: float) -> None:
         """Keep a request's blocks for at most `seconds`."""
         with self._lock:
             self._held[request_id] = _Held(lease, self._clock() + seconds)
-            self._write(lease, progress)
-            self.slots[lease.slot, 0] = lease.generation
-
-    def advance(self, request_id: str, progress: Progress) -> None:
-        """Record the progress of a request's computation.
-
-        The KV of the computed tokens must already be in memory. The call has no effect after the
-        lease has ended.
-        """
-        with self._lock:
-            if (held := self._held.get(request_id)) is not None:
-                self._write(held.lease, progress)
+            self.slots[lease.slot] = lease.generation
 
     def end(self, request_id: str) -> None:
         """End a lease early. Readers can see that it has ended once this method returns."""
@@ -184,12 +145,7 @@ class Leases:
 
     def _end(self, held: _Held) -> None:
         held.deadline = 0.0
-        self.slots[held.lease.slot, 0] = -held.lease.generation
-
-    def _write(self, lease: Lease, progress: Progress) -> None:
-        tag = lease.generation % _TAG << _TOKEN_BITS + _LAYER_BITS
-        self.slots[lease.slot, 1] = tag | progress.num_tokens << _LAYER_BITS
-        self.slots[lease.slot, 2] = tag | progress.end_token << _LAYER_BITS | progress.num_layers
+        self.slots[held.lease.slot] = -held.lease.generation
 
     def __len__(self) -> int:
         return len(self._held)
@@ -203,13 +159,6 @@ def done_message(request_id: str, generation: int, num_readers: int) -> bytes:
     return json.dumps(values).encode()
 
 
-def read_slot(words: np.ndarray, generation: int) -> SlotState:
-    """Decode the state of a lease from the words of its slot, int64[SLOT_WORDS]."""
-    found, *facts = words.tolist()
-    is_over = False if found == generation else True if abs(found) >= generation else None
-    parts = []
-    for word in facts:
-        tag, value = divmod(word, 1 << _TOKEN_BITS + _LAYER_BITS)
-        parts.append(divmod(value if tag == generation % _TAG else 0, 1 << _LAYER_BITS))
-    (num_tokens, _), ahead = parts
-    return SlotState(is_over, Progress(num_tokens, *ahead))
+def is_lease_over(word: int, generation: int) -> bool | None:
+    """Return whether a lease has ended, from the word in its slot. None: it has not begun."""
+    return False if word == generation else True if abs(word) >= generation else None

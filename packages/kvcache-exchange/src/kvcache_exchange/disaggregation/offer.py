@@ -16,7 +16,7 @@ from kvcache_exchange.disaggregation.layout import GroupLayout, check_like
 from kvcache_exchange.disaggregation.leases import NUM_SLOTS, Lease
 from kvcache_exchange.identity import HASH_OPTIONS, KVIdentity
 
-VERSION = 5
+VERSION = 6
 _MOST_RANKS = 4096
 
 
@@ -47,8 +47,6 @@ class Offer:
         identity: The sender's identity.
         groups: The layouts of the sender's blocks, which may be converted.
         blocks: The request's block table for each group. 0 marks a block that is no longer held.
-        order: The layers in the order in which they are computed, if the offer was made before the
-            computation. The lease slots then report the progress.
     """
 
     engine_id: str
@@ -60,7 +58,6 @@ class Offer:
     blocks: tuple[tuple[int, ...], ...]
     ranks: tuple[RankAddress, ...]
     lease: Lease
-    order: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values, including a seal over them."""
@@ -103,12 +100,7 @@ class Offer:
                     f"a group has {len(ids)} blocks of {layout.block_size} tokens: expected enough for "
                     f"{num_tokens} tokens"
                 )
-        lease, order = own["lease"], tuple(own["order"])
-        names = sorted(name for layout in groups for name in layout.layers)
-        if order and sorted(order) != names:
-            raise ValueError(
-                f"order is {shown(order)}: expected each layer of the groups once, or none"
-            )
+        lease = own["lease"]
         found = cls(
             _text(own["engine_id"], "engine_id"),
             _text(own["request_id"], "request_id"),
@@ -123,7 +115,6 @@ class Offer:
                 integer(lease["generation"], "generation", 1, MAX_INT64),
                 float(lease["until"]),
             ),
-            order,
         )
         if own["seal"] != sealed(own)["seal"]:
             raise ValueError(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvcache.checks import instance, shown
 from kvcache.worker.swap.streams import Event
 from kvcache_exchange.disaggregation.layout import GroupLayout
-from kvcache_exchange.disaggregation.leases import Leases, Progress
+from kvcache_exchange.disaggregation.leases import Leases
 from kvcache_exchange.disaggregation.offer import Offer, RankAddress
 from kvcache_exchange.disaggregation.reading import Read, Reader
 from kvcache_exchange.disaggregation.steps import Load, RankHandshake, Results, Step
@@ -134,15 +134,6 @@ class RankThread:
                 self._refuse(step)
             elif not step.is_empty:
                 self._steps.put(_QueuedStep(time.monotonic(), step, after))
-
-    def advance(self, request_id: str, progress: Progress) -> None:
-        """Report a leased request's progress to its readers.
-
-        The KV of the computed tokens must already be in memory.
-        """
-        instance(request_id, str, "request_id")
-        instance(progress, Progress, "progress")
-        self._leases.advance(request_id, progress)
 
     def call(self, function: Callable[[], None]) -> None:
         """Run a function that uses the transport in the rank's thread, and wait for its result.

@@ -21,19 +21,13 @@ import torch
 from kvcache.transfer import TransferError, Transport, source_readers
 from kvcache.worker.swap.streams import Event, streams_of
 from kvcache_exchange.disaggregation.layout import GroupLayout
-from kvcache_exchange.disaggregation.leases import (
-    SLOT_BYTES,
-    SLOT_WORDS,
-    Progress,
-    done_message,
-    read_slot,
-)
+from kvcache_exchange.disaggregation.leases import SLOT_BYTES, done_message, is_lease_over
 from kvcache_exchange.disaggregation.steps import Load
 from kvcache_exchange.transport.metadata import Metadata, parse_metadata
 
 _ERRORS = (TransferError, ConnectionError, OSError, ValueError, TypeError)
 _NUM_CELLS = 4096  # number of lease slots that can be read concurrently
-_AGAIN_S = 0.002  # polling interval for a sender's progress, in seconds
+_AGAIN_S = 0.002  # interval in seconds at which to check whether a lease has begun
 
 
 class Pending(Protocol):
@@ -56,7 +50,7 @@ class Reader:
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport, self.streams = transport, streams_of(device)
-        self.inbox = np.zeros((_NUM_CELLS, SLOT_WORDS), np.int64)
+        self.inbox = np.zeros(_NUM_CELLS, np.int64)
         self.free_cells = list(range(_NUM_CELLS))
         transport.register([(self.inbox.ctypes.data, self.inbox.nbytes)])
         self._calls: dict[str, _Call] = {}
@@ -150,9 +144,7 @@ class Read(ABC):
     """A load in flight. Call `step` repeatedly until it returns True.
 
     The lease slots are read after the blocks. If the lease has not ended by then, the blocks are
-    valid. If an offer is still being computed, the slots are also read first, and then only the
-    blocks that they report as computed. A failed load ends once the transport has released its
-    blocks.
+    valid. A failed load ends once the transport has released its blocks.
     """
 
     def __init__(self, reader: Reader, load: Load, timeout_s: float) -> None:
@@ -166,7 +158,7 @@ class Read(ABC):
         self._reads: list[Pending] = []
         self._readers: Mapping[int, int] = {}
         self.is_told = False  # whether all sender's ranks were notified that the load has ended
-        self._is_complete, self._next_look = False, 0.0
+        self._next_look = 0.0
         self._stage: Any = self._connect
 
     @abstractmethod
@@ -176,15 +168,8 @@ class Read(ABC):
         """
 
     @abstractmethod
-    def _begin(self, progress: Mapping[int, Progress] | None) -> Iterable[Pending]:
-        """Begin the next reads, up to each remote rank's progress. None: read all tokens.
-
-        Raises ValueError or TransferError.
-        """
-
-    @abstractmethod
-    def _has_all(self) -> bool:
-        """Return whether all reads have begun."""
+    def _begin(self) -> Iterable[Pending]:
+        """Begin the reads. Raises ValueError or TransferError."""
 
     @property
     def left_s(self) -> float:
@@ -243,22 +228,14 @@ class Read(ABC):
             return False
         if self._after is not None and not self._after.query():
             return False
-        if offer.order and self._load.end_token > self._load.first_token:
-            return self._look()
-        return self._read_on(None)
-
-    def _read_on(self, progress: Mapping[int, Progress] | None) -> bool:
-        for read in self._begin(progress):
+        for read in self._begin():
             self._reads.append(read)
             self.num_bytes += read.num_bytes
         self._stage = self._wait_for_blocks
         return False
 
     def _wait_for_blocks(self) -> bool:
-        if not all(read.poll() for read in self._reads):
-            return False
-        self._is_complete = self._has_all()
-        return self._look()
+        return self._look() if all(read.poll() for read in self._reads) else False
 
     def _look(self) -> bool:
         """Read the lease slots."""
@@ -282,29 +259,21 @@ class Read(ABC):
         if not all(read.poll() for read in self._reads):
             return False
         offer = self._load.offer
-        states = {
-            source: read_slot(self._reader.inbox[cell], offer.lease.generation)
-            for source, cell in self._cells.items()
+        over = {
+            is_lease_over(int(self._reader.inbox[cell]), offer.lease.generation)
+            for cell in self._cells.values()
         }
-        over = {state.is_over for state in states.values()}
         if True in over:
             raise TransferError(
                 f"the lease of request {offer.request_id} has ended: set a longer lease_s in "
                 f"engine {offer.engine_id!r}"
             )
         if None in over:  # the offer arrived before the sender's ranks began the lease
-            return self._look_later()
-        if self._is_complete:
-            self._tell()
-            return self._end()
-        self._reads = []
-        self._read_on({source: state.progress for source, state in states.items()})
-        return False if self._reads or self._has_all() else self._look_later()
-
-    def _look_later(self) -> bool:
-        self._next_look = time.monotonic() + _AGAIN_S
-        self._stage = self._wait_to_look
-        return False
+            self._next_look = time.monotonic() + _AGAIN_S
+            self._stage = self._wait_to_look
+            return False
+        self._tell()
+        return self._end()
 
     def _wait_to_look(self) -> bool:
         return self._look() if time.monotonic() >= self._next_look else False

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvcache.checks import shown
 from kvcache_exchange.disaggregation.layout import GroupLayout
-from kvcache_exchange.disaggregation.leases import Lease, Progress
+from kvcache_exchange.disaggregation.leases import Lease
 from kvcache_exchange.disaggregation.offer import Offer, RankAddress
 
 
@@ -30,14 +30,14 @@ class Step:
 
     Attributes:
         loads: Loads to begin.
-        leases: Leases to begin, with their durations in seconds and their progress.
+        leases: Leases to begin, with their durations in seconds.
         ends: Requests whose leases end early.
         cancels: Requests whose loads are canceled.
         unread: Offers that will not be read.
     """
 
     loads: dict[str, Load] = field(default_factory=dict)
-    leases: dict[str, tuple[Lease, float, Progress]] = field(default_factory=dict)
+    leases: dict[str, tuple[Lease, float]] = field(default_factory=dict)
     ends: set[str] = field(default_factory=set)
     cancels: set[str] = field(default_factory=set)
     unread: list[Offer] = field(default_factory=list)

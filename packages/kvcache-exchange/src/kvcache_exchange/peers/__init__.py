@@ -12,8 +12,6 @@ _HOME = {
     "EventIndex": "kvcache_exchange.peers.index",
     "PeerSource": "kvcache_exchange.peers.source",
     "PeerStats": "kvcache_exchange.peers.source",
-    "PrefixIndex": "kvcache_exchange.peers.index",
-    "RadixTreeIndex": "kvcache_exchange.peers.index",
 }
 
 __all__ = [*_HOME]  # noqa: PLE0604

@@ -2,7 +2,5 @@
 """Public names, for type checkers. `__init__.py` imports each name on first use."""
 
 from kvcache_exchange.peers.index import EventIndex as EventIndex
-from kvcache_exchange.peers.index import PrefixIndex as PrefixIndex
-from kvcache_exchange.peers.index import RadixTreeIndex as RadixTreeIndex
 from kvcache_exchange.peers.source import PeerSource as PeerSource
 from kvcache_exchange.peers.source import PeerStats as PeerStats

@@ -15,7 +15,7 @@ from kvcache.sources import LoadStats
 from kvcache_exchange.disaggregation.connector import Connector
 from kvcache_exchange.disaggregation.offer_calls import OfferServer, OfferSource
 from kvcache_exchange.disaggregation.options import checked_seconds
-from kvcache_exchange.peers.index import EventIndex, PrefixIndex
+from kvcache_exchange.peers.index import EventIndex
 from kvcache_exchange.peers.watch import PeerWatch
 
 OFFER_PATH = "/peer/offer"
@@ -70,7 +70,6 @@ class PeerSource(OfferSource):
         manager: The manager of this engine.
         connector: A connector for the manager. This source owns the connector and closes it.
         peers: HTTP addresses of the peers, as "HOST:PORT".
-        index: The index. None: an `EventIndex`.
         min_tokens: Minimum number of tokens after the local hit for which an offer is requested.
         timeout_s: Maximum time in seconds to wait for an offer.
         lease_s: Duration in seconds of the leases under which blocks are kept for peers.
@@ -92,7 +91,6 @@ class PeerSource(OfferSource):
         connector: Connector,
         peers: Sequence[str],
         *,
-        index: PrefixIndex | None = None,
         min_tokens: int = 64,
         timeout_s: float = 2.0,
         lease_s: float = 10.0,
@@ -116,10 +114,7 @@ class PeerSource(OfferSource):
         if not 0 <= share <= 1:
             raise ValueError(f"max_kept_share is {share}: expected 0 to 1")
         self._max_kept_blocks = int(share * manager.pool.num_total)
-        for method in ("view", "num_tokens") if index is not None else ():
-            if not callable(getattr(index, method, None)):
-                raise TypeError(f"index is {shown(index)}: expected a PrefixIndex")
-        self._index = EventIndex(manager) if index is None else index
+        self._index = EventIndex(manager)
         self._numbers, self._process = itertools.count(), uuid.uuid4().hex
         self._offered = self._offered_tokens = self._declined = 0
         self._watches = {

@@ -12,9 +12,7 @@ import torch
 
 from kvcache.transfer import Transport
 from kvcache_exchange.disaggregation.layout import GroupLayout, check_like
-from kvcache_exchange.disaggregation.leases import Progress
 from kvcache_exchange.disaggregation.reading import Pending, Read, Reader, readers_of_sources
-from kvcache_exchange.disaggregation.steps import Load
 from kvcache_exchange.plugins.moves import CONVERTS, GroupPlan, Moves
 from kvcache_exchange.transport.metadata import parse_metadata
 
@@ -90,26 +88,13 @@ class RequestFetch(Read):
 
     _reader: RankReader
 
-    def __init__(self, rank: RankReader, load: Load, timeout_s: float) -> None:
-        super().__init__(rank, load, timeout_s)
-        self._has_begun = False
-
     def _plan(self) -> Mapping[int, int]:
-        if self._load.offer.order:
-            raise ValueError(
-                f"the blocks of request {self._load.offer.request_id} are not computed yet: expected "
-                "the offer of a finished request"
-            )
         self._plans = self._reader.plans(self._load.offer.groups)
         return self._plans.readers
 
-    def _begin(self, progress: Mapping[int, Progress] | None) -> Iterator[Pending]:
+    def _begin(self) -> Iterator[Pending]:
         for source, *columns in self._moves():
             yield self._reader.transport.read(self._peers[source], *columns, timeout_s=self.left_s)
-        self._has_begun = True
-
-    def _has_all(self) -> bool:
-        return self._has_begun
 
     def _moves(self) -> Iterator[Moves]:
         """Yield the reads of all groups.

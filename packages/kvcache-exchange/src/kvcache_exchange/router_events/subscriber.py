@@ -58,7 +58,7 @@ class EventSubscriber:
             replay. After a replay without any response, the next attempt is delayed by this
             timeout.
         view: Object that mirrors the cache. None: a new `CacheView`. Any object with the methods
-            `apply` and `clear` of a `CacheView` can be used, such as a view of a `PrefixIndex`.
+            `apply` and `clear` of a `CacheView` can be used, such as a view of an `EventIndex`.
         context: The ZMQ context. None: the process-wide context.
 
     Raises:

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+import numpy as np
+
 from kvcache.checks import shown
 from kvcache.native.load import core
 
@@ -131,7 +133,9 @@ class Channel:
         for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, option):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        self._queue: queue.Queue[Frame | None] = queue.Queue(MOST_QUEUED)
+        self._queue: queue.Queue[tuple[dict, bytes, np.ndarray | None] | None] = queue.Queue(
+            MOST_QUEUED
+        )
         self.threads = [
             threading.Thread(target=run, name=f"kvcache {what} {name}", daemon=True)
             for run, what in ((self._read, "frames of"), (self._write, "frames to"))
@@ -142,14 +146,28 @@ class Channel:
         for thread in self.threads:
             thread.start()
 
-    def put(self, header: dict, payload: bytes = b"") -> None:
-        """Queue a frame for sending. Raises ChannelError if too many frames are queued."""
+    def put(self, header: dict, payload: bytes = b"", body: np.ndarray | None = None) -> None:
+        """Queue a frame for sending. Raises ChannelError if too many frames are queued.
+
+        `body` follows the frame as it is. It must not change until it has been sent.
+        """
         try:
-            self._queue.put_nowait((header, payload))
+            self._queue.put_nowait((header, payload, body))
         except queue.Full:
             raise ChannelError(
                 f"{MOST_QUEUED} frames are waiting for the peer: expected fewer"
             ) from None
+
+    def receive_into(self, body: np.ndarray) -> None:
+        """Receive the bytes that follow the current frame. Called by `on_frame`.
+
+        Raises ChannelError if the connection ends.
+        """
+        left = memoryview(body)
+        while left:
+            if not (count := self._sock.recv_into(left)):
+                raise ChannelError("the peer ended the connection")
+            left = left[count:]
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Close the connection once the queued frames have been sent, or after `timeout_s`."""
@@ -177,7 +195,10 @@ class Channel:
     def _write(self) -> None:
         try:
             while (frame := self._queue.get()) is not None:
-                send_frame(self._sock, *frame, number=next(self._sent))
+                header, payload, body = frame
+                send_frame(self._sock, header, payload, number=next(self._sent))
+                if body is not None:
+                    self._sock.sendall(body)
         except BlockingIOError:
             self._on_end("the peer does not receive frames")
         except OSError as error:

@@ -16,7 +16,7 @@ from kvcache.checks import shown
 from kvcache.transfer import Spans, Transfer, TransferError
 from kvcache_exchange.transport.channel import Channel, ChannelError
 from kvcache_exchange.transport.digest import digest_of_request
-from kvcache_exchange.transport.lane import Flow, Job, Lane
+from kvcache_exchange.transport.lane import Incoming, Job, Lane, Outgoing
 from kvcache_exchange.transport.metadata import Metadata
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ MOST_MESSAGE = 1 << 20  # maximum size of a message in bytes
 MOST_NOTIFICATIONS = 1 << 16  # maximum number of messages that `notifications` has not returned yet
 _MOST_WAITING = 1 << 12  # maximum number of a peer's reads, and of its writes, that wait to start
 _MOST_TIMES = 4  # maximum mean number of times that a request may reference a registered byte
-_MOST_STOPPED = 1 << 14  # maximum number of tags in `_stopped`; exceeds a peer's number of jobs
 _MOST_ID = 1 << 28
 
 
@@ -42,7 +41,7 @@ class LocalSide:
 
 
 class StagedTransfer(Transfer):
-    """A transfer through staging memory. Only its `Flow` accesses local memory."""
+    """A transfer through staging memory. Only a `Flow` accesses local memory."""
 
     def __init__(self, connection: Connection, num_bytes: int, timeout_s: float) -> None:
         self.peer, self.num_bytes = connection.peer.agent, num_bytes
@@ -123,18 +122,19 @@ class StagedTransfer(Transfer):
 class Connection:
     """A connection to one peer, which exchanges frames:
 
-    - `pull` (id, spans): the peer reads. Answered with `start` (id), then bytes, then `done` (id,
+    - `pull` (id, spans): the peer reads. Answered with `start` (id), then pieces, then `done` (id,
       message).
-    - `push` (id, spans): the peer writes. Answered with `accept` (id), then `start`, bytes, and `landed`.
+    - `push` (id, spans): the peer writes. Answered with `accept` (id), then `start`, pieces, and
+      `landed`.
     - `refused` (id, reason): the request is refused; sent instead of another response.
-    - `more` and `end` (tag): state whether another piece of the bytes that follow a `start` will be
-    sent.
-    - `digest` (tag, digest): the digest of the next piece. On a mismatch, `spoiled` (id) is sent
-      instead of `landed`. If digests are enabled, `pull`, `push` and every frame (`Channel`) also
-      carry a digest.
+    - `piece` (tag, bytes): a transfer's next piece is in the next slot, or follows (`Lane`).
+    - `taken`: the slot of the earliest piece is free again.
+    - `end` (tag): no further piece of a canceled transfer will be sent.
+    - If digests are enabled, `pull`, `push`, `piece` and every frame (`Channel`) carry a digest. If
+      a piece's digest is wrong, `spoiled` (id) is sent instead of `landed`.
     - `cancel` (id): the peer has canceled its own transfer. Answered with `cancelled` for a push.
     - `message`: a notification.
-    - `lane`: a frame that is passed to the lane.
+    - `lane`: a frame that is passed to the lane while it opens.
     - `ready`: sent once by the listener when its lane is open. `connect` returns only after this
       frame, when both sides may start transfers.
 
@@ -162,11 +162,10 @@ class Connection:
         self._pushes: dict[int, tuple[Spans, bytes, str]] = {}
         self._pulls: dict[int, Job] = {}  # the peer's reads, by ID
         self._incoming: dict[int, Job] = {}  # receiving jobs, by tag
-        self._stopped: dict[int, None] = {}  # tags of ended jobs that still await digests
         self._messages: deque[bytes] = deque()
         self.lane: Lane | None = None
         self.channel: Channel | None = None
-        self._flows: list[Flow] = []
+        self._flows: tuple[Outgoing, Incoming] | tuple[()] = ()
         self._on_lane_frame: Callable[[dict, bytes], None] = lambda header, payload: None
 
     def attach(self, channel: Channel) -> None:
@@ -181,19 +180,18 @@ class Connection:
     def open(self, lane: Lane) -> None:
         """Start the threads that move bytes over the lane."""
         self.lane = lane
-        self._flows = [
-            Flow(
+        self._flows = tuple(
+            kind(
                 lane,
                 self._local.memory,
-                self.piece_bytes,
                 self.fail,
                 self._say,
-                is_outgoing=is_outgoing,
+                self._local.timeout_s,
                 has_digest=self.has_digest,
-                name=f"kvcache bytes {'to' if is_outgoing else 'from'} {self.peer.agent}",
+                name=f"kvcache bytes {direction} {self.peer.agent}",
             )
-            for is_outgoing in (True, False)
-        ]
+            for kind, direction in ((Outgoing, "to"), (Incoming, "from"))
+        )
         with self._lock:
             self._is_open.set()
             if self._peer_is_open:
@@ -356,8 +354,11 @@ class Connection:
         if op == "message":
             self._notify(payload)
             return
-        if op in ("more", "end", "digest"):
-            self._on_said(op, header)
+        if op == "taken":
+            self._flows[0].taken()
+            return
+        if op in ("piece", "end"):
+            self._on_piece(op, header)
             return
         number = header.get("id")
         if type(number) is not int or not 0 <= number < _MOST_ID:
@@ -396,7 +397,7 @@ class Connection:
         if self._are_too_many(self._pulls, number):
             return
         tag = self._tag(number, mine=False)
-        job = Job(spans, tag, self._local.timeout_s, lambda: None, request)
+        job = Job(spans, tag, self.piece_bytes, request=request)
         self._pulls[number] = job
         self._start(number, job)
 
@@ -469,7 +470,7 @@ class Connection:
     def _on_accept(self, number: int, header: dict, payload: bytes) -> None:
         transfer, local = self._transfer(number, "push")
         tag = self._tag(number, mine=True)
-        job = Job(local, tag, self._local.timeout_s, lambda: None, transfer.request)
+        job = Job(local, tag, self.piece_bytes, request=transfer.request)
         with self._ordering:  # the peer ends a write if `cancel` precedes `start`
             if number in self._given_up:
                 return  # `cancel` is already queued
@@ -487,57 +488,40 @@ class Connection:
 
     def _on_start(self, number: int, header: dict, payload: bytes) -> None:
         tag, size = header.get("tag"), header.get("bytes")
-        timeout_s = self._local.timeout_s
+        most = self.piece_bytes
         if tag == self._tag(number, mine=True):  # a read that this side started
             transfer, local = self._transfer(number, "pull")
             job = transfer.job = Job(
-                local, tag, timeout_s, lambda: self._have_read(number), transfer.request
+                local, tag, most, lambda: self._have_read(number), transfer.request
             )
         elif tag == self._tag(number, mine=False) and number in self._pushes:
             spans, message, request = self._pushes.pop(number)
-            job = Job(spans, tag, timeout_s, lambda: self._have_landed(number, message), request)
+            job = Job(spans, tag, most, lambda: self._have_landed(number, message), request)
         else:
             raise ValueError(f"start has id {number} and tag {shown(tag)}: expected a transfer")
         if size != job.spans.num_bytes:
             raise ValueError(f"start announces {shown(size)} bytes: expected {job.spans.num_bytes}")
         self._incoming[tag] = job
-        self._flows[1].put(job)
 
-    def _say(self, op: str, job: Job, **values: object) -> None:
-        self.put({"op": op, "tag": job.tag, **values})
+    def _say(self, op: str, **values: object) -> None:
+        self.put({"op": op, **values})
 
-    def _on_said(self, op: str, header: dict) -> None:
+    def _on_piece(self, op: str, header: dict) -> None:
         tag = header.get("tag")
         job = self._incoming.get(tag) if type(tag) is int else None
         if job is None:
-            if op == "digest" and type(tag) is int and tag in self._stopped:
-                return  # the job no longer waits for this digest
             raise ValueError(f"tag is {shown(tag)}: expected the tag of a transfer in progress")
-        if op == "more":
-            job.promise()
-            return
-        if op == "digest":
-            if not self.has_digest or header.get("digest") != str(header.get("digest"))[:32]:
-                raise ValueError("a digest is unexpected or malformed: expected none, or 32 digits")
-            job.put_digest(header["digest"])
+        if op == "piece":
+            self._flows[1].receive(job, header)
             return
         is_mine = tag % 2 == self.is_caller
         if is_mine and tag // 2 not in self._given_up:
             raise ValueError(f"the data of pull {tag // 2} ended early: expected all bytes")
-        job.end()
-
-    def _ended_job(self, tag: int) -> Job:
-        """Remove a receiving job that has ended. Only late digests may still arrive for it."""
-        job = self._incoming[tag]
-        if self.has_digest and job.is_stopped:
-            self._stopped[tag] = None
-            if len(self._stopped) > _MOST_STOPPED:
-                del self._stopped[next(iter(self._stopped))]
-        return self._incoming.pop(tag)
+        self._flows[1].end(job)
 
     def _have_read(self, number: int) -> None:
         transfer, _, _, notify = self._transfers[number]
-        if self._ended_job(self._tag(number, mine=True)).is_spoiled:
+        if self._incoming.pop(self._tag(number, mine=True)).is_spoiled:
             transfer.fail("the received bytes differ from the sent bytes: their digests differ")
         transfer.finish(
             lambda is_done: self.put({"op": "done", "id": number}, notify if is_done else b"")
@@ -545,7 +529,7 @@ class Connection:
         self.untrack(number)
 
     def _have_landed(self, number: int, message: bytes) -> None:
-        job = self._ended_job(self._tag(number, mine=False))
+        job = self._incoming.pop(self._tag(number, mine=False))
         op = "spoiled" if job.is_spoiled else "cancelled" if job.is_stopped else "landed"
         self.put({"op": op, "id": number})
         if message and op == "landed":

@@ -8,7 +8,7 @@ import importlib.util
 from kvcache.checks import shown
 from kvcache.transfer import Transport
 
-TRANSPORTS = ("nixl", "gloo")  # in order of preference
+TRANSPORTS = ("nixl", "tcp")  # in order of preference
 
 
 def make_transport(
@@ -23,7 +23,7 @@ def make_transport(
 
     Args:
         agent: Name that is unique among the peers.
-        name: "nixl" or "gloo". None: NIXL if it is installed, otherwise gloo.
+        name: "nixl" or "tcp". None: NIXL if it is installed, otherwise TCP.
         host: Address to listen on.
         port: Port to listen on. 0: any free port.
         options: Further options:
@@ -52,11 +52,11 @@ def make_transport(
         OSError: The address is in use.
     """
     if name is None:
-        name = "nixl" if importlib.util.find_spec("nixl") else "gloo"
+        name = "nixl" if importlib.util.find_spec("nixl") else "tcp"
     if not isinstance(name, str) or name not in TRANSPORTS:
         raise ValueError(f"name is {shown(name)}: expected one of {', '.join(TRANSPORTS)}, or None")
     if name == "nixl":
         from kvcache_exchange.transport.nixl import NixlTransport as Chosen
     else:
-        from kvcache_exchange.transport.gloo import GlooTransport as Chosen
+        from kvcache.transfer.transport.tcp import TcpTransport as Chosen
     return Chosen(agent, host=host, port=port, **options)

@@ -7,12 +7,11 @@ import mmap
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
+from kvcache.checks import shown
 from kvcache.transfer import Spans
 from kvcache.worker.pages.pinning import pin
 from kvcache_exchange.transport.digest import digest_of, digest_of_answer
@@ -21,7 +20,15 @@ from kvcache_exchange.transport.registered import CopyStreams, RegisteredMemory
 # Minimum size in bytes of the pieces of a short job. Each piece has a fixed cost that equals the cost of
 # copying 1 MiB.
 _LEAST_PART = 1 << 20
-PIECES_AHEAD = 4  # maximum number of staged pieces, and of pieces announced to the other side
+PIECES_AHEAD = 4  # number of slots, which is the maximum number of pieces ahead of the receiver
+
+# Waits until a piece was sent, for at most the given seconds, and then announces it to the peer. An
+# exception means that the piece never arrives.
+Announce = Callable[[float], None]
+
+
+def nothing_to_wait_for(timeout_s: float) -> None:
+    """Do nothing, because the piece was announced when it was sent."""
 
 
 class PieceStaging:
@@ -42,39 +49,34 @@ class PieceStaging:
         return self._pin is not None
 
 
-class PieceWork(Protocol):
-    """A piece in flight."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the piece has arrived or may be overwritten.
-
-        An exception means that neither will ever happen.
-        """
-
-
 class Lane(ABC):
-    """Moves pieces of staging memory to and from one peer. Pieces with equal tags arrive in order.
+    """Moves pieces from the slots of one side's staging memory to the same slots of the other side.
+
+    A slot is used again only after the receiver has copied its piece.
 
     Attributes:
+        outgoing, incoming: The slots, uint8[PIECES_AHEAD, piece_bytes]. If a transfer is canceled,
+            the peer may receive the previous content of these slots.
+        staging: The memory that contains the slots, or None once the lane has let go of it.
         threads: The threads that end with the lane. Until then, they may access registered memory.
     """
 
     threads: Sequence[threading.Thread] = ()
 
-    @abstractmethod
-    def staging(self, *, is_outgoing: bool) -> tuple[Sequence[torch.Tensor], PieceStaging]:
-        """Return the pieces to send or receive, and the memory that contains them.
-
-        If a transfer is canceled, the peer may receive the previous content of these pieces.
-        """
-
-    @abstractmethod
-    def send(self, piece: torch.Tensor, tag: int) -> PieceWork:
-        """Start sending a piece."""
+    def __init__(self, piece_bytes: int, memory: RegisteredMemory) -> None:
+        # Pinning takes longer than a short transfer, so it is done when the connection opens. Memory
+        # that is not pinned costs nothing until it is used.
+        staging = PieceStaging(2 * PIECES_AHEAD, piece_bytes, memory.cuda_device)
+        self.staging: PieceStaging | None = staging
+        self.outgoing, self.incoming = staging.pieces.view(2, PIECES_AHEAD, piece_bytes)
 
     @abstractmethod
-    def receive(self, piece: torch.Tensor, tag: int) -> PieceWork:
-        """Start receiving a piece. It must have the size of the sent piece."""
+    def send(self, slot: int, header: dict) -> Announce:
+        """Start sending a slot's first `header["bytes"]` bytes, which `header` announces."""
+
+    @abstractmethod
+    def receive(self, slot: int, num_bytes: int) -> None:
+        """Receive a piece that was just announced. Called by the thread that reads frames."""
 
     @abstractmethod
     def close(self) -> None:
@@ -84,14 +86,14 @@ class Lane(ABC):
 class Job:
     """A job that sends or receives fragments of local memory, piece by piece.
 
-    After `stop`, the job no longer accesses local memory once `is_idle` is True. Pieces that the
-    other side expects are still sent or received, but only to or from staging memory.
+    After `stop`, the job no longer accesses local memory once `is_idle` is True. Pieces that still
+    arrive are dropped.
 
     Args:
         spans: The fragments.
         tag: Tag that all of the job's pieces carry.
-        timeout_s: Maximum time per piece, in seconds.
-        on_done: Called after all pieces have moved, by the thread that moved them.
+        piece_bytes: Maximum size of a piece.
+        on_done: Called after all pieces have been received, by the thread that copied them.
         request: Digest of the request, if digests are enabled.
     """
 
@@ -99,31 +101,24 @@ class Job:
         self,
         spans: Spans,
         tag: int,
-        timeout_s: float,
-        on_done: Callable[[], None],
+        piece_bytes: int,
+        on_done: Callable[[], None] = lambda: None,
         request: str = "",
     ) -> None:
-        self.request = request
-        self.spans, self.tag, self.timeout_s, self.on_done = spans, tag, timeout_s, on_done
+        self.spans, self.tag, self.on_done, self._request = spans, tag, on_done, request
+        # The pieces, which are the same on both sides. Short jobs are also split, so that one piece
+        # is gathered or scattered while another piece is in flight.
+        part = -(-spans.num_bytes // PIECES_AHEAD)
+        self.tiles = spans.tiles(min(piece_bytes, max(part, _LEAST_PART)))
+        self.bytes_left = spans.num_bytes  # not yet received
+        self._number = 0  # of the next piece that is digested
         self._copying = threading.Lock()
-        self._changed = threading.Condition()
-        self._stopped = False
-        self._is_over = False  # whether all pieces have been announced
-        self.num_promised = PIECES_AHEAD
-        self._digests: deque[str] = deque()  # digests of pieces that were not checked yet
-        self._num_digests = 0
+        self.is_stopped = False
         self.is_spoiled = False  # whether the received bytes differ from the sent bytes
 
     def stop(self) -> None:
         """Prevent the job from starting further copies."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether `stop` was called."""
-        return self._stopped
+        self.is_stopped = True
 
     @property
     def is_idle(self) -> bool:
@@ -133,103 +128,56 @@ class Job:
     def copy(self, run: Callable[[], None]) -> bool:
         """Run a copy unless the job was stopped. Returns whether it ran."""
         with self._copying:
-            if self._stopped:
+            if self.is_stopped:
                 return False
             run()
             return True
 
-    # Methods that track the pieces that the sender has announced.
+    def next_digest(self, piece: torch.Tensor) -> str:
+        """Compute the digest of the next piece."""
+        self._number += 1
+        return digest_of_answer(self._request, self._number - 1, digest_of(piece))
 
-    def promise(self) -> None:
-        """Record that the sender has announced another piece."""
-        with self._changed:
-            self.num_promised += 1
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """Record that no more pieces will arrive, or that no piece is expected."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
-
-    def is_promised(self, number: int) -> bool:
-        """Wait until the sender has announced whether another piece follows, and return the answer.
-
-        Raises TimeoutError if the sender does not announce it in time.
-        """
-
-        def is_known() -> bool:
-            return number < self.num_promised or self._is_over
-
-        with self._changed:
-            if not self._changed.wait_for(is_known, self.timeout_s):
-                raise TimeoutError(
-                    "the peer did not announce in time whether another piece follows"
-                )
-            return number < self.num_promised
-
-    def digest_of(self, number: int, piece: torch.Tensor) -> str:
-        """Compute the digest of the piece with this number."""
-        return digest_of_answer(self.request, number, digest_of(piece))
-
-    def put_digest(self, digest: str) -> None:
-        """Record the next piece's digest.
-
-        Raises ValueError if there are more digests than announced pieces.
-        """
-        with self._changed:
-            if self._num_digests >= self.num_promised:
-                raise ValueError("unexpected digest: expected the digest of an announced piece")
-            self._num_digests += 1
-            self._digests.append(digest)
-            self._changed.notify_all()
-
-    def check(self, number: int, piece: torch.Tensor) -> None:
-        """Verify the digest of the piece with this number, and stop the job on a mismatch."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._digests or self._stopped, self.timeout_s):
-                raise TimeoutError("the peer did not send a digest in time")
-            told = self._digests.popleft() if self._digests else None
-        if not self._stopped and told != self.digest_of(number, piece):
+    def check(self, piece: torch.Tensor, told: object) -> None:
+        """Verify the digest of the next piece, and stop the job on a mismatch."""
+        if self.next_digest(piece) != told and not self.is_stopped:
             self.is_spoiled = True
             self.stop()
 
 
-class Flow:
-    """One direction of a lane. Its thread runs jobs in order, with a few pieces in flight at a time.
+class Flow(ABC):
+    """One direction of a lane. Its thread runs jobs in order.
 
-    While some pieces are in flight, the next piece is gathered or scattered. `say` notifies the
-    other side that a job has another piece ("more") or no more pieces ("end") and, with
-    `has_digest`, sends each piece's digest ("digest").
+    Args:
+        say: Sends a frame with the given op and values to the peer.
+        timeout_s: Maximum time to wait for the peer per piece, in seconds.
     """
 
     def __init__(
         self,
         lane: Lane,
         memory: RegisteredMemory,
-        piece_bytes: int,
         on_failure: Callable[[str], None],
         say: Callable[..., None],
+        timeout_s: float,
         *,
-        is_outgoing: bool,
         has_digest: bool,
         name: str,
     ) -> None:
-        self._lane, self._memory, self._piece_bytes = lane, memory, piece_bytes
-        self._on_failure, self._say = on_failure, say
-        self._is_outgoing, self._has_digest = is_outgoing, has_digest
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._staging: Sequence[torch.Tensor] = ()
-        self._kept: PieceStaging | None = None  # stays pinned while copies may be running
+        self._lane, self._memory, self._timeout_s = lane, memory, timeout_s
+        self._on_failure, self._say, self._has_digest = on_failure, say, has_digest
+        self._kept = lane.staging  # stays pinned while copies may be running
         self._streams = CopyStreams()
+        self._streams.staging_is_pinned = self._kept is not None and self._kept.is_pinned
+        self._work: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self._current: Job | None = None
         self._is_closed = False
+        self._changed = threading.Condition()
+        self._num_begun = self._num_taken = (
+            0  # pieces sent, and pieces that the receiver has copied
+        )
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
-
-    def put(self, job: Job) -> None:
-        """Queue a job."""
-        self._jobs.put(job)
 
     @property
     def is_copying(self) -> bool:
@@ -239,104 +187,113 @@ class Flow:
 
     def close(self) -> None:
         """Stop the thread. The current job's remaining pieces are not copied."""
-        self._is_closed = True
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
         if (job := self._current) is not None:
             job.stop()
-            job.end()
-        self._jobs.put(None)
+        self._work.put(None)
 
     def _run(self) -> None:
         try:
-            while (job := self._jobs.get()) is not None:
-                self._current = job
+            while (work := self._work.get()) is not None:
+                self._current = work[0]
                 if self._is_closed:
                     return
                 self._memory.enter_device()
-                if self._kept is None:
-                    self._staging, self._kept = self._lane.staging(is_outgoing=self._is_outgoing)
-                    self._streams.staging_is_pinned = self._kept.is_pinned
-                (self._send if self._is_outgoing else self._receive)(job)
-                if self._is_closed:
-                    return
-                job.on_done()
+                self._do(*work)
                 self._current = None
         except Exception as error:  # raised by the lane if the peer is gone or does not answer
             self._on_failure(f"{type(error).__name__}: {error}")
         finally:
             self._streams.close()
-            self._staging, self._kept = (), None
+            self._kept = None
 
-    def _tiles(self, job: Job) -> Iterator[Spans]:
-        """Yield a job's pieces, which are the same on both sides.
+    @abstractmethod
+    def _do(self, job: Job, *values: object) -> None:
+        """Do the work of a queue entry."""
 
-        Short jobs are also split, so that one piece is gathered or scattered while another piece is
-        in flight.
-        """
-        part = -(-job.spans.num_bytes // PIECES_AHEAD)
-        return job.spans.tiles(min(self._piece_bytes, max(part, _LEAST_PART)))
 
-    def _gather(self, tile: Spans, piece: torch.Tensor) -> None:
-        self._memory.gather(tile, piece, self._streams)
+class Outgoing(Flow):
+    """Sends jobs. While a piece is in flight, the next piece is gathered."""
 
-    def _scatter(self, piece: torch.Tensor, tile: Spans) -> None:
-        self._memory.scatter(piece, tile, self._streams)
+    def put(self, job: Job) -> None:
+        """Queue a job."""
+        self._work.put((job,))
 
-    def _send(self, job: Job) -> None:
-        # Pieces are started in the same order in which they are awaited.
-        under_way: deque[PieceWork] = deque()
-        tiles = _with_more(self._tiles(job))
-        for number, (tile, has_more) in enumerate(tiles):
-            if len(under_way) == PIECES_AHEAD:
-                under_way.popleft().wait(job.timeout_s)
-            piece = self._staging[number % PIECES_AHEAD][: tile.num_bytes]
-            if job.copy(lambda tile=tile, piece=piece: self._gather(tile, piece)):
-                if has_more:
-                    job.promise()
-                    self._say("more", job)
-                if self._has_digest:
-                    self._say("digest", job, digest=job.digest_of(number, piece))
-            elif self._is_closed:
+    def taken(self) -> None:
+        """Record that the peer has copied a piece. Raises ValueError if no piece is in flight."""
+        with self._changed:
+            if self._num_taken == self._num_begun:
+                raise ValueError("a piece was taken: expected a piece in flight")
+            self._num_taken += 1
+            self._changed.notify_all()
+
+    def _do(self, job: Job) -> None:
+        announce: Announce = nothing_to_wait_for
+        for tile in job.tiles:
+            slot = self._next_slot()
+            if self._is_closed:
                 return
-            elif number == job.num_promised:
-                self._say("end", job)
-                break
-            under_way.append(self._lane.send(piece, job.tag))
-        while under_way:
-            under_way.popleft().wait(job.timeout_s)
-
-    def _receive(self, job: Job) -> None:
-        under_way: deque[tuple[int, Spans, torch.Tensor, PieceWork]] = deque()
-        tiles = self._tiles(job)
-        tile, following = next(tiles, None), 0  # the next piece and its number
-
-        def begin() -> None:
-            nonlocal tile, following
-            if tile is not None and job.is_promised(following) and not self._is_closed:
-                piece = self._staging[following % PIECES_AHEAD][: tile.num_bytes]
-                under_way.append((following, tile, piece, self._lane.receive(piece, job.tag)))
-                tile, following = next(tiles, None), following + 1
-
-        for _ in range(PIECES_AHEAD):
-            begin()
-        while under_way:
-            number, to, piece, work = under_way.popleft()
-            work.wait(job.timeout_s)
+            piece = self._lane.outgoing[slot, : tile.num_bytes]
+            if not job.copy(lambda t=tile, p=piece: self._memory.gather(t, p, self._streams)):
+                announce(self._timeout_s)
+                self._say("end", tag=job.tag)
+                return
+            header = {"op": "piece", "tag": job.tag, "bytes": tile.num_bytes}
             if self._has_digest:
-                job.check(number, piece)
-            job.copy(lambda to=to, piece=piece: self._scatter(piece, to))
-            begin()
-        if tile is not None:
-            job.stop()  # the sender has canceled the transfer
+                header["digest"] = job.next_digest(piece)
+            announce(self._timeout_s)
+            self._num_begun += 1
+            announce = self._lane.send(slot, header)
+        announce(self._timeout_s)
+
+    def _next_slot(self) -> int:
+        """Wait until the next slot is free."""
+
+        def is_free() -> bool:
+            return self._is_closed or self._num_begun - self._num_taken < PIECES_AHEAD
+
+        with self._changed:
+            if not self._changed.wait_for(is_free, self._timeout_s):
+                raise TimeoutError("the peer did not make room in time")
+        return self._num_begun % PIECES_AHEAD
 
 
-def _with_more(tiles: Iterator[Spans]) -> Iterator[tuple[Spans, bool]]:
-    """Yield each tile together with a flag that is True if the job also has the tile `PIECES_AHEAD`
-    positions later.
-    """
-    window: deque[Spans] = deque()
-    for tile in tiles:
-        window.append(tile)
-        if len(window) > PIECES_AHEAD:
-            yield window.popleft(), True
-    for tile in window:
-        yield tile, False
+class Incoming(Flow):
+    """Copies received pieces to their jobs' fragments."""
+
+    def receive(self, job: Job, header: dict) -> None:
+        """Receive the next piece of a job. Called by the thread that reads frames.
+
+        Raises ValueError if the piece has another size, or if no slot is free.
+        """
+        tile, size = next(job.tiles, None), header.get("bytes")
+        if tile is None or size != tile.num_bytes:
+            expected = "no further piece" if tile is None else tile.num_bytes
+            raise ValueError(f"a piece announces {shown(size)} bytes: expected {expected}")
+        if self._num_begun - self._num_taken == PIECES_AHEAD:
+            raise ValueError(f"a piece has no slot: expected at most {PIECES_AHEAD} pieces")
+        slot = self._num_begun % PIECES_AHEAD
+        self._lane.receive(slot, tile.num_bytes)
+        self._num_begun += 1
+        self._work.put((job, tile, slot, header.get("digest")))
+
+    def end(self, job: Job) -> None:
+        """Record that the sender has canceled the job: no further piece arrives."""
+        self._work.put((job, None, 0, None))
+
+    def _do(self, job: Job, tile: Spans | None, slot: int, told: object) -> None:
+        if tile is None:
+            job.stop()
+            job.on_done()
+            return
+        piece = self._lane.incoming[slot, : tile.num_bytes]
+        if self._has_digest:
+            job.check(piece, told)
+        job.copy(lambda: self._memory.scatter(piece, tile, self._streams))
+        job.bytes_left -= tile.num_bytes
+        self._num_taken += 1
+        self._say("taken")
+        if not job.bytes_left and not self._is_closed:
+            job.on_done()

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcache.checks import shown
 
-TRANSPORT_VERSION = 4
+TRANSPORT_VERSION = 5
 MOST_METADATA = 16 << 20  # maximum size of metadata in bytes
 MOST_NAME = 256  # maximum length of a name in characters
 LEAST_PIECE, MOST_PIECE = 1 << 12, 1 << 28  # minimum and maximum size of a piece in bytes

@@ -264,7 +264,7 @@ class StagedTransport(Transport):
         deadline = time.monotonic() + self.timeout_s
         while (left := copying()) and time.monotonic() < deadline:
             left[0].join(_COPY_S)
-        # The other threads end soon, except for those in which gloo waits for a peer that hangs.
+        # The other threads end soon.
         deadline = time.monotonic() + _LINGER_S
         for thread in [thread for connection in ended for thread in connection.threads]:
             # A thread that is not alive may not have started yet.
@@ -474,7 +474,7 @@ class StagedTransport(Transport):
             raise RuntimeError(f"the transport of agent {self.agent!r} is closed")
 
 
-def is_everywhere(host: str) -> bool:
+def _is_everywhere(host: str) -> bool:
     """Return whether a host stands for all of this machine's addresses."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
@@ -488,7 +488,7 @@ def _address(host: str, advertise: str | None) -> str:
         if not isinstance(value, str) and (name == "host" or value is not None):
             raise TypeError(f"{name} is {shown(value)}: expected a name or an address")
     address = host if advertise is None else advertise
-    if is_everywhere(address):
+    if _is_everywhere(address):
         name = "host" if advertise is None else "advertise"
         raise ValueError(
             f"{name} is {address!r}, which peers cannot reach: set advertise to an address at "

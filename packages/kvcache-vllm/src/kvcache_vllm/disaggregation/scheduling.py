@@ -18,7 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvcache_exchange.disaggregation.layout import is_complete
-from kvcache_exchange.disaggregation.leases import LeaseNumbers, Progress
+from kvcache_exchange.disaggregation.leases import LeaseNumbers
 from kvcache_exchange.disaggregation.offer import Offer, digest_of
 from kvcache_exchange.disaggregation.steps import Load, RankHandshake, check_ranks
 from kvcache_exchange.identity import KVIdentity
@@ -130,8 +130,7 @@ class Scheduling:
         lease = self._numbers.take(request.request_id, self._options.lease_s)
         if lease is None:
             return False, None
-        kept = lease, self._options.lease_s, Progress(num_tokens)
-        self._step.leases[request.request_id] = kept
+        self._step.leases[request.request_id] = lease, self._options.lease_s
         offer = Offer(
             self._engine_id,
             request.request_id,
