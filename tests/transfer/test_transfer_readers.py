@@ -8,7 +8,6 @@ from kvcache.compat import KVTopology, RemoteEngine
 from kvcache.transfer import (
     StateDescription,
     StateTensor,
-    plan_range,
     plan_transfer,
     source_readers,
 )

@@ -13,10 +13,9 @@ import torch
 import kvcache
 import kvcache.layouts as layouts
 import kvcache.transfer as transfer
-import kvcache_lab
 from kvcache import GroupSpec, KVCacheManager, LayerSpec, Pages, Request, StepReport, compat
 from kvcache.allocator import hashing
-from kvcache_exchange.disaggregation import leases, steps
+from kvcache_exchange.disaggregation import steps
 from kvcache_exchange.store import orders
 from kvcache_serve import demo, engine
 from kvcache_serve.engine.transformers import layer_shapes
