@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Collection, Iterable, Sequence, Sized
 from dataclasses import fields
 from itertools import islice
 from numbers import Real
 from operator import index
 from threading import TIMEOUT_MAX
 from types import UnionType
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 
@@ -175,6 +175,20 @@ def instance(value: object, kind: type | UnionType, name: str) -> None:
         raise TypeError(f"{name} is {shown(value)}: expected a {expected}")
 
 
+def one_of(value: str, name: str, known: Collection[str]) -> str:
+    """Return one of the known strings. Raises ValueError for any other value."""
+    if not isinstance(value, str) or value not in known:
+        expected = f"one of {', '.join(known)}" if len(known) > 2 else " or ".join(map(repr, known))
+        raise ValueError(f"{name} is {shown(value)}: expected {expected}")
+    return value
+
+
+def check_count(values: Sized, count: int, name: str, per: str) -> None:
+    """Raise ValueError unless there are `count` entries. `per`: what each entry is for."""
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} entries: expected {count}, one per {per}")
+
+
 def instances(
     values: Iterable, kind: type | UnionType, name: str, expected: str = "a sequence"
 ) -> list:
@@ -185,23 +199,32 @@ def instances(
     return found
 
 
+# Annotations of dataclass fields. `plain_fields` checks the ranges.
+Count: TypeAlias = int  # 0 to 2**31 - 1
+Size: TypeAlias = int  # 1 to 2**31 - 1
+Name: TypeAlias = str  # not empty
+
 _OF_ANNOTATION = {
     "int": lambda value, name: integer(value, name, 0, MAX_INT64),
+    "Count": integer,
+    "Size": lambda value, name: integer(value, name, 1),
     "float": number,
-    "str": lambda value, name: instance(value, str, name) or value,
+    "bool": flag,
+    "str": lambda value, name: text(value, name),
+    "Name": lambda value, name: check_name(value, name) or value,
 }
 
 
 def plain_fields(record: object) -> None:
-    """Check that the int, float and str fields of a dataclass match their annotations.
+    """Check the fields of a dataclass that have one of the above annotations, or one of them with
+    `| None`, and convert numbers to built-in Python types.
 
-    Called from `__post_init__`. Integers must be at least 0, and fields annotated with `| None` may
-    be None. Numbers are converted to built-in Python types. Raises TypeError or ValueError.
+    Called from `__post_init__`. Raises TypeError or ValueError.
     """
     for each in fields(record):
         kind, _, rest = each.type.partition(" | ")
         value = getattr(record, each.name)
-        if kind in _OF_ANNOTATION and not (value is None and rest == "None"):
+        if kind in _OF_ANNOTATION and rest in ("", "None") and not (value is None and rest):
             object.__setattr__(record, each.name, _OF_ANNOTATION[kind](value, each.name))
 
 
@@ -261,6 +284,14 @@ def check_key(value: str, name: str) -> None:
         raise TypeError(f"{name} is a {type(value).__name__}: expected a string")
     if not value or value != value.strip() or not (value.isascii() and value.isprintable()):
         raise ValueError(f"{name}: expected printable ASCII characters, without spaces at the ends")
+
+
+def integer_array(values: object, name: str) -> np.ndarray:
+    """Return an array of any integer dtype and shape. Raises TypeError or ValueError."""
+    array = as_array(values, name)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
+    return array
 
 
 def check_range(name: str, what: str, ids: np.ndarray, least: int, size: int) -> None:

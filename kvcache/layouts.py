@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvcache.checks import check_name, flag, integer, listed, shown
+from kvcache.checks import check_name, flag, integer, listed, one_of, shown
 from kvcache.extensions import load_extensions
 from kvcache.placement import NEEDED_ROLES, ROLES
 from kvcache.specs import LAYOUTS
@@ -549,5 +549,4 @@ def _log_default() -> None:
 
 def check_layout(layout: str, name: str) -> None:
     """Raise ValueError unless `layout` is "NHD" or "HND"."""
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(f"{name} is {shown(layout)}: expected 'NHD' or 'HND'")
+    one_of(layout, name, LAYOUTS)

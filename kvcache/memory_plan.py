@@ -522,8 +522,7 @@ def _by_name(
             num_entries(own, what)
         of_stage: dict[str, LayerSpec] = {}
         for layer in entries:
-            if not isinstance(layer, LayerSpec):
-                raise TypeError(f"a layer is {shown(layer)}: expected a LayerSpec")
+            instance(layer, LayerSpec, "a layer")
             if layer.name in by_name:
                 raise ValueError(
                     f"two layers have the name {shown(layer.name)}: expected unique names"

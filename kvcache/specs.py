@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING
 from kvcache.checks import (
     MAX_INT32,
     MAX_INT64,
+    Count,
+    Name,
+    Size,
     check_name,
     dtype_name,
-    flag,
+    instance,
+    instances,
     integer,
     listed,
+    plain_fields,
     shown,
 )
 
@@ -130,8 +135,8 @@ class GroupSpec:
         32
     """
 
-    kind: str  # name of a registered attention kind
-    block_size: int  # tokens per allocation block on one context-parallel rank
+    kind: Name  # name of a registered attention kind
+    block_size: Size  # tokens per allocation block on one context-parallel rank
     options: Mapping[str, int] = field(default_factory=dict)  # parameters of the attention kind
     replicated: bool = False  # True: every context-parallel rank stores all tokens of the group
     layers: tuple[str, ...] = ()  # names of the group's layers
@@ -140,10 +145,7 @@ class GroupSpec:
     drafts: bool = False  # True: a drafter's layers, so the last block of a hit is recomputed
 
     def __post_init__(self) -> None:
-        check_name(self.kind, "kind")
-        _set_integer(self, "block_size", 1)
-        for name in ("replicated", "cached", "transferred", "drafts"):
-            _set_flag(self, name)
+        plain_fields(self)
         if isinstance(self.layers, str) or not isinstance(self.layers, Iterable):
             raise TypeError(f"layers is {shown(self.layers)}: expected a sequence of names")
         object.__setattr__(self, "layers", tuple(listed(self.layers, "layers")))
@@ -200,17 +202,17 @@ class LayerSpec:
         (4096, 65536)
     """
 
-    name: str  # unique among the layers of a plan
-    kind: str  # name of a registered attention kind
-    block_size: int  # smallest block size of the kernel, in tokens on one context-parallel rank
+    name: Name  # unique among the layers of a plan
+    kind: Name  # name of a registered attention kind
+    block_size: Size  # smallest block size of the kernel, in tokens on one context-parallel rank
     num_kv_heads: int = 0  # KV heads on one rank
     head_size: int = 0  # elements of K per head
-    v_head_size: int | None = None  # elements of V per head; None: head_size, or 0 with MLA
+    v_head_size: Count | None = None  # elements of V per head; None: head_size, or 0 with MLA
     dtype: str = "bfloat16"  # name of a dtype, or a torch.dtype
     options: Mapping[str, int] = field(default_factory=dict)  # parameters of the attention kind
     replicated: bool = False  # True: every context-parallel rank stores all tokens of the layer
     state_bytes: int = 0  # bytes of one state
-    scale_bytes_per_token: int = 0  # scales of all heads, stored with quantized K and V
+    scale_bytes_per_token: Count = 0  # scales of all heads, stored with quantized K and V
     is_mla: bool = False  # True: stores a latent and its rotary part instead of K and V
     # False: blocks are never hits, and the layer attends only to tokens that its request computed.
     cached: bool = True
@@ -218,26 +220,23 @@ class LayerSpec:
     drafts: bool = False  # a drafter's layer; see `GroupSpec`
 
     def __post_init__(self) -> None:
-        check_name(self.name, "name")
         check_name(self.kind, "kind")
-        _set_integer(self, "block_size", 1)
         object.__setattr__(self, "options", _Options(self.options))
+        object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
         pages = self._make_kind().pages
-        for name in ("replicated", "cached", "transferred", "drafts", "is_mla"):
-            _set_flag(self, name)
+        has_state = not pages.has_slots
+        self._check_sizes(has_state)
+        plain_fields(self)
         if not pages.has_slots and not self.cached:
             raise ValueError(
                 f"cached is False: expected True for kind {self.kind!r}, whose state would be missing "
                 "after a hit of other layers"
             )
-        object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
         if self.drafts and not (pages.has_slots and pages.is_transferable):
             raise ValueError(
                 f"drafts is True: expected False for kind {self.kind!r}, whose pages hold no K and V of "
                 "tokens"
             )
-        has_state = not pages.has_slots
-        self._check_sizes(has_state)
         if self.is_mla:
             if has_state or self.num_kv_heads != 1:
                 raise ValueError(
@@ -258,9 +257,6 @@ class LayerSpec:
         _set_integer(self, "state_bytes", 1 - least)
         _set_integer(self, "num_kv_heads", least)
         _set_integer(self, "head_size", least)
-        if self.v_head_size is not None:
-            _set_integer(self, "v_head_size", 0)
-        _set_integer(self, "scale_bytes_per_token", 0)
         if not has_state:
             if self.state_bytes:
                 raise ValueError(
@@ -291,9 +287,7 @@ def checked_groups(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
     """
     if isinstance(groups, str) or not isinstance(groups, Sequence):
         raise TypeError(f"groups is {shown(groups)}: expected a sequence of GroupSpec")
-    for g, group in enumerate(groups):
-        if not isinstance(group, GroupSpec):
-            raise TypeError(f"groups[{g}] is {shown(group)}: expected a GroupSpec")
+    instances(groups, GroupSpec, "groups")
     if not 1 <= len(groups) <= MAX_GROUPS:
         raise ValueError(f"groups has {len(groups)} entries: expected 1 to {MAX_GROUPS}")
     return tuple(groups)
@@ -303,16 +297,9 @@ def checked_context_parallel(context_parallel: ContextParallel | None) -> Contex
     """Return `context_parallel`, or a single worker for None. Raises TypeError for any other type."""
     if context_parallel is None:
         return ContextParallel()
-    if not isinstance(context_parallel, ContextParallel):
-        raise TypeError(
-            f"context_parallel is {shown(context_parallel)}: expected a ContextParallel"
-        )
+    instance(context_parallel, ContextParallel, "context_parallel")
     return context_parallel
 
 
 def _set_integer(spec: object, name: str, least: int, most: int = MAX_INT32) -> None:
     object.__setattr__(spec, name, integer(getattr(spec, name), name, least, most))
-
-
-def _set_flag(spec: object, name: str) -> None:
-    object.__setattr__(spec, name, flag(getattr(spec, name), name))

@@ -6,9 +6,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from kvcache.checks import instance, integer, listed, shown
+from kvcache.checks import integer, listed, shown
 from kvcache.compat.cache_events import KVCacheEvents
 
 Rule = Callable[[object, object], object]
@@ -123,36 +123,6 @@ class KVOutputAggregator:
         """Ids of failed requests for which reports from some workers are still missing."""
         return set(self._state.failed_recving)
 
-    def begin_receiving(self, request_id: str) -> None:
-        """Start a new use of a request id. Only engines that reuse ids need this call.
-
-        This call discards failures of the id that were reported after its last `finished_recving`.
-        Otherwise, such a failure would apply to the next use of the id, because reports contain only
-        the id.
-
-        Args:
-            request_id: Id of the request whose KV the workers begin to receive.
-
-        Raises:
-            TypeError: `request_id` is not a string.
-            ValueError: Reports on an earlier use are missing or have not been returned in an output yet.
-                Nothing has changed.
-        """
-        instance(request_id, str, "request_id")
-        state = self._state
-        left = state.remaining_recving.get(request_id)
-        if left is not None:
-            raise ValueError(
-                f"request {request_id!r} is being received, and {left} reports are missing: wait for "
-                "finished_recving of the earlier use"
-            )
-        if state.pending is not None and request_id in state.pending.recving:
-            raise ValueError(
-                f"request {request_id!r} was received, but no output has reported it yet: call "
-                "aggregate again first"
-            )
-        self._state = replace(state, failed_recving=state.failed_recving - {request_id})
-
     def register_rule(self, name: str, rule: Rule) -> None:
         """Register a rule that merges an attribute that `KVConnectorOutput` does not have.
 
@@ -194,7 +164,7 @@ class KVOutputAggregator:
           workers: if a worker lists a request again in a later call, the request is counted again.
         - When a request appears in the merged `finished_recving`, it also appears in `failed_recving` if
           any worker has reported it as failed by then. A later failure is attributed to the next use of
-          the id unless `begin_receiving` is called.
+          the id.
         - Reports are merged in worker order. A worker's `expected_finished_count` applies to new
           requests, starting with the requests in the same report.
         - Statistics are summed by type: `kv_connector_stats` is the sum, or `{type: sum}` if there are

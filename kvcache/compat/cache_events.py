@@ -26,8 +26,8 @@ class KVCacheEvents:
         >>> events = KVCacheEvents(["stored a", "stored b"])
         >>> events.merge(KVCacheEvents(["stored b"])).get_number_of_workers()
         2
-        >>> events.get_common_events(), events.num_workers_with("stored a")
-        (['stored b'], 1)
+        >>> events.get_common_events()
+        ['stored b']
     """
 
     def __init__(self, events: Iterable[object] = ()) -> None:
@@ -83,11 +83,6 @@ class KVCacheEvents:
                 left[content] -= 1
                 common.append(event)
         return common
-
-    def num_workers_with(self, event: object) -> int:
-        """Return the number of workers that reported this event."""
-        wanted = _content(event)
-        return sum(wanted in map(_content, events) for events in self._by_worker)
 
     def clear_events(self) -> None:
         """Remove all events, but keep the number of workers."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import check_once, check_range, instance, integers, shown
+from kvcache.checks import check_once, check_range, instance, integers, one_of, shown
 from kvcache.layouts import AttentionBackend, EngineBackend, backend_of_shape, described_backend
 from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.pages.pages import Pages
@@ -72,8 +72,7 @@ def copy_kv_blocks(
                 raise ValueError(
                     f"{name}[{layer!r}] has no dimensions: expected a dimension of blocks"
                 )
-    if not isinstance(direction, str) or direction not in ("h2d", "d2h"):
-        raise ValueError(f"direction is {shown(direction)}: expected 'h2d' or 'd2h'")
+    one_of(direction, "direction", ("h2d", "d2h"))
     src_ids, dst_ids = _ids(src_block_ids, "src_block_ids"), _ids(dst_block_ids, "dst_block_ids")
     if len(src_ids) != len(dst_ids):
         raise ValueError(

@@ -23,8 +23,6 @@ from kvcache.transfer.sharding import (
     check_world_size,
     equal_stages,
     heads_of_rank,
-    reader_of_head,
-    replica_for,
     size_ratio,
     sources_of_rank,
 )
@@ -361,47 +359,6 @@ class KVTopology:
         """
         return heads_of_rank(self._num_heads, self.tp_size, self.tp_rank)
 
-    def remote_tp_rank_of_head(
-        self, head: int, remote_tp_size: int, remote_pp_size: int = 1
-    ) -> int:
-        """Return the remote tensor-parallel rank from which this worker reads a head.
-
-        If several remote ranks store the head, the local workers that need it are distributed evenly
-        over these ranks.
-
-        Args:
-            head: A KV head on this worker.
-            remote_tp_size: Tensor-parallel size of the remote engine.
-            remote_pp_size: Pipeline-parallel size of the remote engine.
-
-        Returns:
-            The remote tensor-parallel rank.
-
-        Raises:
-            ValueError: This worker does not store the head, the sizes do not divide evenly, or this
-                engine has `stages`.
-
-        Example:
-            >>> topology = KVTopology("a", tp_rank=1, tp_size=2, total_num_kv_heads=1)
-            >>> topology.remote_tp_rank_of_head(0, 8)
-            4
-        """
-        if self.stages is not None:
-            raise ValueError("this engine has stages: call get_target_remote_ranks instead")
-        mine, theirs = self._stages_of_both(_sized(remote_tp_size, remote_pp_size))
-        head = integer(head, "head")
-        if head not in self.heads:
-            raise ValueError(f"head is {head}: expected one of {self.heads}, the heads of tp_rank")
-        # One remote pipeline stage has as many readers of this head as the number of local
-        # tensor-parallel ranks that store the head times the number of local pipeline ranks that have
-        # layers of the stage.
-        within = max(1, len(mine) // len(theirs))
-        tp_sizes = [stage.tp_size for stage in mine[:within]]
-        reader = reader_of_head(
-            head, self._num_heads, tp_sizes, stage=self.pp_rank % within, tp_rank=self.tp_rank
-        )
-        return replica_for(head, self._num_heads, remote_tp_size, *reader)
-
     def get_target_remote_ranks(
         self, remote_tp_size: int, remote_pp_size: int = 1
     ) -> list[tuple[int, int, int]]:
@@ -437,86 +394,10 @@ class KVTopology:
         """
         return self._of_engine(engine_id, self._targets)
 
-    # Readers.
-
-    def get_reader_ranks(
-        self, remote_tp_size: int, remote_pp_size: int = 1
-    ) -> list[tuple[int, int, int]]:
-        """Return the remote workers that read from this worker.
-
-        When KV is sent to the remote engine, this worker may release a request's blocks once all
-        returned workers have reported that they have finished reading. `source_readers` also supports
-        context parallelism.
-
-        Args:
-            remote_tp_size: Tensor-parallel size of the remote engine.
-            remote_pp_size: Pipeline-parallel size of the remote engine.
-
-        Returns:
-            `(global_rank, pp_rank, tp_rank)` in ascending order. Empty if this worker's KV heads
-            are replicas that no remote worker reads.
-
-        Raises:
-            ValueError: The sizes do not divide evenly.
-
-        Example:
-            >>> KVTopology("prefill", tp_rank=0, tp_size=2, total_num_kv_heads=8).get_reader_ranks(4)
-            [(0, 0, 0), (1, 0, 1)]
-        """
-        return self._readers(_sized(remote_tp_size, remote_pp_size))
-
-    def get_reader_ranks_from_engine_id(self, engine_id: str) -> list[tuple[int, int, int]]:
-        """Return `get_reader_ranks` for a registered engine."""
-        return self._of_engine(engine_id, self._readers)
-
-    def num_readers_of_targets(
-        self, remote_tp_size: int, remote_pp_size: int = 1
-    ) -> dict[int, int]:
-        """Return the number of this engine's workers that read from each remote worker of
-        `get_target_remote_ranks`.
-
-        A receiving worker can send these numbers to remote workers that were not configured with the
-        sizes of this engine.
-
-        Args:
-            remote_tp_size: Tensor-parallel size of the remote engine.
-            remote_pp_size: Pipeline-parallel size of the remote engine.
-
-        Returns:
-            Mapping from the global rank of a remote worker to its number of readers.
-
-        Raises:
-            ValueError: The sizes do not divide evenly.
-
-        Example:
-            >>> KVTopology("decode", tp_rank=1, tp_size=4, total_num_kv_heads=8).num_readers_of_targets(2)
-            {0: 2}
-        """
-        return self._num_readers(_sized(remote_tp_size, remote_pp_size))
-
-    def num_readers_of_targets_from_engine_id(self, engine_id: str) -> dict[int, int]:
-        """Return `num_readers_of_targets` for a registered engine."""
-        return self._of_engine(engine_id, self._num_readers)
-
     def _targets(self, remote: RemoteEngine) -> list[tuple[int, int, int]]:
         mine, theirs = self._stages_of_both(remote)
         found = sources_of_rank(mine, theirs, self._num_heads, self.pp_rank, self.tp_rank)
         return [(_global_rank(theirs, *at), *at) for at in found]
-
-    def _readers(self, remote: RemoteEngine) -> list[tuple[int, int, int]]:
-        mine, theirs = self._stages_of_both(remote)
-        own = self.pp_rank, self.tp_rank
-        return [
-            (_global_rank(theirs, *at), *at)
-            for at in _ranks_of(theirs)
-            if own in sources_of_rank(theirs, mine, self._num_heads, *at)
-        ]
-
-    def _num_readers(self, remote: RemoteEngine) -> dict[int, int]:
-        targets = self._targets(remote)
-        mine, theirs = self._stages_of_both(remote)
-        read = [sources_of_rank(mine, theirs, self._num_heads, *at) for at in _ranks_of(mine)]
-        return {number: sum(tuple(at) in each for each in read) for number, *at in targets}
 
     def _stages_of_both(
         self, remote: RemoteEngine
@@ -549,10 +430,7 @@ class KVTopology:
 
     def _check_remote(self, engine_id: str, remote: RemoteEngine) -> None:
         instance(engine_id, str, "a key of remotes")
-        if not isinstance(remote, RemoteEngine):
-            raise TypeError(
-                f"remotes[{shown(engine_id)}] is {shown(remote)}: expected a RemoteEngine"
-            )
+        instance(remote, RemoteEngine, f"remotes[{shown(engine_id)}]")
         if engine_id == self.engine_id:
             raise ValueError(f"engine {engine_id!r} is the local engine: expected remote engines")
         for tp_size in remote.tp_sizes:
@@ -593,13 +471,6 @@ def _one_tp_size(remote: RemoteEngine) -> int:
             f"stages have tp_size {sorted(sizes)}: expected the same tp_size for all stages"
         )
     return sizes.pop()
-
-
-def _ranks_of(stages: Sequence[PipelineStage]) -> Iterator[tuple[int, int]]:
-    """Yield `(pp_rank, tp_rank)` of all workers, ordered by global rank."""
-    for pp_rank, stage in enumerate(stages):
-        for tp_rank in range(stage.tp_size):
-            yield pp_rank, tp_rank
 
 
 def _global_rank(stages: Sequence[PipelineStage], pp_rank: int, tp_rank: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.checks import as_array, integers, shown
+from kvcache.checks import as_array, integers, one_of
 
 MODES = ("report", "stop")
 
@@ -35,6 +35,4 @@ def checked_int64(values: object, name: str) -> np.ndarray:
 
 def checked_mode(mode: object, name: str) -> str:
     """Validate a mode, "report" or "stop", and return it. Raises ValueError for any other value."""
-    if not isinstance(mode, str) or mode not in MODES:
-        raise ValueError(f"{name} is {shown(mode)}: expected {' or '.join(map(repr, MODES))}")
-    return mode
+    return one_of(mode, name, MODES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records block events other than writes and reads: allocations, frees, evictions, copies and clears."""
+"""Records block events other than writes and reads: allocations, frees, copies and clears."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvcache.checks import check_range, integers, shown
+from kvcache.checks import check_count, check_range, integers, shown
 from kvcache.native.load import core
 from kvcache.sanitizer.findings import MEDIA, EventKind
 from kvcache.sanitizer.groups import CheckedGroup
@@ -61,12 +61,6 @@ class ObservedBlocks:
         shadow.change(blocks[held["num_holders"][blocks] == 0])
         self._record("free", [request_id], group, blocks)
 
-    def evict(self, blocks: Sequence[int], step: int) -> None:
-        """Record that the prefix cache evicted blocks. Raises TypeError or ValueError."""
-        blocks = self.checked(blocks)
-        self.device.log(blocks, EventKind.EVICTED, step)
-        self._record("eviction", [], 0, blocks)
-
     def copy(
         self, src: Sequence[int], dst: Sequence[int], src_medium: str, dst_medium: str, step: int
     ) -> None:
@@ -74,8 +68,7 @@ class ObservedBlocks:
         source = self._shadow(src_medium, "src_medium")
         target = self._shadow(dst_medium, "dst_medium")
         src, dst = self.checked(src, "src", source), self.checked(dst, "dst", target)
-        if len(src) != len(dst):
-            raise ValueError(f"dst has {len(dst)} entries: expected {len(src)}, one per source")
+        check_count(dst, len(src), "dst", "source")
         target.slots[dst] = source.slots[src]
         for name in ("owner", "writer", "write_step"):
             target.blocks[name][dst] = source.blocks[name][src]
@@ -93,10 +86,7 @@ class ObservedBlocks:
         for name, values in (("src_slots", src), ("dst_slots", dst)):
             slots.append(integers(values, name, ()))
             check_range(name, "is", slots[-1], 0, self.device.num_blocks * group.spec.block_size)
-        if len(slots[0]) != len(slots[1]):
-            raise ValueError(
-                f"dst_slots has {len(slots[1])} entries: expected {len(slots[0])}, one per source"
-            )
+        check_count(slots[1], len(slots[0]), "dst_slots", "source")
         self.device.copy_slots(group.slots, *slots, step)
         self._record("slot_copy", [], group.index, *slots)
 

@@ -29,7 +29,6 @@ class EventKind(IntEnum):
     COPIED = 3
     LOADED = 4
     CLEARED = 5
-    EVICTED = 6
 
 
 class _Kind(IntEnum):

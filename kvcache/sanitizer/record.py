@@ -23,14 +23,14 @@ from kvcache.sanitizer.requests import name_hash
 if TYPE_CHECKING:
     from kvcache.sanitizer.groups import SanitizedGroup
 
-MAGIC, VERSION = b"KVSANREC", 1
+MAGIC, VERSION = b"KVSANREC", 2
 HEADER, CHUNK, CALL = struct.Struct("<8sH"), struct.Struct("<BII"), struct.Struct("<BBIBB")
 ABOUT, CALLS, END = range(3)
 FLUSH_BYTES, MAX_CHUNK_BYTES = 1 << 20, 1 << 26
 DTYPES = (None, np.dtype("<i4"), np.dtype("<i8"))
 NAMES = (
     *("reset", "step", "request", "tokens", "finish", "allocation", "free", "copy", "clear"),
-    *("write", "load", "state_write", "read", "state_read", "eviction", "slot_copy"),
+    *("write", "load", "state_write", "read", "state_read", "slot_copy"),
     *("digests", "check_digests"),
 )
 

@@ -197,8 +197,6 @@ def _repeat(
         sanitizer.finish(*names)
     elif name in ("allocation", "free"):
         getattr(sanitizer, f"observe_{name}")(*names, *arrays, group=group)
-    elif name == "eviction":
-        sanitizer.observe_eviction(*arrays)
     elif name == "slot_copy":
         sanitizer.observe_slot_copy(group, *arrays)
     elif name == "digests":

@@ -83,7 +83,7 @@ class BlockEvent:
     """An event in a block's history.
 
     - `step`: the step in which the event occurred.
-    - `kind`: "allocated", "freed", "evicted", "written", "copied", "loaded" or "cleared".
+    - `kind`: "allocated", "freed", "written", "copied", "loaded" or "cleared".
     - `request`: the request, or None if the request is not known.
     - `detail`: the first token that was written or loaded, or the source of a copy.
     """

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvcache.checks import (
+    check_count,
     check_name,
     check_range,
     instances,
@@ -236,10 +237,7 @@ class Sanitizer:
         starts = checked_int64(starts, "starts")
         query_lens = checked_int64(query_lens, "query_lens")
         tokens = checked_int64(token_ids, "token_ids")
-        if len(starts) != len(rows):
-            raise ValueError(
-                f"starts has {len(starts)} entries: expected {len(rows)}, one per request_id"
-            )
+        check_count(starts, len(rows), "starts", "request_id")
         tree = None if parents is None else checked_int64(parents, "parents")
         if not requests.remembers(rows) and len(set(request_ids)) < len(request_ids):
             name = max(request_ids, key=request_ids.count)
@@ -331,20 +329,6 @@ class Sanitizer:
         blocks, index = self._blocks.checked(blocks), self._group(group).index
         serial = self._requests.serial(request_id)
         self._blocks.free(request_id, serial, blocks, index, self.step)
-
-    def observe_eviction(self, blocks: Sequence[int] | np.ndarray) -> None:
-        """Record that the prefix cache evicted blocks, which can then be allocated again.
-
-        Calling this method is optional. The event appears in the blocks' history. The blocks keep
-        their content and holders.
-
-        Args:
-            blocks: int[n]. Blocks on the device.
-
-        Raises:
-            TypeError, ValueError: An argument is invalid.
-        """
-        self._blocks.evict(blocks, self.step)
 
     def observe_copy(
         self,
@@ -535,10 +519,7 @@ class Sanitizer:
     ) -> tuple[CheckedGroup, np.ndarray, np.ndarray]:
         one = self._group(group, has_slots=True)
         blocks, digests = self._blocks.checked(blocks), checked_int64(digests, "digests")
-        if len(digests) != len(blocks):
-            raise ValueError(
-                f"digests has {len(digests)} entries: expected {len(blocks)}, one per block"
-            )
+        check_count(digests, len(blocks), "digests", "block")
         return one, blocks, digests
 
     def observe_state_write(

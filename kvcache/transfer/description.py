@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kvcache.checks import (
-    MAX_INT32,
     MAX_LAYERS,
-    as_array,
+    Count,
+    Size,
     check_range,
     dtype_name,
-    flag,
     instance,
     instances,
     integer,
+    integer_array,
+    plain_fields,
     shown,
-    text,
 )
 from kvcache.placement import Placement, check_memory_order, layout_of, place_elements
 from kvcache.specs import ELEMENT_BYTES, GroupSpec, LayerSpec
@@ -239,21 +239,21 @@ class CacheDescription(EngineDescription):
     """
 
     engine_id: str
-    num_layers: int
-    total_num_kv_heads: int
-    head_size: int  # K elements per head
-    block_size: int  # tokens per page on one context-parallel rank
-    v_head_size: int | None = None  # V elements per head; None: head_size, or 0 with MLA
+    num_layers: Size
+    total_num_kv_heads: Size
+    head_size: Size  # K elements per head
+    block_size: Size  # tokens per page on one context-parallel rank
+    v_head_size: Count | None = None  # V elements per head; None: head_size, or 0 with MLA
     is_mla: bool = False
-    tp_size: int = 1
-    pp_size: int = 1
-    cp_world_size: int = 1
-    cp_interleave: int = 1  # consecutive tokens per context-parallel rank
+    tp_size: Size = 1
+    pp_size: Size = 1
+    cp_world_size: Size = 1
+    cp_interleave: Size = 1  # consecutive tokens per context-parallel rank
     memory_order: tuple[str, ...] = ("kv", "block", "token", "head", "element")
     page_stride: int | tuple[int, ...] | None = None  # bytes from page to page; None: contiguous
     dtype: str = "bfloat16"  # dtype name, or a torch.dtype
     stages: tuple[PipelineStage, ...] | None = None
-    scale_bytes_per_head: int = 0
+    scale_bytes_per_head: Count = 0
     k_scale: tuple[tuple[float, ...], ...] | None = None
     v_scale: tuple[tuple[float, ...], ...] | None = None
     hash_algorithm: str = "sha256_cbor"
@@ -261,17 +261,12 @@ class CacheDescription(EngineDescription):
 
     def __post_init__(self) -> None:
         check_version(self.version, self.engine_id)
-        text(self.engine_id, "engine_id")
-        flag(self.is_mla, "is_mla")
         object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
         object.__setattr__(self, "memory_order", check_memory_order(self.memory_order))
-        text(self.hash_algorithm, "hash_algorithm")
+        integer(self.num_layers, "num_layers", 1, MAX_LAYERS)
+        plain_fields(self)
         if self.v_head_size is None:
             object.__setattr__(self, "v_head_size", 0 if self.is_mla else self.head_size)
-        for name in _SIZES:
-            least = 0 if name in ("v_head_size", "scale_bytes_per_head") else 1
-            most = MAX_LAYERS if name == "num_layers" else MAX_INT32
-            object.__setattr__(self, name, integer(getattr(self, name), name, least, most))
         if self.is_mla:
             if self.total_num_kv_heads != 1:
                 raise ValueError(
@@ -598,28 +593,12 @@ class CacheDescription(EngineDescription):
         return np.broadcast_arrays(region, offset)
 
 
-_SIZES = (
-    "num_layers",
-    "total_num_kv_heads",
-    "head_size",
-    "block_size",
-    "v_head_size",
-    "tp_size",
-    "pp_size",
-    "cp_world_size",
-    "cp_interleave",
-    "scale_bytes_per_head",
-)
-
-
 def _indices(values: np.ndarray, name: str, size: int) -> np.ndarray:
     """Validate integers of any shape, which must be in [0, size), and return them as an array.
 
     Raises TypeError or ValueError.
     """
-    array = as_array(values, name)
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
+    array = integer_array(values, name)
     check_range(name, "is", array.ravel(), 0, size)
     return array.astype(np.int64)
 

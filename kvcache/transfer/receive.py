@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import as_array, listed, num_entries, shown
+from kvcache.checks import as_array, listed, num_entries, one_of, shown
 from kvcache.worker.pages.regions import check_apart, check_memory, regions_of
 
 Indices = Sequence[int] | np.ndarray | torch.Tensor
@@ -68,8 +68,7 @@ def permute_received_blocks(
         [10.0, 20.0, 11.0, 21.0]
     """
     layers = checked_layers(caches, dims)
-    if not isinstance(remote_layout, str) or remote_layout not in ("HND", "NHD"):
-        raise ValueError(f"remote_layout is {shown(remote_layout)}: expected 'HND' or 'NHD'")
+    one_of(remote_layout, "remote_layout", ("HND", "NHD"))
     size = layers[0].shape[1] if remote_block_size is None else remote_block_size
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
         raise ValueError(f"remote_block_size is {shown(size)}: expected a number of tokens")
@@ -80,8 +79,7 @@ def checked_layers(caches: Caches, dims: str) -> list[torch.Tensor]:
     """Check that all layers match, and return each as [num_blocks, block_size, num_kv_heads,
     head_size].
     """
-    if not isinstance(dims, str) or dims not in SHAPES:
-        raise ValueError(f"dims is {shown(dims)}: expected 'NHD' or 'HND'")
+    one_of(dims, "dims", SHAPES)
     layers = [caches] if isinstance(caches, torch.Tensor) else listed(caches, "caches")
     if not layers:
         raise ValueError("cache is an empty sequence: expected at least one layer")

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvcache.checks import integer
+from kvcache.checks import check_count, integer
 
 MAX_RANKS = 4096  # maximum number of ranks per engine; plans iterate over the ranks of both engines
 
@@ -206,10 +206,7 @@ def check_page_stride(
     """
     if not isinstance(page_stride, Sequence):
         return integer(page_stride, "page_stride", max(page_bytes))
-    if len(page_stride) != len(page_bytes):
-        raise ValueError(
-            f"page_stride has {len(page_stride)} entries: expected {len(page_bytes)}, one per stage"
-        )
+    check_count(page_stride, len(page_bytes), "page_stride", "stage")
     given = enumerate(zip(page_stride, page_bytes))
     return tuple(integer(stride, f"page_stride[{i}]", least) for i, (stride, least) in given)
 

@@ -17,7 +17,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.checks import MAX_LAYERS, as_array, dtype_name, flag, integer, listed, shown, text
+from kvcache.checks import (
+    MAX_LAYERS,
+    Size,
+    as_array,
+    dtype_name,
+    integer,
+    listed,
+    plain_fields,
+    shown,
+)
 from kvcache.specs import ELEMENT_BYTES
 from kvcache.transfer.description import (
     DESCRIPTION_VERSION,
@@ -72,7 +81,7 @@ class StateTensor:
     """
 
     sections: tuple[Section, ...]
-    row_size: int = 1
+    row_size: Size = 1
     channels_last: bool = False
     dtype: str = "bfloat16"
 
@@ -95,9 +104,8 @@ class StateTensor:
                 Section(*(integer(n, f"{what} of sections[{number}]", 1) for what, n in sizes))
             )
         object.__setattr__(self, "sections", tuple(made))
-        object.__setattr__(self, "row_size", integer(self.row_size, "row_size", 1))
-        flag(self.channels_last, "channels_last")
         object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
+        plain_fields(self)
 
     def channels(self, tp_size: int) -> int:
         """Return the number of channels that each of `tp_size` ranks holds.
@@ -150,23 +158,19 @@ class StateDescription(EngineDescription):
     """
 
     engine_id: str
-    num_layers: int
+    num_layers: Size
     tensors: tuple[StateTensor, ...]
-    tp_size: int = 1
-    pp_size: int = 1
-    cp_world_size: int = 1
+    tp_size: Size = 1
+    pp_size: Size = 1
+    cp_world_size: Size = 1
     stages: tuple[PipelineStage, ...] | None = None
     page_stride: int | tuple[int, ...] | None = None
     version: int = DESCRIPTION_VERSION
 
     def __post_init__(self) -> None:
         check_version(self.version, self.engine_id)
-        text(self.engine_id, "engine_id")
-        object.__setattr__(
-            self, "num_layers", integer(self.num_layers, "num_layers", 1, MAX_LAYERS)
-        )
-        for name in ("tp_size", "pp_size", "cp_world_size"):
-            object.__setattr__(self, name, integer(getattr(self, name), name, 1))
+        integer(self.num_layers, "num_layers", 1, MAX_LAYERS)
+        plain_fields(self)
         tensors = tuple(listed(self.tensors, "tensors"))
         if not tensors or not all(isinstance(tensor, StateTensor) for tensor in tensors):
             raise TypeError(f"tensors is {shown(self.tensors)}: expected one StateTensor or more")

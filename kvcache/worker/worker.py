@@ -9,7 +9,17 @@ from typing import NoReturn
 
 import numpy as np
 
-from kvcache.checks import MAX_INT64, instance, integer, integers, listed, refuse_pickle, shown
+from kvcache.checks import (
+    MAX_INT64,
+    check_count,
+    instance,
+    integer,
+    integers,
+    listed,
+    one_of,
+    refuse_pickle,
+    shown,
+)
 from kvcache.native.load import core
 from kvcache.step import NO_IDS, PLAN_VERSION, StepPlan, StepReport
 from kvcache.worker.pages.page_checks import PageMoves, checked_page_moves
@@ -142,9 +152,7 @@ class Worker:
         instance(tables, GroupTable | BlockTables, "tables")
         # ID of the last step whose plan was applied to the tables.
         self._last_step_id = integer(last_step_id, "last_step_id", -1, MAX_INT64)
-        if not isinstance(clear, str) or clear not in ("zero", "fresh"):
-            raise ValueError(f"clear is {shown(clear)}: expected 'zero' or 'fresh'")
-        self.clear = clear
+        self.clear = one_of(clear, "clear", ("zero", "fresh"))
         groups = [tables] if isinstance(tables, GroupTable) else tables.block_tables
         if host is not None:
             instance(host, Pages, "host")
@@ -155,10 +163,7 @@ class Worker:
         else:
             instance(storage, KVStorage, "storage")
             self.storages = [storage] * len(groups)
-        if len(self.storages) != len(groups):
-            raise ValueError(
-                f"storage has {len(self.storages)} entries: expected {len(groups)}, one per group"
-            )
+        check_count(self.storages, len(groups), "storage", "group")
         self.pages = self.storages[0].pages
         for g, (each, table) in enumerate(zip(self.storages, groups)):
             _check_fits(g, each, table)

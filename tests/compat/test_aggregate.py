@@ -291,17 +291,6 @@ def test_cache_events_of_all_workers_are_combined_and_counted():
     assert events.get_number_of_workers() == 3
     assert len(events.get_all_events()) == 11
     assert events.get_common_events() == [own[0][1], own[0][2]]
-    counts = {
-        name: events.num_workers_with(event)
-        for name, event in {
-            "1": stored(1),
-            "2": stored(2),
-            "3": stored(3),
-            "none": stored(4),
-        }.items()
-    }
-    assert counts == {"1": 1, "2": 3, "3": 2, "none": 0}
-    assert own[1].get_number_of_workers() == 1 and len(own[1].get_all_events()) == 3
 
 
 def test_events_are_common_once_all_workers_reported_them():
@@ -328,7 +317,7 @@ def test_worker_without_events_has_no_common_events(worker, nothing):
     outputs = [output(kv_cache_events=events) for events in own]
     events = KVOutputAggregator(3).aggregate(outputs).kv_connector_output.kv_cache_events
     assert events.get_number_of_workers() == 3
-    assert events.get_common_events() == [] and events.num_workers_with("a") == 2
+    assert events.get_common_events() == [] and events.get_all_events() == ["a", "a"]
 
 
 def test_missing_events_become_none():
@@ -384,7 +373,7 @@ def test_events_may_cover_several_workers():
     outputs = [output(kv_cache_events=events) for events in (["a", "b"], several)]
     events = KVOutputAggregator(2).aggregate(outputs).kv_connector_output.kv_cache_events
     assert events.get_number_of_workers() == 3
-    assert events.num_workers_with("a") == 3 and events.num_workers_with("b") == 2
+    assert events.get_common_events() == ["a"]
 
 
 def test_engine_reports_may_lack_fields():
@@ -456,42 +445,6 @@ def test_failed_request_is_reported_after_all_workers_finish():
     assert aggregator.aggregate(held) is None
     merged = aggregator.aggregate([output(), output()]).kv_connector_output
     assert merged.finished_recving == merged.failed_recving == {"c"}
-
-
-def test_late_failure_does_not_affect_reused_id():
-    aggregator = KVOutputAggregator(2)
-    both = [engine(finished_recving={"a"}), engine(finished_recving={"a"})]
-    late = [engine(failed_recving={"a"}), engine()]
-    for begins, want in ((True, set()), (False, {"a"})):
-        assert aggregator.aggregate(copy.deepcopy(both)).kv_connector_output.failed_recving == set()
-        aggregator.aggregate(copy.deepcopy(late))
-        assert aggregator.remaining_failed_recving == {"a"}
-        if begins:
-            aggregator.begin_receiving("a")
-        merged = aggregator.aggregate(copy.deepcopy(both)).kv_connector_output
-        assert (merged.finished_recving, merged.failed_recving) == ({"a"}, want)
-    # A failure that is reported before all workers have finished applies to the current use of the
-    # id.
-    aggregator.begin_receiving("a")
-    aggregator.aggregate(copy.deepcopy(late))
-    assert aggregator.aggregate(both).kv_connector_output.failed_recving == {"a"}
-
-
-def test_reused_id_starts_after_its_previous_use():
-    aggregator = KVOutputAggregator(2)
-    aggregator.aggregate([engine(finished_recving={"a"}, failed_recving={"a"}), engine()])
-    before = state(aggregator)
-    with pytest.raises(ValueError, match="'a' is being received, and 1 reports are missing"):
-        aggregator.begin_receiving("a")
-    with pytest.raises(TypeError, match="request_id is 7: expected a str"):
-        aggregator.begin_receiving(7)
-    assert state(aggregator) == before
-    aggregator.aggregate([None, engine(finished_recving={"a"})])
-    with pytest.raises(ValueError, match="'a' was received, but no output has reported it yet"):
-        aggregator.begin_receiving("a")
-    merged = aggregator.aggregate([engine(), engine()]).kv_connector_output
-    assert merged.failed_recving == {"a"}
-    aggregator.begin_receiving("a")
 
 
 class WorkerMeta:
@@ -889,14 +842,6 @@ def test_random_steps_match_the_model(seed):
     seen = KVConnectorOutput
     for _ in range(1250):
         rank = rng.randrange(world)
-        if rng.random() < 0.2:
-            req_id = f"r{rng.randrange(12)}"
-            if req_id in model.reports["recving"] or req_id in model.carry["recving"]:
-                with pytest.raises(ValueError, match=f"'{req_id}' (is being|was) received"):
-                    aggregator.begin_receiving(req_id)
-            else:
-                aggregator.begin_receiving(req_id)
-                model.failed.discard(req_id)
         reports = [random_report(rng, kind) for _ in range(world)]
         outputs = [Output(kv_connector_output=copy.deepcopy(report)) for report in reports]
         form = rng.random()

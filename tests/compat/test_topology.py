@@ -73,11 +73,9 @@ def test_readers_of_a_head_are_spread_evenly_over_its_replicas(tp_size, remote_t
     for pp_size, remote_pp in itertools.product(SIZES, SIZES):
         reads = Counter()
         for local in workers(tp_size, pp_size, heads):
-            stages = {pp for _, pp, _ in local.get_target_remote_ranks(remote_tp, remote_pp)}
-            for head, stage in itertools.product(local.heads, stages):
-                tp_rank = local.remote_tp_rank_of_head(head, remote_tp, remote_pp)
-                assert head in heads_of_rank(heads, remote_tp, tp_rank)
-                reads[stage, head, tp_rank] += 1
+            for _, stage, tp_rank in local.get_target_remote_ranks(remote_tp, remote_pp):
+                held = set(heads_of_rank(heads, remote_tp, tp_rank))
+                reads.update((stage, head, tp_rank) for head in held.intersection(local.heads))
         for stage, head in itertools.product(range(remote_pp), range(heads)):
             replicas = [r for r in range(remote_tp) if head in heads_of_rank(heads, remote_tp, r)]
             loads = [reads[stage, head, r] for r in replicas]
@@ -395,10 +393,6 @@ def test_unknown_engine_error_lists_known_engines(ask):
             lambda: topology(0, 1, total_num_kv_heads=4).get_target_remote_ranks(3),
             "total_num_kv_heads is 4, remote tp_size is 3: expected one to divide the other",
         ),
-        (
-            lambda: topology(0, 2, total_num_kv_heads=4).remote_tp_rank_of_head(2, 1),
-            r"head is 2: expected one of range\(0, 2\)",
-        ),
     ],
 )
 def test_invalid_arguments_are_reported(call, message):
@@ -449,23 +443,14 @@ def with_stages(stages, pp_rank, tp_rank, **options):
     )
 
 
-def test_uneven_stages_have_the_expected_targets_and_readers():
+def test_uneven_stages_have_the_expected_targets():
     asked = [
         topology(rank, 2, total_num_kv_heads=4).with_remote("pre", UNLIKE) for rank in range(2)
     ]
     found = [each.get_target_remote_ranks_from_engine_id("pre") for each in asked]
     assert found == [[(0, 0, 0), (1, 1, 0), (2, 1, 1)], [(0, 0, 0), (3, 1, 2), (4, 1, 3)]]
-    assert [each.num_readers_of_targets_from_engine_id("pre") for each in asked] == [
-        {0: 2, 1: 1, 2: 1}, {0: 2, 3: 1, 4: 1},
-    ]  # fmt: skip
     sender = with_stages(UNLIKE.stages, 0, 0, total_num_kv_heads=4)
-    assert sender.get_reader_ranks(2) == [(0, 0, 0), (1, 0, 1)]
     assert sender.engine("local").world_size == 5 and sender.engine("local").tp_sizes == (1, 4)
-    sender = with_stages(UNLIKE.stages, 1, 2, total_num_kv_heads=4)
-    assert sender.get_reader_ranks(2) == [(1, 0, 1)]
-    # If the other engine has no `stages`, its pipeline ranks are assumed to share the layers
-    # evenly.
-    assert sender.get_reader_ranks(1, 2) == [(1, 1, 0)]
     assert asked[0].pp_ratio_from_engine_id("pre") == -2
     assert asked[0].is_kv_replicated("pre") is False
     assert topology(total_num_kv_heads=2, remotes={"pre": UNLIKE}).is_kv_replicated("pre")
@@ -490,10 +475,6 @@ def test_uneven_stages_have_the_expected_targets_and_readers():
         (
             lambda: with_stages([(2, 1), (3, 1)], 0, 0).get_target_remote_ranks(1, 2),
             "num_layers is 5, pp_size is 2",
-        ),
-        (
-            lambda: with_stages([(2, 1), (3, 1)], 0, 0).remote_tp_rank_of_head(0, 1),
-            "this engine has stages",
         ),
         (
             lambda: topology(remotes={"r": UNLIKE}).tp_ratio_from_engine_id("r"),

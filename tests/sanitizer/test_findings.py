@@ -106,21 +106,6 @@ def test_write_to_a_freed_block_is_reported():
     only(sanitizer, ReportKind.WRITE_AFTER_FREE)
 
 
-def test_eviction_is_an_event_and_keeps_content_and_holders():
-    sanitizer = sanitizer_of()
-    sanitizer.observe_allocation("a", [1])
-    write(sanitizer, "a", [1, 2, 3], [1])
-    sanitizer.observe_eviction([1])
-    read(sanitizer, "a", 3, [1])
-    assert not sanitizer.reports
-    sanitizer.observe_allocation("b", [1])
-    sanitizer.observe_request("b", [1, 2, 4])
-    read(sanitizer, "b", 3, [1])
-    report = only(sanitizer, ReportKind.WRONG_CONTENT)
-    assert [each.kind for each in report.events] == ["allocated", "written", "evicted", "allocated"]
-    assert "step 0      evicted\n" in str(report)
-
-
 def test_two_writers_of_one_block_in_a_step_are_reported():
     sanitizer = sanitizer_of()
     for name in "ab":
@@ -453,7 +438,6 @@ def test_tokens_after_a_skipped_token_are_checked():
         lambda s: s.observe_copy([1, 2], [3]),
         lambda s: s.observe_slot_copy(0, [1], [999]),
         lambda s: s.observe_clear([99]),
-        lambda s: s.observe_eviction([99]),
         lambda s: np.zeros((1, 2))[0, 5],  # a column of a block table
         lambda s: {"a": 1}["b"],  # a request that was never announced
     ],

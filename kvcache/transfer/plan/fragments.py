@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.checks import MAX_INT32, as_array, shown
+from kvcache.checks import MAX_INT32, integer_array, shown
 
 
 class GroupFragments(NamedTuple):
@@ -230,10 +230,8 @@ def page_ids(ids: np.ndarray, used: np.ndarray, name: str) -> np.ndarray:
 
     Raises TypeError or ValueError if a used entry is not a valid page.
     """
-    given = as_array(ids, name)
+    given = integer_array(ids, name)
     width = len(used)
-    if given.size and given.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {given.dtype}: expected integers")
     if given.ndim != 2 or given.shape[1] != width:
         raise ValueError(f"{name} has shape {list(given.shape)}: expected [groups, {width}]")
     wanted = given if used.all() else given[:, used]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.checks import MAX_INT32, as_array, instance, integer
+from kvcache.checks import MAX_INT32, instance, integer, integer_array
 from kvcache.transfer.plan.fragments import Pattern, TransferRuns, check_each_once, check_ranks
 from kvcache.transfer.plan.transfer_plan import TransferPlan, pages_with
 
@@ -156,9 +156,7 @@ def _table(ids: np.ndarray, name: str) -> np.ndarray:
     """Convert a block table to int64[n]. Raises TypeError or ValueError if it contains anything but
     page numbers.
     """
-    given = as_array(ids, name)
-    if given.size and given.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {given.dtype}: expected integers")
+    given = integer_array(ids, name)
     if given.ndim != 1:
         raise ValueError(f"{name} has shape {list(given.shape)}: expected [n]")
     if given.size and (given.min() < 0 or given.max() > MAX_INT32):

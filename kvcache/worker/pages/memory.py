@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from kvcache.checks import instance, instances, integer, integers
+from kvcache.checks import check_count, instance, instances, integer, integers
 from kvcache.worker.pages.contents import PageContents
 
 
@@ -46,10 +46,7 @@ class PageMemory:
             ("layers", self.layers),
             ("owners", owners),
         ):
-            if len(each) != len(self.offsets):
-                raise ValueError(
-                    f"{name} has {len(each)} entries: expected {len(self.offsets)}, one per offset"
-                )
+            check_count(each, len(self.offsets), name, "offset")
         self.pages_per_chunk = pages_per_chunk  # number of pages pinned per call; 0: all pages
         self.formats = formats  # block formats, if known, for comparison by `PageCopy`
         self.contents = contents  # page contents, used by stores; None until a storage sets it

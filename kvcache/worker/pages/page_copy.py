@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import MAX_INT32, as_array, check_range, integers
+from kvcache.checks import MAX_INT32, check_range, integer_array, integers
 from kvcache.worker.pages.memory import PageMemory
 
 
@@ -106,13 +106,11 @@ def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
     """
     if isinstance(pairs, torch.Tensor):
         return pairs
-    array = as_array(pairs, "pairs")
+    array = integer_array(pairs, "pairs")
     if array.ndim != 2 or array.shape[1] != 2:
         if array.size:
             raise ValueError(f"pairs has shape {list(array.shape)}: expected [n, 2]")
         array = array.reshape(0, 2)
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"pairs has dtype {array.dtype}: expected integers")
     if array.dtype != np.int32 and array.size:
         are_wrong = (array < -MAX_INT32 - 1) | (array > MAX_INT32)
         if np.count_nonzero(are_wrong):

@@ -13,6 +13,7 @@ import torch
 from kvcache.checks import (
     MAX_INT32,
     MAX_INT64,
+    check_count,
     check_range,
     flag,
     instance,
@@ -130,10 +131,7 @@ class Pages(PageMemory):
         else:
             dims = listed(block_dim, "block_dim", "an integer, or one per layer")
         dims = [integer(each, "block_dim", -MAX_INT32) for each in dims]
-        if len(dims) != len(layers):
-            raise ValueError(
-                f"block_dim has {len(dims)} entries: expected {len(layers)}, one per layer"
-            )
+        check_count(dims, len(layers), "block_dim", "layer")
         first, dim = flat[0][1], dims[0]
         found: list[tuple[Region, int, torch.Tensor]] = []
         for number, tensor in flat:

@@ -17,6 +17,7 @@ from kvcache.checks import (
     instance,
     integer,
     integers,
+    one_of,
     shown,
 )
 from kvcache.worker.pages.page_copy import PageCopy
@@ -288,8 +289,7 @@ class SwapEngine:
 
     def num_fragments(self, direction: str, pairs: np.ndarray) -> int:
         """Return the number of fragments after merging consecutive pages, at least 1."""
-        if not isinstance(direction, str) or direction not in DIRECTIONS:
-            raise ValueError(f"direction is {shown(direction)}: expected {OUT!r} or {IN!r}")
+        one_of(direction, "direction", DIRECTIONS)
         pairs = integers(pairs, "pairs", (2,))
         page_copy = self._swap_streams[direction].page_copy
         num_runs = len(pairs)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass
+from functools import partial
 
-from kvcache.checks import MAX_INT32, flag, integer, listed, shown
+from kvcache.checks import MAX_INT32, Count, Size, integer, listed, plain_fields, shown
 from kvcache.specs import ContextParallel, checked_context_parallel
 
 
@@ -49,35 +50,26 @@ class TableShape:
         (16, 4, 32)
     """
 
-    block_size: int
-    max_num_blocks: int
+    block_size: Size
+    max_num_blocks: Size
     kernel_block_size: int | None = None
     kernel_sizes: InitVar[Sequence[int] | None] = None
-    window: int | None = None
+    window: Size | None = None
     slot_mapping: bool = True
     context_parallel: ContextParallel | None = None  # None becomes ContextParallel()
     replicated: bool = False
-    cp_kv_cache_interleave_size: int = 1
+    cp_kv_cache_interleave_size: Size = 1
     encoder: bool = False
     circular: bool = False
-    num_speculative_blocks: int = 0
+    num_speculative_blocks: Count = 0
 
     def __post_init__(self, kernel_sizes: Sequence[int] | None) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
+        put = partial(object.__setattr__, self)
         put("context_parallel", checked_context_parallel(self.context_parallel))
-        for name in ("slot_mapping", "replicated", "encoder", "circular"):
-            put(name, flag(getattr(self, name), name))
-        for name, least in (
-            ("block_size", 1),
-            ("max_num_blocks", 1),
-            ("cp_kv_cache_interleave_size", 1),
-            ("num_speculative_blocks", 0),
-        ):
-            put(name, integer(getattr(self, name), name, least=least))
-        size = kernel_size_of(self.block_size, self.kernel_block_size, kernel_sizes)
+        block_size = integer(self.block_size, "block_size", 1)
+        size = kernel_size_of(block_size, self.kernel_block_size, kernel_sizes)
         put("kernel_block_size", size)
+        plain_fields(self)
         if self.world_size > 1 and size % self.cp_kv_cache_interleave_size:
             raise ValueError(
                 f"cp_kv_cache_interleave_size {self.cp_kv_cache_interleave_size} does not divide "
@@ -85,8 +77,6 @@ class TableShape:
             )
         if self.world_size == 1:
             put("cp_kv_cache_interleave_size", 1)
-        if self.window is not None:
-            put("window", integer(self.window, "window", least=1))
         if self.encoder and self.circular:
             raise ValueError("a group has both encoder and circular set: expected at most one")
 

@@ -547,7 +547,7 @@ for _name in ("write", "load", "read", "state_write", "state_read", "tokens"):
         f"Sanitizer.observe_{_name}.token_ids": lambda w: [4, 5],
         f"Sanitizer.observe_{_name}.block_table": lambda w: np.array([[1, 2]]),
     }
-for _name in ("observe_allocation", "observe_free", "observe_eviction", "observe_clear"):
+for _name in ("observe_allocation", "observe_free", "observe_clear"):
     RIGHT[f"Sanitizer.{_name}.blocks"] = lambda w: [1, 2]
 for _name in ("src", "dst"):
     RIGHT[f"Sanitizer.observe_copy.{_name}"] = lambda w: [1, 2]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcache.checks import MAX_INT64, byte_count, instance, integer, listed, path, text
+from kvcache.checks import MAX_INT64, byte_count, check_count, instance, integer, listed, path, text
 from kvcache_exchange.store.base import BlockStore, StoreError
 from kvcache_exchange.store.removals import PendingRemovals
 
@@ -288,8 +288,7 @@ class DiskStore(BlockStore):
         """
         keys, values = _checked_keys(keys), listed(values, "values")
         self._check_open()
-        if len(values) != len(keys):
-            raise ValueError(f"values has {len(values)} entries: expected {len(keys)}, one per key")
+        check_count(values, len(keys), "values", "key")
         begin = self._memory.ctypes.data
         last = begin + self._memory.nbytes - self._value_bytes
         for i, value in enumerate(values):

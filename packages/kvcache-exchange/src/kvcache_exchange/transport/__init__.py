@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports of KV between engines: over TCP, NIXL and gloo."""
+"""Transports of KV between engines: over TCP and NIXL."""
 
 from __future__ import annotations
 

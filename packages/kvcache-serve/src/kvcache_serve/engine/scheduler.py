@@ -15,7 +15,16 @@ import numpy as np
 
 from kvcache.allocator import Admit, External, KVCacheManager, Request
 from kvcache.allocator.request import last_tokens
-from kvcache.checks import MAX_INT32, check_range, instance, integer, integers, num_entries, shown
+from kvcache.checks import (
+    MAX_INT32,
+    check_range,
+    instance,
+    integer,
+    integers,
+    num_entries,
+    one_of,
+    shown,
+)
 from kvcache.kinds import make_kind
 from kvcache.sources import KVSource
 from kvcache.step import NO_IDS, Status, StepPlan, StepReport
@@ -156,8 +165,7 @@ class Scheduler:
         synchronize: Callable[[], object] | None = None,
     ) -> None:
         instance(manager, KVCacheManager, "manager")
-        if not isinstance(preemption, str) or preemption not in ("swap", "recompute"):
-            raise ValueError(f"preemption is {shown(preemption)}: expected 'swap' or 'recompute'")
+        one_of(preemption, "preemption", ("swap", "recompute"))
         self.manager = manager
         self.max_num_batched_tokens = integer(
             max_num_batched_tokens, "max_num_batched_tokens", least=1

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcache.checks import shown
+from kvcache.checks import one_of
 from kvcache_exchange.disaggregation.options import ConnectorOptions
 
 
@@ -25,7 +25,4 @@ class Options(ConnectorOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.on_failure not in ("recompute", "fail"):
-            raise ValueError(
-                f"on_failure is {shown(self.on_failure)}: expected 'recompute' or 'fail'"
-            )
+        one_of(self.on_failure, "on_failure", ("recompute", "fail"))
