@@ -28,6 +28,8 @@ _NO_NESTING = (str, bytes, range, memoryview)  # sequence types whose entries ar
 
 def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int:
     """Return an integer in [least, most]. Raises TypeError or ValueError."""
+    if type(value) is int and least <= value <= most:
+        return value
     try:
         number = index(value)  # converts numpy integers, which would overflow
     except (TypeError, RuntimeError):  # a meta tensor raises RuntimeError
@@ -43,6 +45,8 @@ def number(value: float, name: str, expected: str = "a number") -> float:
     """Return a real number as a float. NumPy numbers are accepted, bools are not. Raises TypeError
     or ValueError.
     """
+    if type(value) is float:
+        return value
     if isinstance(value, bool) or not isinstance(value, float | int | Real):
         raise TypeError(f"{name} is {shown(value)}: expected {expected}")
     try:

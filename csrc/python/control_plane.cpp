@@ -342,14 +342,6 @@ void bind_hashing(py::module_& m) {
                                                             "Known token ids of one request.");
   def_init(
       token_ids,
-      [](int64_t num_zeros) {
-        auto out = std::make_shared<TokenIds>();
-        out->append(nullptr, num_zeros);
-        return out;
-      },
-      py::kw_only(), py::arg("num_zeros"));
-  def_init(
-      token_ids,
       [](const py::object& token_ids, bool takes_placeholders) {
         auto out = std::make_shared<TokenIds>(takes_placeholders);
         append_tokens(*out, token_ids);
@@ -358,6 +350,10 @@ void bind_hashing(py::module_& m) {
       py::arg("token_ids"), py::arg("takes_placeholders") = false)
       .def("append", &append_tokens, py::arg("token_ids"))
       .def("copy", [](const TokenIds& self) { return copy_array(self.data(), self.size()); })
+      .def("tail",  // returns the ids from this one on as a list
+           [](const TokenIds& self, int64_t first) {
+             return std::vector<int32_t>(self.data() + first, self.data() + self.size());
+           })
       .def("__len__", &TokenIds::size);
 
   m.def("append_token_to_each", &append_token_to_each, py::arg("requests_tokens"),

@@ -44,21 +44,9 @@ T& self_of(PyObject* self) {
   return *value;
 }
 
-// Creates a method of the class. `flags` describe the type of `function`. The definition is leaked,
-// because it must live as long as the method.
-template <class Function>
-py::object new_method(const py::handle& type, const char* name, Function function, int flags,
-                      const char* text) {
-  auto* definition = new PyMethodDef{
-      name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), flags, text};
-  auto out = py::reinterpret_steal<py::object>(
-      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), definition));
-  if (!out) throw py::error_already_set();
-  return out;
-}
-
 // Adds a method with `kNumArguments` positional arguments that is implemented by
-// `kFunction(self, arguments)`, which returns a new reference.
+// `kFunction(self, arguments)`, which returns a new reference. Its definition is leaked, because it
+// must live as long as the method.
 template <class T, size_t kNumArguments, PyObject* (*kFunction)(T&, PyObject* const*)>
 void def_fast(const py::object& type, const char* name) {
   constexpr auto call = [](PyObject* self, PyObject* const* args,
@@ -75,7 +63,13 @@ void def_fast(const py::object& type, const char* name) {
     }
   };
   PyObject* (*const function)(PyObject*, PyObject* const*, Py_ssize_t) noexcept = call;
-  type.attr(name) = new_method(type, name, function, METH_FASTCALL, nullptr);
+  auto* definition =
+      new PyMethodDef{name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
+                      METH_FASTCALL, nullptr};
+  auto method = py::reinterpret_steal<py::object>(
+      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), definition));
+  if (!method) throw py::error_already_set();
+  type.attr(name) = method;
 }
 
 }  // namespace kvcache

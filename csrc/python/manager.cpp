@@ -25,6 +25,7 @@
 #include "core/limits.h"
 #include "python/arrays.h"
 #include "python/construct.h"
+#include "python/fast_method.h"
 #include "python/hashes.h"
 #include "python/plan_type.h"
 #include "python/request_rows.h"
@@ -117,8 +118,8 @@ void bind_kinds(py::module_& m) {
 // An optional array argument of a step.
 class OptionalInput {
  public:
-  OptionalInput(const py::object& value, const char* name) {
-    if (!value.is_none()) input_.emplace(value, name);
+  OptionalInput(const py::object& value, const char* name, int64_t least = kMinInt32) {
+    if (!value.is_none()) input_.emplace(value, name, least);
   }
   bool is_given() const { return input_.has_value(); }
   const int32_t* data() const { return input_ ? input_->data() : nullptr; }
@@ -394,6 +395,116 @@ int32_t fork(Manager& self, RequestRows& requests, const py::object& parent,
   return child_row;
 }
 
+// The rows of `BlockSpaceManager`. A row belongs to a Python object `held`, whose attributes
+// (`row`, or -1; `num_tokens`; `table`) change in the same native call as the row, so that an
+// interrupt sees both changes or neither.
+
+void set(const py::handle& held, PyObject* name, int64_t value) {
+  const py::int_ number(value);
+  if (PyObject_SetAttr(held.ptr(), name, number.ptr()) != 0) throw py::error_already_set();
+}
+void set_row(const py::handle& held, int32_t row) {
+  static PyObject* const name = PyUnicode_InternFromString("row");
+  set(held, name, row);
+}
+
+// Creates a row whose prompt is computed in one step, and whose blocks are cached once they are
+// marked as computed. Returns false if the prompt does not fit.
+bool admit_held(Manager& self, const py::object& held, const std::shared_ptr<TokenChain>& chain,
+                const py::list& computed, int64_t num_lookahead) {
+  NewRow asked;
+  asked.chain = chain;
+  asked.num_lookahead = num_lookahead;
+  asked.computes_whole = asked.waits_for_marks = true;
+  const Slots slots = self.admit(asked, int32_lists(computed, "computed_blocks"));
+  const Soundness::Change change = self.change("allocate");
+  if (slots.status == Status::kServed) set_row(held, slots.row);
+  return slots.status == Status::kServed;
+}
+
+void fork_held(Manager& self, int32_t parent, const py::object& held,
+               const std::shared_ptr<TokenChain>& chain) {
+  const Slots slots = self.fork(parent, chain);
+  const Soundness::Change change = self.change("fork");
+  set_row(held, slots.row);
+}
+
+void free_held(Manager& self, const py::object& held) {
+  self.free(py::cast<int32_t>(held.attr("row")));
+  if (self.is_broken()) return;
+  const Soundness::Change change = self.change("free");
+  set_row(held, -1);
+}
+
+// Updates a list of the row's blocks, of which the blocks from column `first` on have changed.
+// Earlier blocks may have left the window.
+void update_table(const py::list& table, const std::vector<BlockId>& blocks, size_t first) {
+  const bool has_window = !blocks.empty() && blocks[0] == kNullBlock;
+  for (size_t b = std::min(first, table.size()); b-- > 0 && has_window;) {
+    if (blocks[b] != kNullBlock) continue;
+    if (PyLong_AsLong(table[b].ptr()) == kNullBlock) break;
+    table[b] = kNullBlock;
+  }
+  const std::vector<BlockId> changed(blocks.begin() + static_cast<std::ptrdiff_t>(first),
+                                     blocks.end());
+  const py::object tail = py::cast(changed);
+  if (PyList_SetSlice(table.ptr(), static_cast<py::ssize_t>(first), PY_SSIZE_T_MAX, tail.ptr())) {
+    throw py::error_already_set();
+  }
+}
+
+// The calls that a scheduler makes for each sequence in each step.
+
+// Arguments: `held`; its row; the numbers of tokens and of lookahead slots; the tokens' ids, or
+// None if their values do not matter; and the list of the row's blocks. Returns the pairs of blocks
+// to copy, or None if the slots do not fit.
+PyObject* append_slots(Manager& self, PyObject* const* args) {
+  static PyObject* const name = PyUnicode_InternFromString("num_tokens");
+  const auto row = static_cast<int32_t>(PyLong_AsLong(args[1]));
+  const int64_t num_tokens = PyLong_AsLong(args[2]);
+  const OptionalInput ids(py::reinterpret_borrow<py::object>(args[4]), "token_ids", /*least=*/0);
+  const int64_t start = self.num_computed_tokens(row);
+  const RowAsk ask{row, num_tokens, PyLong_AsLong(args[3]), ids.data(), num_tokens};
+  const Slots slots = self.extend(ask, /*lists_new=*/false);
+  if (slots.status != Status::kServed) Py_RETURN_NONE;
+  const Soundness::Change change = self.change("append_slots");
+  set(args[0], name, start + num_tokens);
+  const int64_t first = start / self.groups()[0].block_size;
+  update_table(py::reinterpret_borrow<py::list>(args[5]), self.blocks(row, 0),
+               static_cast<size_t>(first));
+  return list_of_pairs(slots.copies).release().ptr();
+}
+
+PyObject* mark_computed(Manager& self, PyObject* const* args) {
+  self.mark_computed(static_cast<int32_t>(PyLong_AsLong(args[0])), PyLong_AsLong(args[1]));
+  Py_RETURN_NONE;
+}
+
+PyObject* access(Manager& self, PyObject* const* args) {
+  self.access(static_cast<int32_t>(PyLong_AsLong(args[0])), number_argument(args[1], "now"));
+  Py_RETURN_NONE;
+}
+
+PyObject* check_reader(Manager& self, PyObject* const*) {
+  self.check_reader();
+  Py_RETURN_NONE;
+}
+
+PyObject* num_free(Manager& self, PyObject* const*) {
+  self.check_reader();
+  return PyLong_FromLongLong(self.pool().num_free());
+}
+
+// Also discards the attribute `table` of each object in `held`.
+py::object swap_out(Manager& self, const std::vector<int32_t>& rows, const py::list& held) {
+  const auto moved = self.swap_out(rows);
+  const Soundness::Change change = self.change("swap_out");
+  for (const py::handle& each : held) {
+    if (moved) each.attr("table") = py::none();
+  }
+  return as_python(moved);
+}
+
 // Getter of a property that may be read from any thread. Throws if the manager is not sound.
 template <auto kMethod>
 int64_t sound(const Manager& manager) {
@@ -417,9 +528,14 @@ void bind_manager(py::module_& m) {
       .def("at", [](const RequestRows& self, const py::object& request) {
         return self.at(request, "request");
       });
+  py::class_<Manager> manager(m, "Manager");
+  def_fast<Manager, 6, &append_slots>(manager, "append_slots");
+  def_fast<Manager, 2, &mark_computed>(manager, "mark_computed");
+  def_fast<Manager, 2, &access>(manager, "access");
+  def_fast<Manager, 0, &check_reader>(manager, "check_reader");
+  def_fast<Manager, 0, &num_free>(manager, "num_free");
   def_init(
-      py::class_<Manager>(m, "Manager"),
-      [](const ManagerOptions& options) { return std::make_unique<Manager>(options); },
+      manager, [](const ManagerOptions& options) { return std::make_unique<Manager>(options); },
       py::arg("options"))
       .def("check_caller", &Manager::check_caller)
       .def("set_now", &Manager::set_now)
@@ -519,7 +635,6 @@ void bind_manager(py::module_& m) {
            [](Manager& self, int32_t row, const py::object& num_tokens) {
              self.reject(row, int_argument(num_tokens, "num_tokens"));
            })
-      .def("free", [](Manager& self, int32_t row) { self.free(row); })
       .def("free_requests",
            [](Manager& self, RequestRows& requests, const py::tuple& named) {
              free_requests(self, requests, named, {});
@@ -550,6 +665,10 @@ void bind_manager(py::module_& m) {
              free_requests(self, requests, named, features, step, keep_blocks);
            })
       .def("fork", &fork)
+      .def("admit_held", &admit_held)
+      .def("fork_held", &fork_held)
+      .def("free_held", &free_held)
+      .def("swap_out", &swap_out)
       .def("swap_in",
            [](Manager& self, const std::vector<int32_t>& rows) {
              return answer(self, "swap_in", self.swap_in(rows));
@@ -563,7 +682,6 @@ void bind_manager(py::module_& m) {
              const RowSwap::BlocksBack back = self.num_blocks_back(rows, num_slots);
              return py::make_tuple(back.num_taken, back.alone);
            })
-      .def("access", &Manager::access)
       .def("pin", &Manager::pin)
       .def("unpin", &Manager::unpin)
       .def("abort",
@@ -593,7 +711,6 @@ void bind_manager(py::module_& m) {
              const Int32Input array(ids, "ids");
              self.evict(array.data(), array.size());
            })
-      .def("check_reader", &Manager::check_reader)
       .def("num_common_prefix_blocks",
            [](Manager& self, int32_t row, const py::object& num_running, const py::object& group) {
              return self.num_common_prefix_blocks(row,

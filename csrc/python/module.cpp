@@ -10,7 +10,6 @@ void bind_plan(pybind11::module_& m);
 void bind_manager(pybind11::module_& m);
 void bind_replay(pybind11::module_& m);
 void bind_sanitizer(pybind11::module_& m);
-void bind_sequences(pybind11::module_& m);
 void bind_worker(pybind11::module_& m);
 
 }  // namespace kvcache
@@ -26,6 +25,5 @@ PYBIND11_MODULE(_core, m) {
   kvcache::bind_manager(m);
   kvcache::bind_replay(m);
   kvcache::bind_sanitizer(m);
-  kvcache::bind_sequences(m);
   kvcache::bind_worker(m);
 }

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvcache.checks import integer, listed, shown
 from kvcache.compat.cache_events import KVCacheEvents
-
-Rule = Callable[[object, object], object]
 
 _EVENTS_METHODS = ("add_events", "get_all_events", "increment_workers", "get_number_of_workers")
 
@@ -21,8 +19,7 @@ class KVConnectorOutput:
     """Report on the transfers of one step, from one worker or merged from all workers.
 
     An engine may pass objects of its own class instead. Attributes that the class lacks are treated as
-    empty. Attributes that this class does not have need a merge rule
-    (`KVOutputAggregator.register_rule`).
+    empty. Attributes that this class does not have must be empty or have their defaults.
 
     Args:
         finished_sending: Ids of requests whose KV has been sent completely.
@@ -80,7 +77,6 @@ class KVOutputAggregator:
 
     def __init__(self, expected_finished_count: int) -> None:
         self._state = _State(integer(expected_finished_count, "expected_finished_count", 1))
-        self._rules: dict[str, Rule] = {}
 
     @classmethod
     def from_connector(cls, connector: object, world_size: int) -> KVOutputAggregator:
@@ -123,39 +119,6 @@ class KVOutputAggregator:
         """Ids of failed requests for which reports from some workers are still missing."""
         return set(self._state.failed_recving)
 
-    def register_rule(self, name: str, rule: Rule) -> None:
-        """Register a rule that merges an attribute that `KVConnectorOutput` does not have.
-
-        Args:
-            name: The attribute of an engine's own reports.
-            rule: Called as `rule(merged, reported)` with the merged value of the preceding workers and
-                the value of the next worker. Both are copies. Returns the merged value. The first
-                value is used unchanged, and None is treated as no value. If the rule raises an
-                exception, `aggregate` propagates it and changes nothing.
-
-        Raises:
-            TypeError: `name` is not a string, or `rule` is not callable.
-            ValueError: `name` already has a rule, either registered or built in.
-
-        Example:
-            >>> from types import SimpleNamespace as Some
-            >>> aggregator = KVOutputAggregator(2)
-            >>> aggregator.register_rule("loaded", set.union)
-            >>> workers = [Some(kv_connector_output=Some(loaded={layer})) for layer in (3, 5)]
-            >>> aggregator.aggregate(workers).kv_connector_output.loaded
-            {3, 5}
-        """
-        if not isinstance(name, str):
-            raise TypeError(f"name is {shown(name)}: expected the name of an attribute")
-        if not callable(rule):
-            raise TypeError(f"rule is {shown(rule)}: expected a function that takes two values")
-        if name in _KNOWN or name in self._rules:
-            kind = "built in" if name in _KNOWN else repr(self._rules[name])
-            raise ValueError(
-                f"name is {name!r}, which has a rule ({kind}): expected a name without a rule"
-            )
-        self._rules[name] = rule
-
     def aggregate(self, outputs: Sequence[object], output_rank: int = 0) -> object | None:
         """Merge the reports of all workers into the output of one worker.
 
@@ -172,7 +135,6 @@ class KVOutputAggregator:
         - Events are kept per worker. A worker whose `kv_cache_events` is None is not counted as a worker.
           A worker with an empty list is counted, so that no event is common to all workers.
         - `invalid_block_ids` is the union over all workers.
-        - Other attributes are merged by their rules (`register_rule`).
 
         The merged report has the class of the first report. If no worker reports anything, it has
         the class of the last merged report, initially `KVConnectorOutput`. A field that no worker
@@ -195,7 +157,8 @@ class KVOutputAggregator:
             ValueError: The output of a worker other than `output_rank` is None, `output_rank` is out of
                 range, or a report is invalid. A report is invalid if it has events of a different
                 type, statistics that cannot be added, a negative count, a string, mapping or number in
-                place of a set of ids, or a non-empty attribute without a rule. Nothing has changed.
+                place of a set of ids, or a non-empty attribute that `KVConnectorOutput` lacks. Nothing
+                has changed.
         """
         reports = _reports(outputs, output_rank)
         before = self._state
@@ -215,7 +178,7 @@ class KVOutputAggregator:
             merged.add_stats(getattr(report, "kv_connector_stats", None), worker)
             merged.add_worker_meta(getattr(report, "kv_connector_worker_meta", None), worker)
             merged.add_events(getattr(report, "kv_cache_events", None), worker)
-            merged.add_others(report, worker, self._rules)
+            _check_attributes(report, worker)
         empty = _emptied(reports[0][1]) if reports else before.empty
         output = outputs[output_rank] or None
         state = _State(
@@ -258,7 +221,6 @@ class _Merged:
     stats: dict[type, object] = field(default_factory=dict)
     worker_meta: object | None = None
     events: dict[int, object] = field(default_factory=dict)  # keyed by worker
-    others: dict[str, object] = field(default_factory=dict)  # keyed by attribute name
 
     def add_stats(self, stats: object | None, worker: int) -> None:
         if stats is None:
@@ -272,22 +234,6 @@ class _Merged:
             return
         _check_addable(meta, "kv_connector_worker_meta", worker)
         self.worker_meta = _sum(self.worker_meta, meta)
-
-    def add_others(self, report: object, worker: int, rules: Mapping[str, Rule]) -> None:
-        """Merge the attributes that `KVConnectorOutput` does not have, using their rules."""
-        for name in _attributes(report):
-            value = getattr(report, name, None)
-            if name in _KNOWN or value is None:
-                continue
-            if name in rules:
-                value = copy.deepcopy(value)  # the merged value may keep references to `value`
-                first = name not in self.others
-                self.others[name] = value if first else rules[name](self.others[name], value)
-            elif not _says_nothing(report, name):
-                raise ValueError(
-                    f"{name} of worker {worker} is {value!r}: expected an attribute of "
-                    "KVConnectorOutput; register a rule to merge it (register_rule)"
-                )
 
     def add_events(self, events: object | None, worker: int) -> None:
         if events is None:
@@ -325,9 +271,9 @@ class _Merged:
             "invalid_block_ids": self.invalid_block_ids,
             "expected_finished_count": expected,
         }
-        values = {name: value for name, value in values.items() if value} | self.others
+        values = {name: value for name, value in values.items() if value}
         report = _emptied(empty)
-        for name in (*_KNOWN, *self.others):
+        for name in _KNOWN:
             if name in values or not hasattr(report, name):
                 # The engine's class may lack fields that no worker reported or that only the
                 # aggregator tracks.
@@ -459,6 +405,16 @@ def _default(report: object, name: str) -> object:
             if each.name == name and each.default_factory is not dataclasses.MISSING:
                 return each.default_factory()
     return None
+
+
+def _check_attributes(report: object, worker: int) -> None:
+    """Check that the attributes that `KVConnectorOutput` does not have say nothing."""
+    for name in _attributes(report):
+        value = getattr(report, name, None)
+        if name not in _KNOWN and value is not None and not _says_nothing(report, name):
+            raise ValueError(
+                f"{name} of worker {worker} is {value!r}: expected an attribute of KVConnectorOutput"
+            )
 
 
 def _says_nothing(report: object, name: str) -> bool:

@@ -284,10 +284,6 @@ class KVTopology:
         """
         return self._of_engine(engine_id, lambda remote: self.tp_ratio(_one_tp_size(remote)))
 
-    def pp_ratio_from_engine_id(self, engine_id: str) -> int:
-        """Return `pp_ratio` for a registered engine."""
-        return self._of_engine(engine_id, lambda remote: self.pp_ratio(len(remote.tp_sizes)))
-
     def block_size_ratio_from_engine_id(self, engine_id: str) -> int:
         """Return `block_size_ratio` for a registered engine."""
         return self._of_engine(engine_id, lambda remote: self.block_size_ratio(remote.block_size))
@@ -347,17 +343,7 @@ class KVTopology:
         """
         return self.is_mla or self.is_kv_replicated(engine_id)
 
-    # Heads and the ranks that hold them.
-
-    @property
-    def heads(self) -> range:
-        """The model's KV heads that this worker stores. An MLA latent is head 0.
-
-        Example:
-            >>> KVTopology("a", tp_rank=3, tp_size=4, total_num_kv_heads=8).heads
-            range(6, 8)
-        """
-        return heads_of_rank(self._num_heads, self.tp_size, self.tp_rank)
+    # Ranks to read from.
 
     def get_target_remote_ranks(
         self, remote_tp_size: int, remote_pp_size: int = 1

@@ -74,7 +74,6 @@ def state(aggregator):
         aggregator.remaining_failed_recving,
         copy.deepcopy(aggregator._state.pending),
         type(aggregator._state.empty),
-        dict(aggregator._rules),
     )
 
 
@@ -291,6 +290,7 @@ def test_cache_events_of_all_workers_are_combined_and_counted():
     assert events.get_number_of_workers() == 3
     assert len(events.get_all_events()) == 11
     assert events.get_common_events() == [own[0][1], own[0][2]]
+    assert own[1].get_number_of_workers() == 1 and len(own[1].get_all_events()) == 3
 
 
 def test_events_are_common_once_all_workers_reported_them():
@@ -317,7 +317,7 @@ def test_worker_without_events_has_no_common_events(worker, nothing):
     outputs = [output(kv_cache_events=events) for events in own]
     events = KVOutputAggregator(3).aggregate(outputs).kv_connector_output.kv_cache_events
     assert events.get_number_of_workers() == 3
-    assert events.get_common_events() == [] and events.get_all_events() == ["a", "a"]
+    assert events.get_common_events() == []
 
 
 def test_missing_events_become_none():
@@ -406,10 +406,6 @@ def engine(**report):
     return Output(kv_connector_output=EngineReport(**report))
 
 
-def added(one, other):
-    return dict(Counter(one) + Counter(other))
-
-
 def test_merged_report_has_engine_class_and_defaults():
     aggregator = KVOutputAggregator(2)
     none = [Output(kv_connector_output=None)] * 2
@@ -464,40 +460,11 @@ def test_metadata_of_all_workers_is_combined():
     assert merged.kv_connector_worker_meta is None
 
 
-def test_engine_attribute_is_merged_by_its_rule():
-    aggregator = KVOutputAggregator(2)
-    aggregator.register_rule("loaded", added)
-    held = [None, engine(loaded={"a": 1}), engine(loaded={"a": 2, "b": 1})]
-    assert aggregator.aggregate(held) is None
-    merged = aggregator.aggregate([engine(loaded={"b": 5}), engine(), engine()])
-    assert merged.kv_connector_output.loaded == {"a": 3, "b": 6}
-    assert held[1].kv_connector_output.loaded == {"a": 1}
-    merged = aggregator.aggregate([engine(), engine(), engine()])
-    assert merged.kv_connector_output.loaded == {}
-
-
-def test_rule_receives_copies_of_values_other_than_none():
-    seen = []
-
-    def kept(merged, reported):
-        seen.append((list(merged), list(reported)))
-        merged.extend(reported)
-        return merged
-
-    aggregator = KVOutputAggregator(2)
-    aggregator.register_rule("log", kept)
-    own = [[1], None, [], [2]]
-    outputs = [Output(kv_connector_output=SimpleNamespace(log=log)) for log in own]
-    assert aggregator.aggregate(outputs).kv_connector_output.log == [1, 2]
-    assert seen == [([1], []), ([1], [2])] and own == [[1], None, [], [2]]
-
-
-def test_nonempty_attribute_without_rule_raises():
+def test_unknown_nonempty_attribute_raises():
     aggregator = KVOutputAggregator(2)
     before = state(aggregator)
     message = re.escape(
-        "loaded of worker 1 is {'a': 1}: expected an attribute of KVConnectorOutput; register a rule "
-        "to merge"
+        "loaded of worker 1 is {'a': 1}: expected an attribute of KVConnectorOutput"
     )
     with pytest.raises(ValueError, match=message):
         aggregator.aggregate([engine(finished_sending={"a"}), engine(loaded={"a": 1})])
@@ -507,33 +474,6 @@ def test_nonempty_attribute_without_rule_raises():
     count = Output(kv_connector_output=SimpleNamespace(retries=0))
     with pytest.raises(ValueError, match="retries of worker 0 is 0: expected an attribute of"):
         aggregator.aggregate([count])
-
-
-@pytest.mark.parametrize("name", ["loaded", "failed_recving", "finished_sending"])
-def test_registering_a_rule_twice_is_rejected(name):
-    aggregator = KVOutputAggregator(1)
-    aggregator.register_rule("loaded", added)
-    before = state(aggregator)
-    with pytest.raises(ValueError, match=f"name is '{name}', which has a rule"):
-        aggregator.register_rule(name, added)
-    with pytest.raises(
-        TypeError, match="rule is 'union': expected a function that takes two values"
-    ):
-        aggregator.register_rule("other", "union")
-    with pytest.raises(TypeError, match="name is 3: expected the name of an attribute"):
-        aggregator.register_rule(3, added)
-    assert state(aggregator) == before
-
-
-def test_failing_rule_changes_nothing():
-    aggregator = KVOutputAggregator(2)
-    aggregator.register_rule("loaded", lambda one, other: one.missing)
-    aggregator.aggregate([None, engine(finished_recving={"a"}, failed_recving={"b"})])
-    before = state(aggregator)
-    outputs = [engine(finished_recving={"b"}, loaded={"a": 1}) for _ in range(2)]
-    with pytest.raises(AttributeError, match="missing"):
-        aggregator.aggregate(outputs)
-    assert state(aggregator) == before
 
 
 @dataclass(frozen=True)
@@ -738,7 +678,7 @@ class Model:
         # Maps each id to [number of reports expected, number of reports received].
         self.reports = {"sending": {}, "recving": {}}
         self.carry = {"sending": set(), "recving": set(), "invalid": set()}
-        self.stats, self.events, self.loaded, self.failed = {}, {}, Counter(), set()
+        self.stats, self.events, self.failed = {}, {}, set()
 
     def step(self, reports):
         for worker, report in enumerate(reports):
@@ -755,7 +695,6 @@ class Model:
                         self.carry[kind].add(req_id)
             self.carry["invalid"] |= report.invalid_block_ids or set()
             self.failed |= report.failed_recving or set()
-            self.loaded += Counter(getattr(report, "loaded", {}))
             if report.kv_connector_stats is not None:
                 kind = type(report.kv_connector_stats)
                 self.stats[kind] = (
@@ -775,7 +714,6 @@ class Model:
         assert report.invalid_block_ids == (self.carry["invalid"] or empty)
         assert report.failed_recving == (self.failed & self.carry["recving"] or empty)
         self.failed -= self.carry["recving"]
-        assert getattr(report, "loaded", {}) == self.loaded
         assert report.expected_finished_count == self.expected
         stats = report.kv_connector_stats
         stats = {} if stats is None else stats if isinstance(stats, dict) else {type(stats): stats}
@@ -789,7 +727,7 @@ class Model:
             for events in by_worker:
                 common &= Counter(events)
             assert Counter(report.kv_cache_events.get_common_events()) == common
-        for carried in (*self.carry.values(), self.stats, self.events, self.loaded):
+        for carried in (*self.carry.values(), self.stats, self.events):
             carried.clear()
 
 
@@ -803,8 +741,6 @@ def random_report(rng, kind):
     report = kind(ids(), ids())
     if rng.random() < 0.2:
         report.failed_recving = set(ids() or ())
-    if kind is EngineReport and rng.random() < 0.2:
-        report.loaded = {f"layer {rng.randrange(3)}": rng.randrange(1, 4)}
     if rng.random() < 0.2:
         kind = rng.choice([Stats, OtherStats])
         report.kv_connector_stats = kind(**{rng.choice("ab"): rng.randrange(3)})
@@ -838,7 +774,6 @@ def test_random_steps_match_the_model(seed):
     expected = rng.choice([world, rng.randint(1, 9)])
     aggregator, model = KVOutputAggregator(expected), Model(expected)
     kind = rng.choice([KVConnectorOutput, EngineReport])
-    aggregator.register_rule("loaded", added)
     seen = KVConnectorOutput
     for _ in range(1250):
         rank = rng.randrange(world)

@@ -266,38 +266,11 @@ class Driver:
                 self.random.randint(0, 1) for _ in range(self.random.choice([1, 1, 1, 5]))
             ]
         lookahead = self.random.choice([0, 0, 0, 1, 6])
-        if self.random.random() < 0.4:
-            others = [other for other in self.running if other is not group]
-            for other in others:
-                self.end_prompt(other)
-            return self.append_to_groups(
-                [group, *self.random.sample(others, len(others) // 2)], lookahead
-            )
         lengths = {seq.seq_id: len(seq.tokens) for seq in group.seqs}
         can_append = self.manager.can_append_slots(group, lookahead)
         assert can_append == self.model.can_append(lengths, lookahead)
         for seq in group.seqs:
             self.append_to(group, seq, lookahead, can_append)
-
-    def append_to_groups(self, groups, lookahead):
-        """Append slots to as many groups as fit, in one call."""
-        num_served, wanted, written = 0, [], []
-        for group in groups:
-            lengths = {seq.seq_id: len(seq.tokens) for seq in group.seqs}
-            if not self.model.can_append(lengths, lookahead):
-                break
-            num_served += 1
-            for seq in group.seqs:
-                known = len(self.model.sequences[seq.seq_id].tokens)
-                wanted += self.model.append(seq.seq_id, seq.tokens[known:], lookahead)
-                written.append((group, seq, known))
-        answer = self.manager.append_group_slots(groups, lookahead)
-        assert answer == (num_served, wanted)
-        self.pages.copy(wanted, self.pages.gpu, self.pages.gpu)
-        for group, seq, known in written:
-            values, table = self.values(group, seq), self.manager.get_block_table(seq)
-            for position in range(known, len(seq.tokens)):
-                self.pages.write(table, position, values[position])
 
     def append_to(self, group, seq, lookahead, must_fit):
         known = len(self.model.sequences[seq.seq_id].tokens)

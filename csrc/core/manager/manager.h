@@ -248,7 +248,6 @@ class Manager {
     return tiers_.host() == nullptr ? 0 : tiers_.host()->num_onboards();
   }
   const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
-  const int32_t* tokens(int32_t row) const { return row_at(row).chain->tokens(); }
   int64_t num_computed_tokens(int32_t row) const { return row_at(row).num_computed; }
   const std::vector<int64_t>& quiet_until() const {  // indexed by row; see RowTable
     check_reader();

@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import numpy as np
 
-from kvcache.allocator.hashing import (
-    DEFAULT_ALGORITHM,
-    DEFAULT_SEED,
-    hash_bytes_of,
-    hash_key,
-)
-from kvcache.allocator.options import CacheOptions, watermark_blocks
-from kvcache.checks import flag, integer
+from kvcache.allocator.manager import KVCacheManager
+from kvcache.allocator.options import watermark_blocks
+from kvcache.allocator.request import Request
+from kvcache.checks import flag, integer, shown
 from kvcache.compat.sequences.caching import SequenceCaching
 from kvcache.compat.sequences.checks import (
     check_one_prompt,
@@ -24,15 +20,20 @@ from kvcache.compat.sequences.demand import (
     num_skipped_blocks,
 )
 from kvcache.compat.sequences.protocol import (
+    RUNNING,
     WAITING,
     SequenceGroupLike,
     SequenceLike,
+    encoder_length,
+    has_encoder,
+    id_of,
+    length_of,
+    seqs_of,
+    seqs_with,
+    status_of,
 )
 from kvcache.compat.sequences.swaps import SequenceSwaps
-from kvcache.compat.sequences.tables import Pairs
-from kvcache.compat.sequences.tokens import Tokens, TokenSource
-from kvcache.kinds import make_kind
-from kvcache.native.load import core
+from kvcache.compat.sequences.tables import HeldRow, Pairs
 from kvcache.step import NO_IDS
 
 
@@ -63,14 +64,10 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             blocks before the window at the end of the prompt are not allocated. After a prefix hit, the
             sequence instead holds all blocks from the window at the end of the hit to the end of the
             prompt. If these blocks exceed the limit, the hit is not used.
-        enable_caching: Whether later sequences can hit full blocks that were marked as computed.
-        eviction: Eviction policy of the device if caching is enabled, one of `eviction_names()`. The
-            policy "last_access" evicts the least recently accessed block; among equally recent blocks,
-            it evicts the block with the longest prefix.
-        eviction_options: Options of the eviction policy.
+        enable_caching: Whether later sequences can hit full blocks that were marked as computed. The
+            least recently accessed block is evicted first; among equally recent blocks, the block with
+            the longest prefix.
         enable_events: Whether to record cache events for `drain_events`.
-        hash_seed: Seed whose hash is the parent of first blocks.
-        hash_algorithm: "sha256_cbor" or "xxh3_128_cbor", as in `CacheOptions`.
         max_model_len: Maximum number of tokens in a sequence.
 
     Raises:
@@ -113,11 +110,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         sliding_window: int | None = None,
         enable_caching: bool = False,
         *,
-        eviction: str = "last_access",
-        eviction_options: Mapping[str, float] | None = None,
         enable_events: bool = False,
-        hash_seed: str = DEFAULT_SEED,
-        hash_algorithm: str = DEFAULT_ALGORITHM,
         max_model_len: int = 2**31 - 1,
     ) -> None:
         window = checked_window(sliding_window)
@@ -125,40 +118,28 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         num_gpu_blocks = integer(num_gpu_blocks, "num_gpu_blocks")
         num_host_blocks = integer(num_cpu_blocks, "num_cpu_blocks")
         max_model_len = integer(max_model_len, "max_model_len", 1)
-        hash_bytes_of(hash_algorithm, engines=False)
-        options = CacheOptions(
-            enable_caching=enable_caching,
+        manager = KVCacheManager(
+            block_size,
+            num_gpu_blocks,
+            max_model_len,
+            window,
+            flag(enable_caching, "enable_caching"),
             num_preallocate_tokens=0,
             enable_events=enable_events,
-            hash_seed=hash_seed,
-            hash_algorithm=hash_algorithm,
-            eviction=eviction,
-            eviction_options=eviction_options,
+            eviction="last_access" if enable_caching else "lru",
             num_host_blocks=num_host_blocks if num_host_blocks > 1 else 0,
         )
-        kind = (
-            make_kind("full_attention", {})
-            if window is None
-            else make_kind("sliding_window", {"window": window})
-        )
-        group = (kind, block_size, False, True, True)
-        native = options.native_of([group], num_gpu_blocks, max_model_len)
-        if not options.enable_caching:
-            native.eviction = core.Eviction()
         super().__init__(
-            core.Manager(native),
-            TokenSource(hash_key(block_size, hash_seed, hash_algorithm, None)),
+            manager,
             block_size=block_size,
             sliding_window=window,
-            enable_caching=flag(enable_caching, "enable_caching"),
+            enable_caching=enable_caching,
             # `can_allocate` respects the watermark; `allocate` does not.
             watermark_blocks=watermark_blocks(watermark, num_gpu_blocks),
-            max_model_len=max_model_len,
         )
 
     # Admission -------------------------------------------------------------------------------------
 
-    @core.native_method
     def can_allocate(
         self, seq_group: SequenceGroupLike, num_lookahead_slots: int = 0
     ) -> AllocStatus:
@@ -171,6 +152,18 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         Returns:
             `OK`; `LATER` if the prompt may fit after other blocks are freed; or `NEVER`.
         """
+        lookahead = integer(num_lookahead_slots, "num_lookahead_slots")
+        seq = seqs_with(seq_group, WAITING)[0]
+        max_model_len, num_encoder_tokens = self._max_model_len, 0
+        if has_encoder(seq_group):
+            num_encoder_tokens = encoder_length(seq_group, max_model_len)
+        num_tokens = length_of(seq)
+        required = self._num_required(num_tokens + lookahead, num_encoder_tokens)
+        num_free, watermark = self._native.num_free(), self._watermark_blocks
+        if num_tokens > max_model_len or self._pool.num_total - required < watermark:
+            return AllocStatus.NEVER
+        fits = num_free - required >= watermark
+        return AllocStatus.OK if fits else AllocStatus.LATER
 
     def allocate(self, seq_group: SequenceGroupLike) -> None:
         """Allocate blocks for the group's encoder and for the prompt that its WAITING sequences share.
@@ -183,69 +176,87 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         """
         self._native.check_caller()
         since = self._num_changes
-        seqs = core.sequences_with(seq_group, WAITING)
+        seqs = seqs_with(seq_group, WAITING)
+        has_cross = has_encoder(seq_group)
         # The decoder's KV depends on the encoder's input, so other requests cannot reuse this KV.
-        has_encoder = core.has_encoder(seq_group)
-        reads_ids = self.enable_caching and not has_encoder
+        reads_ids = self._enable_caching and not has_cross
         # Read each attribute of the engine's objects only once: a second read could return another
         # value.
-        seq_ids, request_id = [core.seq_id_of(seq) for seq in seqs], core.request_id_of(seq_group)
+        seq_ids, request_id = [id_of(seq) for seq in seqs], id_of(seq_group, "request_id")
         self._check_new(seq_group, request_id, seqs, seq_ids, reads_ids)
         if reads_ids:
-            tokens = self._tokens.read(seqs[0])
+            request = self._tokens.read(seqs[0])
         else:
-            tokens = self._tokens.unread(core.length_of(seqs[0]))
-        new = [(seq_ids[0], tokens)]
-        new += [(seq_id, self._tokens.copy_of(tokens)) for seq_id in seq_ids[1:]]
-        if has_encoder:
-            num_encoder_tokens = core.encoder_length(seq_group, self.max_model_len)
-            fits = self._take_with_encoder(request_id, num_encoder_tokens, new, since)
-        elif reads_ids:
-            fits = self._take_behind_hit(new, since)
-        else:
-            fits = self._take(new, [NO_IDS], 0, since)
-        if not fits:
+            request = self._tokens.unread(length_of(seqs[0]))
+        new = {seq_ids[0]: request}
+        new.update((seq_id, self._tokens.copy_of(request)) for seq_id in seq_ids[1:])
+        cross, num_required = {}, 0
+        if has_cross:
+            num_encoder_tokens = encoder_length(seq_group, self._max_model_len)
+            cross = {request_id: num_encoder_tokens}
+            num_required = self._num_required(request.num_tokens, num_encoder_tokens)
+        hits, num_cached = self._hit_of(request) if reads_ids else ([NO_IDS], 0)
+        fits = num_required <= self._pool.num_free
+        fits = fits and self._take(new, hits, num_cached, cross, since)
+        # Retry without the hit, because with a window, a sequence holds more blocks after a hit.
+        if not fits and not (num_cached and self._take(new, [NO_IDS], 0, cross, since + 1)):
             what = f"seq_group {request_id!r} does not fit"
             fail_to_fit(what, self._pool.num_free, "can_allocate")
         for seq_id in seq_ids:
             self._tokens.forget(seq_id)
 
-    def _take_behind_hit(self, new: list[tuple[object, Tokens]], since: int) -> bool:
-        hits, num_cached = self._hit_of(new[0][1])
-        if self._take(new, hits, num_cached, since):
-            return True
-        # Retry without the hit, because with a window, a sequence holds more blocks after a hit.
-        return bool(num_cached) and self._take(new, [NO_IDS], 0, since)
-
-    def _take_with_encoder(
-        self,
-        request_id: object,
-        num_encoder_tokens: int,
-        new: list[tuple[object, Tokens]],
-        since: int,
-    ) -> bool:
-        if self._num_required(len(new[0][1].ids), num_encoder_tokens) > self._pool.num_free:
-            return False
-        encoder = self._cross.new_row(request_id, num_encoder_tokens)
-        return self._take(new, [NO_IDS], 0, since, encoder)
-
     def _take(
         self,
-        new: list[tuple[object, Tokens]],
-        hits: list,
+        new: dict[object, Request],
+        hits: list[np.ndarray],
         num_cached: int,
+        cross: dict[object, int],
         since: int,
-        encoder: tuple | None = None,
     ) -> bool:
-        """Create rows for these sequences after a hit. Return False if the rows do not fit."""
-        num_tokens = len(new[0][1].ids)
-        num_skipped = num_skipped_blocks(num_tokens, self.block_size, self.sliding_window)
+        """Create rows for these sequences after a hit. Return False if the rows do not fit.
+
+        `cross`: the number of encoder tokens by request_id, if the group has an encoder that fits.
+        """
+        (first, request), *others = new.items()
+        num_skipped = num_skipped_blocks(request.num_tokens, self._block_size, self._window)
         skips_blocks = bool(num_skipped and not num_cached)
-        return self._take_rows(new, hits, num_cached, skips_blocks, encoder, since)
+        held = {first: (parent := HeldRow(request, num_cached, skips_blocks))}
+        held |= {seq_id: parent.forked(each) for seq_id, each in others}
+        encoders = {request_id: HeldRow(self._tokens.unread(1)) for request_id in cross}
+        self._begin_change(since)
+        try:
+            if not self._native.admit_held(parent, request.chain(self._key), hits, 0):
+                return False
+            table = self._native.blocks(parent.row, 0).tolist()
+            for seq_id, each in others:
+                self._native.fork_held(parent.row, held[seq_id], each.chain(self._key))
+            # Create the tables now, because every scheduler reads them in the same step.
+            for each in held.values():
+                each.table = [*table]
+            for request_id, encoder in encoders.items():
+                self._take_encoder(encoder, cross[request_id])
+            if self._num_changes != since + 1:
+                self._fail_nested()
+            self._sequences |= held
+            self._encoders |= encoders
+        except BaseException:
+            self._undo(*held.values(), *encoders.values())
+            raise
+        return True
+
+    def _take_encoder(self, encoder: HeldRow, num_tokens: int) -> None:
+        # For a prompt, blocks outside the window are not allocated, but for later tokens they are.
+        # Because all encoder tokens are attended to, all of them except the first are added as later
+        # tokens.
+        num_more = num_tokens - 1
+        chain = encoder.request.chain(self._key)
+        if not self._native.admit_held(encoder, chain, [NO_IDS], num_more):
+            raise RuntimeError("an encoder that fits got no slots")
+        if num_more:
+            self._native.append_slots(encoder, encoder.row, num_more, 0, None, [])
 
     # Growth ----------------------------------------------------------------------------------------
 
-    @core.native_method
     def can_append_slots(self, seq_group: SequenceGroupLike, num_lookahead_slots: int) -> bool:
         """Return whether every RUNNING sequence fits with its new tokens and the lookahead.
 
@@ -255,8 +266,19 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             seq_group: The group.
             num_lookahead_slots: Extra slots per sequence for draft tokens.
         """
+        lookahead = integer(num_lookahead_slots, "num_lookahead_slots")
+        size, num_touched, is_too_long = self._block_size, 0, False
+        for seq in seqs_of(seq_group):
+            if status_of(seq) != RUNNING:
+                continue
+            each = self._known(seq)
+            num_new, start = self._num_new(each, seq), each.num_tokens
+            if start + num_new > self._max_model_len:
+                is_too_long = True
+            if num_new or lookahead:
+                num_touched += (start + num_new + lookahead - 1) // size - start // size + 1
+        return num_touched <= self._native.num_free() and not is_too_long
 
-    @core.native_method
     def append_slots(self, seq: SequenceLike, num_lookahead_slots: int) -> Pairs:
         """Allocate slots for the tokens added since the last call, and for the lookahead.
 
@@ -271,24 +293,22 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         Raises:
             ValueError: The slots do not fit.
         """
-
-    @core.native_method
-    def append_group_slots(
-        self, seq_groups: Sequence[SequenceGroupLike], num_lookahead_slots: int
-    ) -> tuple[int, Pairs]:
-        """Run `can_append_slots` and `append_slots` for each group of a decode step, in one call.
-
-        The groups' RUNNING sequences are served in order, up to the first group that does not fit. All
-        arguments are checked before anything changes. Lists returned by `get_block_table` are updated.
-
-        Args:
-            seq_groups: The groups.
-            num_lookahead_slots: Extra slots per sequence for draft tokens.
-
-        Returns:
-            The number of served groups, and the copies for all of these groups as (source, destination)
-            pairs.
-        """
+        since = self._num_changes
+        each = self._known(seq)
+        lookahead = integer(num_lookahead_slots, "num_lookahead_slots")
+        num_new = self._num_new(each, seq)
+        table = self._table(each, seq) if each.table is None else each.table
+        if num_new == 0 and lookahead == 0:
+            return []
+        ids = self._new_ids(each, seq, num_new) if num_new and each.reads_ids else None
+        self._begin_change(since)
+        pairs = self._native.append_slots(each, each.row, num_new, lookahead, ids, table)
+        if pairs is None:
+            raise ValueError(
+                f"seq {shown(id_of(seq))} cannot get {num_new} slots and {lookahead} more, because only "
+                f"{self._pool.num_free} blocks are free: expected a call to can_append_slots first"
+            )
+        return pairs
 
     def fork(self, parent_seq: SequenceLike, child_seq: SequenceLike) -> None:
         """Share all blocks of the parent with the child, copy-on-write.
@@ -304,14 +324,26 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         self._native.check_caller()
         since = self._num_changes
         parent = self._known(parent_seq)
-        child_id = core.seq_id_of(child_seq)
-        if child_id in self._allocated:
+        child_id = id_of(child_seq)
+        if self._entry(self._sequences, child_id) is not None:
             raise ValueError(f"child_seq {child_id!r} already has blocks: expected a new seq_id")
-        parent_id = core.seq_id_of(parent_seq)
-        core.check_tier(self._native, parent.row, "parent_seq", parent_id, on_host=False)
-        tokens = self._tokens.of_child(child_seq, parent.tokens, parent.num_tokens)
-        self._fork_row(parent, child_id, tokens, since)
+        self._check_tier(parent, "parent_seq", id_of(parent_seq), on_host=False)
+        request = self._tokens.of_child(child_seq, parent.request)
+        child, chain = parent.forked(request), request.chain(self._key)
+        self._begin_change(since)
+        try:
+            self._native.fork_held(parent.row, child, chain)
+            self._sequences[child_id] = child
+        except BaseException:
+            self._undo(child)
+            raise
         self._tokens.forget(child_id)
+
+    def _undo(self, *held: HeldRow) -> None:
+        """Free the rows that an interrupted call has created."""
+        for each in held:
+            if each.row >= 0:
+                self._native.free_held(each)
 
     # Checks ----------------------------------------------------------------------------------------
 
@@ -323,9 +355,13 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         seq_ids: list[object],
         reads_ids: bool,
     ) -> None:
-        self._cross.check_new(request_id)
+        if self._entry(self._encoders, request_id) is not None:
+            raise ValueError(
+                f"seq_group {request_id!r} already has a cross-attention table: expected "
+                "free_cross first"
+            )
         for seq_id in seq_ids:
-            if seq_id in self._allocated:
+            if self._entry(self._sequences, seq_id) is not None:
                 raise ValueError(f"seq {seq_id!r} already has blocks: expected a new seq_id")
         if len(seqs) > 1:
             check_one_prompt(seq_group, seqs, reads_ids)

@@ -5,22 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from os.path import commonprefix
 
 import numpy as np
 
-from kvcache.allocator.event_stream import events_of
-from kvcache.allocator.stats import PrefixCacheStats, stats_of
+from kvcache.allocator.request import Request
+from kvcache.allocator.stats import PrefixCacheStats
+from kvcache.checks import integer, listed, shown
 from kvcache.compat.sequences.checks import device_name
 from kvcache.compat.sequences.demand import num_skipped_blocks
 from kvcache.compat.sequences.protocol import (
+    SWAPPED,
     SequenceGroupLike,
     SequenceLike,
+    id_of,
+    seqs_of,
+    status_of,
 )
 from kvcache.compat.sequences.tables import SequenceTables
-from kvcache.compat.sequences.tokens import Tokens
 from kvcache.events import CacheEvent
 from kvcache.native.load import core
-from kvcache.specs import GroupSpec
 from kvcache.step import NO_IDS
 
 
@@ -34,21 +38,12 @@ class SequenceCaching(SequenceTables):
         Each call to `allocate` is counted as one query, regardless of the number of sequences. `host`
         counts swapped pages and is None without a host pool.
         """
-        self._native.check_reader()
-        return stats_of(self._native.stats(), self._pool.num_pins_broken, self._native.learned())
+        return self._manager.cache.stats
 
     def drain_events(self) -> list[CacheEvent]:
         """Return the cache events since the last call. Requires `enable_events`."""
-        kind, options = "full_attention", {}
-        if self.sliding_window is not None:
-            kind, options = "sliding_window", {"window": self.sliding_window}
-        group = GroupSpec(kind, self.block_size, options)
-        waiting = self._native.waiting_events()
-        events = events_of(waiting, [group], [self.block_size], self._tokens.key)
-        self._native.drop_events()  # if an interrupt arrives before this line, the events stay queued
-        return events
+        return self._manager.cache.drain_events()
 
-    @core.native_method
     def access_all_blocks_in_seq(self, seq: SequenceLike, now: float) -> None:
         """Record an access to a sequence's blocks, for the eviction policy "last_access".
 
@@ -56,8 +51,14 @@ class SequenceCaching(SequenceTables):
             seq: The sequence.
             now: Time of the access, on any clock.
         """
+        since = self._num_changes
+        each = self._known(seq)
+        if each.table is None:
+            self._check_tier(each, "seq", id_of(seq), on_host=False)
+        if self._num_changes != since:
+            self._fail_nested()
+        self._native.access(each.row, now)
 
-    @core.native_method
     def mark_blocks_as_computed(self, seq_group: SequenceGroupLike, token_chunk_size: int) -> None:
         """Mark the next tokens of the group's sequences as computed. Later sequences can then hit the
         blocks that these tokens fill.
@@ -75,17 +76,50 @@ class SequenceCaching(SequenceTables):
             ValueError: With a sliding window, the call does not mark the whole prompt although some of
                 its blocks were not allocated.
         """
+        count = integer(token_chunk_size, "token_chunk_size")
+        if not self._enable_caching and self._window is None:
+            return
+        since = self._num_changes
+        marks = []
+        for seq in seqs_of(seq_group):
+            each, status = self._find(seq), status_of(seq)
+            if each is None or status == SWAPPED or status.startswith("FINISHED"):
+                continue
+            num_marked = min(each.num_marked + count, each.num_tokens)
+            num_with_kv = num_marked
+            if num_marked >= each.num_prompt:
+                # After the prompt, a step may accept several tokens, whatever number it marks.
+                num_with_kv = max(num_marked, each.num_tokens - 1)
+            elif each.skips_blocks:
+                raise ValueError(
+                    f"{num_marked} tokens of seq {shown(id_of(seq))} are marked as computed, but a "
+                    "prompt longer than the window is computed in one step: expected a "
+                    f"token_chunk_size of {each.num_prompt}"
+                )
+            marks.append((each, num_marked, num_with_kv))
+        self._begin_change(since)
+        for each, num_marked, num_with_kv in marks:
+            if self._enable_caching:
+                self._native.mark_computed(each.row, num_with_kv)
+            each.num_with_kv = max(each.num_with_kv, num_with_kv)
+            each.num_marked = num_marked
 
-    @core.native_method
     def get_common_computed_block_ids(self, seqs: Sequence[SequenceLike]) -> list[int]:
         """Return the leading blocks that all given sequences hit when they were allocated.
 
         Args:
             seqs: The sequences.
-
-        Returns:
-            The manager's own list. Copy it before changing it.
         """
+        since = self._num_changes
+        self._native.check_reader()
+        hits = []
+        for seq in seqs if isinstance(seqs, list) else listed(seqs, "seqs", "a list"):
+            each = self._known(seq)
+            if self._num_changes != since:
+                self._fail_nested()
+            table = self._table(each, seq) if each.table is None else each.table
+            hits.append(table[: each.num_cached // self._block_size])
+        return hits[0] if len(hits) == 1 else [*commonprefix(hits)]
 
     def get_num_cached_tokens(self, seq: SequenceLike) -> int:
         """Return the number of cached tokens of a sequence, in full blocks.
@@ -96,41 +130,41 @@ class SequenceCaching(SequenceTables):
         included. Do not call this method for a group with an encoder, because such a group never uses
         cached blocks.
         """
-        known = self._allocated.get(core.seq_id_of(seq))
-        if not self.enable_caching or (known is not None and not known.tokens.are_read):
+        each = self._find(seq)
+        if not self._enable_caching or (each is not None and not each.reads_ids):
             return 0
-        if known is not None:
-            if self._native.is_on_host(known.row):
-                return self._hit_of(known.tokens)[1]
-            if known.num_marked < known.num_prompt:
-                return known.num_cached
-            return max(known.num_cached, known.num_with_kv // self.block_size * self.block_size)
-        tokens = self._tokens.read(seq)
-        self._tokens.keep(seq, tokens)
-        return self._hit_of(tokens)[1]
+        if each is not None:
+            if self._native.is_on_host(each.row):
+                return self._hit_of(each.request)[1]
+            if each.num_marked < each.num_prompt:
+                return each.num_cached
+            return max(each.num_cached, each.num_with_kv // self._block_size * self._block_size)
+        request = self._tokens.read(seq)
+        self._tokens.keep(seq, request)
+        return self._hit_of(request)[1]
 
-    def _hit_of(self, tokens: Tokens) -> tuple[list[np.ndarray], int]:
+    def _hit_of(self, request: Request) -> tuple[list[np.ndarray], int]:
         """Return the blocks and the token count of the cached prefix that `allocate` uses.
 
         With a window, the hit is used only if the blocks from the hit's first needed block to the end
         of the prompt do not exceed the maximum number of blocks per sequence.
         """
-        hits, num_cached, _ = self._native.lookup(tokens.chain)
-        window, num_tokens = self.sliding_window, len(tokens.ids)
+        hits, num_cached, _ = self._native.lookup(request.chain(self._key))
+        window, size = self._window, self._block_size
         if window is not None and num_cached:
-            first = num_skipped_blocks(num_cached, self.block_size, window)
-            if -(-num_tokens // self.block_size) - first > window // self.block_size + 2:
+            first = num_skipped_blocks(num_cached, size, window)
+            if -(-request.num_tokens // size) - first > window // size + 2:
                 return [NO_IDS], 0
         return hits, num_cached
 
     def remove_seq_from_computed_blocks_tracker(self, seq: SequenceLike) -> None:
         """Discard the hashes of a sequence that was queried but will not be allocated."""
-        self._tokens.forget(core.seq_id_of(seq))
+        self._tokens.forget(id_of(seq))
 
     def get_prefix_cache_hit_rate(self, device: Enum | str) -> float:
         """Return the fraction of full prompt blocks that were hits, or -1.0 without caching."""
         on_device = device_name(device) == "gpu"
-        if not self.enable_caching:
+        if not self._enable_caching:
             return -1.0
         return self.stats.groups[0].hit_rate if on_device else 0.0
 

@@ -7,9 +7,13 @@ from enum import Enum
 from typing import NoReturn
 
 from kvcache.checks import integer, shown
-from kvcache.compat.sequences.protocol import SequenceGroupLike, SequenceLike, extra_hash
-from kvcache.compat.sequences.tokens import token_ids_of
-from kvcache.native.load import core
+from kvcache.compat.sequences.protocol import (
+    SequenceGroupLike,
+    SequenceLike,
+    extra_hash,
+    length_of,
+    token_ids_of,
+)
 
 
 def checked_window(sliding_window: int | None) -> int | None:
@@ -38,7 +42,7 @@ def check_one_prompt(
                 "sequence once"
             )
         seen.add(seq.seq_id)
-        same = core.length_of(seq) == core.length_of(first) and (
+        same = length_of(seq) == length_of(first) and (
             not reads_ids
             or (
                 ([*token_ids_of(seq)] == [*token_ids_of(first)])

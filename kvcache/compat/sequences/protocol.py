@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Protocols of the sequences and groups that `BlockSpaceManager` accepts. No base class is required."""
+"""Protocols of the sequences and groups that `BlockSpaceManager` accepts, and functions that read
+them. No base class is required.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import NoReturn, Protocol
 
-from kvcache.checks import shown
+from kvcache.checks import integer, listed, shown
 
 WAITING, RUNNING, SWAPPED = "WAITING", "RUNNING", "SWAPPED"
+_OF_GROUPS = ("get_seqs", "request_id", "is_encoder_decoder", "get_encoder_seq")
 
 
 class SequenceLike(Protocol):
@@ -54,6 +57,126 @@ class SequenceGroupLike(Protocol):
 
     def get_encoder_seq(self) -> SequenceLike:
         """Return the encoder's sequence. Only its length is read."""
+
+
+def _read(of: object, name: str) -> object:
+    """Return an attribute. Raises TypeError if there is none. Errors of the attribute's own code
+    propagate.
+    """
+    try:
+        return getattr(of, name)
+    except AttributeError:
+        if hasattr(of, name):
+            raise
+        kind = "seq_group" if name in _OF_GROUPS else "seq"
+        raise TypeError(f"{kind} is {shown(of)}: expected an object with {name}") from None
+
+
+def id_of(of: SequenceLike | SequenceGroupLike, name: str = "seq_id") -> Hashable:
+    """Return the ID of a sequence, or with name="request_id" of a group."""
+    value = _read(of, name)
+    if type(value) is int or type(value) is str:
+        return value
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(f"{name} is {shown(value)}: expected a hashable value") from None
+    return value
+
+
+def length_of(seq: SequenceLike) -> int:
+    """Return the number of a sequence's known tokens."""
+    try:
+        length = seq.get_len()
+    except AttributeError:
+        _read(seq, "get_len")  # raises if there is none
+        raise
+    if type(length) is int and 0 < length < 2**31:
+        return length
+    return integer(length, f"get_len() of seq {shown(id_of(seq))}", 1)
+
+
+def status_of(seq: SequenceLike) -> str:
+    """Return the name of a sequence's status."""
+    try:
+        status = seq.status
+    except AttributeError:
+        _read(seq, "status")  # raises if there is none
+        raise
+    if type(status) is str:
+        return status
+    # `name` of an enum member is a property in Python, which takes longer.
+    name = getattr(status, "_name_", None) or getattr(status, "name", status)
+    if not isinstance(name, str):
+        raise TypeError(
+            f"status of seq {shown(id_of(seq))} is {shown(status)}: expected an enum member or text"
+        )
+    return name
+
+
+def seqs_of(seq_group: SequenceGroupLike) -> Sequence[SequenceLike]:
+    """Return all sequences of a group."""
+    try:
+        seqs = seq_group.get_seqs()
+    except AttributeError:
+        _read(seq_group, "get_seqs")  # raises if there is none
+        raise
+    if type(seqs) is list or type(seqs) is tuple:
+        return seqs
+    return listed(seqs, "get_seqs() of seq_group", "a list")
+
+
+def seqs_with(seq_group: SequenceGroupLike, status: str) -> list[SequenceLike]:
+    """Return the sequences with this status. Raises ValueError if there are none."""
+    found = [seq for seq in seqs_of(seq_group) if status_of(seq) == status]
+    if not found:
+        request_id = _read(seq_group, "request_id")
+        raise ValueError(
+            f"seq_group {shown(request_id)} has no {status} sequence: expected 1 or more"
+        )
+    return found
+
+
+def has_encoder(seq_group: SequenceGroupLike) -> bool:
+    """Return whether a group has an encoder."""
+    value = _read(seq_group, "is_encoder_decoder")()
+    try:
+        return bool(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"is_encoder_decoder() is {shown(value)}: expected True or False") from None
+
+
+def encoder_length(seq_group: SequenceGroupLike, max_model_len: int) -> int:
+    """Return the number of tokens of a group's encoder."""
+    length = _read(_read(seq_group, "get_encoder_seq")(), "get_len")()
+    count = integer(length, "get_encoder_seq().get_len()")
+    if not 0 < count <= max_model_len:
+        raise ValueError(
+            f"the encoder of seq_group {shown(_read(seq_group, 'request_id'))} has {count} tokens: "
+            f"expected 1 to max_model_len, which is {max_model_len}"
+        )
+    return count
+
+
+def token_ids_of(seq: SequenceLike) -> Sequence[int]:
+    """Return a sequence's token ids. Raises TypeError if they are no sequence."""
+    ids = _read(seq, "get_token_ids")()
+    try:
+        len(ids)
+        return ids
+    except TypeError:
+        raise TypeError(
+            f"get_token_ids() of seq {shown(id_of(seq))} is {shown(ids)}: expected a sequence of "
+            "token ids"
+        ) from None
+
+
+def fail_ids(seq: SequenceLike, num_ids: int, num_tokens: int) -> NoReturn:
+    """Raise ValueError for a sequence whose number of token ids differs from its length."""
+    raise ValueError(
+        f"get_token_ids() of seq {shown(id_of(seq))} has {num_ids} tokens: expected {num_tokens}, "
+        "as returned by get_len()"
+    )
 
 
 def extra_hash(seq: SequenceLike) -> str | None:

@@ -6,9 +6,8 @@ from __future__ import annotations
 from kvcache.checks import integer
 from kvcache.compat.sequences.checks import fail_to_fit
 from kvcache.compat.sequences.demand import AllocStatus
-from kvcache.compat.sequences.protocol import RUNNING, SWAPPED, SequenceGroupLike
+from kvcache.compat.sequences.protocol import RUNNING, SWAPPED, SequenceGroupLike, seqs_with
 from kvcache.compat.sequences.tables import Pairs, SequenceTables
-from kvcache.native.load import core
 
 
 class SequenceSwaps(SequenceTables):
@@ -18,7 +17,7 @@ class SequenceSwaps(SequenceTables):
         """Return whether the blocks of the group's RUNNING sequences fit on the host."""
         if self._host is None:
             return False
-        rows = self._rows(seq_group, core.sequences_with(seq_group, RUNNING), on_host=False)
+        rows = self._rows(seq_group, seqs_with(seq_group, RUNNING), on_host=False)
         return self._native.num_unique_blocks(rows) <= self._host.num_free
 
     def swap_out(self, seq_group: SequenceGroupLike) -> Pairs:
@@ -37,9 +36,11 @@ class SequenceSwaps(SequenceTables):
         """
         self._check_has_host()
         since = self._num_changes
-        seqs = core.sequences_with(seq_group, RUNNING)
+        seqs = seqs_with(seq_group, RUNNING)
         rows = self._rows(seq_group, seqs, on_host=False)
-        pairs = self._swap_out_rows(rows, [self._known(seq) for seq in seqs], since)
+        held = [self._known(seq) for seq in seqs]
+        self._begin_change(since)
+        pairs = self._native.swap_out(rows, held)
         if pairs is None:
             what = f"seq_group {seq_group.request_id!r} does not fit on the host"
             fail_to_fit(what, self._host.num_free, "can_swap_out")
@@ -58,17 +59,17 @@ class SequenceSwaps(SequenceTables):
         lookahead = integer(num_lookahead_slots, "num_lookahead_slots")
         if self._host is None:
             return AllocStatus.NEVER
-        seqs = core.sequences_with(seq_group, SWAPPED)
+        seqs = seqs_with(seq_group, SWAPPED)
         rows = self._rows(seq_group, seqs, on_host=True)
-        new = [self._num_new(seq) for seq in seqs]
+        held = [self._known(seq) for seq in seqs]
+        new = [self._num_new(each, seq) for each, seq in zip(held, seqs)]
         slots = [count + lookahead for count in new]
         too_long = any(
-            self._known(seq).num_tokens + count > self.max_model_len
-            for seq, count in zip(seqs, new)
+            each.num_tokens + count > self._max_model_len for each, count in zip(held, new)
         )
         slots += [0] * (len(rows) - len(slots))  # the encoder's row needs no new slots
         required, alone = self._native.num_blocks_back(rows, slots)
-        if self._pool.num_free - required >= self.watermark_blocks and not too_long:
+        if self._pool.num_free - required >= self._watermark_blocks and not too_long:
             return AllocStatus.OK
         never = too_long or alone > self._pool.num_total
         return AllocStatus.NEVER if never else AllocStatus.LATER
@@ -89,8 +90,9 @@ class SequenceSwaps(SequenceTables):
         """
         self._check_has_host()
         since = self._num_changes
-        rows = self._rows(seq_group, core.sequences_with(seq_group, SWAPPED), on_host=True)
-        pairs = self._swap_in_rows(rows, since)
+        rows = self._rows(seq_group, seqs_with(seq_group, SWAPPED), on_host=True)
+        self._begin_change(since)
+        pairs = self._native.swap_in(rows)
         if pairs is None:
             what = f"seq_group {seq_group.request_id!r} does not fit on the device"
             fail_to_fit(what, self._pool.num_free, "can_swap_in")

@@ -3,53 +3,116 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
-from kvcache.checks import refuse_pickle
-from kvcache.compat.sequences.cross import CrossTables
-from kvcache.compat.sequences.demand import AllocStatus
-from kvcache.compat.sequences.protocol import SequenceGroupLike, SequenceLike
+from kvcache.allocator.manager import KVCacheManager
+from kvcache.allocator.request import Request
+from kvcache.checks import integer, refuse_pickle, shown
+from kvcache.compat.sequences.protocol import (
+    SequenceGroupLike,
+    SequenceLike,
+    fail_ids,
+    id_of,
+    length_of,
+    token_ids_of,
+)
 from kvcache.compat.sequences.tokens import TokenSource
-from kvcache.native.load import core
 
 Pairs = list[tuple[int, int]]
 
 
-class SequenceTables(core.SequenceCalls):
-    """Block tables. Each sequence with blocks, and each encoder, is a row of the native manager.
+class HeldRow:
+    """A sequence or an encoder that has blocks, which are a row of the native manager."""
 
-    Methods that a scheduler calls for each sequence in each step are implemented natively
-    (`csrc/python/sequence_calls.cpp`) and declared here and in the subclasses.
-    """
+    __slots__ = (
+        *("row", "table", "num_tokens", "request", "ids", "reads_ids", "skips_blocks"),
+        *("num_prompt", "num_cached", "num_marked", "num_with_kv"),
+    )
+
+    def __init__(self, request: Request, num_cached: int = 0, skips_blocks: bool = False) -> None:
+        # Native code changes these together with its row, so that no interrupt separates them.
+        self.row = -1
+        self.table: list[int] | None = None  # the blocks on the device, created on demand
+        self.num_tokens = request.num_tokens  # number of tokens with slots
+        self.request = request
+        self.ids = request._tokens  # the ids of the tokens with slots
+        self.reads_ids = request.read_cache  # whether token ids are needed
+        # If the prompt is longer than the window, only the blocks within the window at the end of
+        # the prompt are allocated.
+        self.skips_blocks = skips_blocks
+        self.num_prompt = self.num_tokens  # number of tokens with slots at allocation
+        self.num_cached = num_cached  # number of prompt tokens that hit the cache at allocation
+        self.num_marked = 0  # sum of all marks, at most the number of tokens with slots
+        self.num_with_kv = num_cached  # number of tokens with KV after the last mark
+
+    def forked(self, request: Request) -> HeldRow:
+        """Return the initial state of a child, without a row."""
+        child = HeldRow(request, self.num_cached, self.skips_blocks)
+        child.num_prompt, child.num_marked = self.num_prompt, self.num_marked
+        child.num_with_kv = self.num_with_kv
+        return child
+
+
+class SequenceTables:
+    """Block tables. Each sequence with blocks, and each encoder, is a row of the native manager."""
 
     def __init__(
         self,
-        native: core.Manager,
-        tokens: TokenSource,
+        manager: KVCacheManager,
         *,
         block_size: int,
         sliding_window: int | None,
         enable_caching: bool,
         watermark_blocks: int,
-        max_model_len: int,
     ) -> None:
-        super().__init__(
-            native=native,
-            block_size=block_size,
-            sliding_window=sliding_window,
-            enable_caching=enable_caching,
-            watermark_blocks=watermark_blocks,
-            max_model_len=max_model_len,
-            statuses=(AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER),
-        )
-        self._native = native
-        self._pool = native.pool
-        self._host = native.host
-        self._tokens = tokens
-        self._cross = CrossTables(native, tokens)
+        self._manager = manager
+        self._native = manager._native
+        self._pool = self._native.pool
+        self._host = self._native.host
+        self._key = manager._requests.chain_key
+        self._block_size = block_size
+        self._window = sliding_window
+        self._enable_caching = enable_caching
+        self._max_model_len = manager.max_model_len
+        self._watermark_blocks = watermark_blocks
+        self._tokens = TokenSource(block_size)
+        # Entries without a row (after an interrupt) count as missing.
+        self._sequences: dict[object, HeldRow] = {}  # by seq_id
+        self._encoders: dict[object, HeldRow] = {}  # by request_id
+        self._num_changes = 0
 
     def __reduce__(self) -> NoReturn:
         refuse_pickle(self, "its results, which can be sent between processes")
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._block_size
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Window in tokens, or None."""
+        return self._window
+
+    @property
+    def enable_caching(self) -> bool:
+        """Whether later sequences can hit blocks."""
+        return self._enable_caching
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum number of tokens in a sequence."""
+        return self._max_model_len
+
+    @property
+    def watermark_blocks(self) -> int:
+        """Number of device blocks that admissions and swap-ins leave free."""
+        return self._watermark_blocks
+
+    @watermark_blocks.setter
+    def watermark_blocks(self, value: int) -> None:
+        self._watermark_blocks = integer(value, "watermark_blocks")
 
     def get_num_free_gpu_blocks(self) -> int:
         """Return the number of device blocks without references, cached or not."""
@@ -59,7 +122,6 @@ class SequenceTables(core.SequenceCalls):
         """Return the number of host blocks without references, cached or not."""
         return 0 if self._host is None else self._host.num_free
 
-    @core.native_method
     def get_block_table(self, seq: SequenceLike) -> list[int]:
         """Return the device blocks of a sequence, including lookahead blocks.
 
@@ -70,43 +132,95 @@ class SequenceTables(core.SequenceCalls):
             The manager's own list, which later calls update. Copy the list before changing or
             keeping it. Blocks that left the window are 0.
         """
+        each = self._known(seq)
+        self._native.check_reader()
+        return self._table(each, seq) if each.table is None else each.table
 
     def get_cross_block_table(self, seq_group: SequenceGroupLike) -> list[int]:
         """Return the blocks of the group's encoder."""
-        return self._cross.blocks(core.request_id_of(seq_group))
+        request_id = id_of(seq_group, "request_id")
+        encoder = self._entry(self._encoders, request_id)
+        if encoder is None:
+            raise ValueError(
+                f"group {request_id!r} has no cross-attention table: expected a group that "
+                "was allocated with an encoder"
+            )
+        self._check_tier(encoder, "the encoder of group", request_id, on_host=False)
+        return self._native.blocks(encoder.row, 0).tolist()
 
     def free(self, seq: SequenceLike) -> None:
         """Release the blocks of a sequence on either tier. Does nothing for a sequence without blocks."""
-        seq_id = core.seq_id_of(seq)
-        self._free_row(seq_id)
+        seq_id = id_of(seq)
+        self._free(self._sequences, seq_id)
         self._tokens.forget(seq_id)
 
     def free_cross(self, seq_group: SequenceGroupLike) -> None:
         """Release the blocks of the group's encoder. Does nothing without an encoder."""
-        self._free_encoder_row(self._cross.by_request, core.request_id_of(seq_group))
+        self._free(self._encoders, id_of(seq_group, "request_id"))
 
     def check_invariants(self) -> None:
         """Raise an error if the pools or the tables are inconsistent. For tests."""
         self._native.check_invariants()
-        rows = [known.row for known in self._allocated.values()] + self._cross.rows()
+        rows = [each.row for each in (*self._sequences.values(), *self._encoders.values())]
+        rows = [row for row in rows if row >= 0]
         if len({*rows}) != len(rows) or self._native.num_rows != len(rows):
             raise RuntimeError(f"{self._native.num_rows} rows are in use, but {rows} are known")
-        for seq_id, known in self._allocated.items():
-            num_tokens = self._native.num_computed_tokens(known.row)
-            if not num_tokens == known.num_tokens == len(known.tokens.ids):
+        for seq_id, each in self._sequences.items():
+            if each.row < 0:
+                continue
+            num_tokens = self._native.num_computed_tokens(each.row)
+            if not num_tokens == each.num_tokens == len(each.ids):
                 raise RuntimeError(
                     f"seq {seq_id!r} has {num_tokens} tokens with slots, a recorded count of "
-                    f"{known.num_tokens}, and {len(known.tokens.ids)} known ids"
+                    f"{each.num_tokens}, and {len(each.ids)} known ids"
                 )
-            if self._native.is_on_host(known.row):
+            if self._native.is_on_host(each.row):
                 continue
-            blocks = self._native.blocks(known.row, 0).tolist()
-            hits = blocks[: known.num_cached // self.block_size]
-            if known.table not in (None, blocks) or known.hits not in (None, hits):
+            blocks = self._native.blocks(each.row, 0).tolist()
+            if each.table not in (None, blocks):
                 raise RuntimeError(
-                    f"seq {seq_id!r} has blocks {blocks}, but the returned table is {known.table}, and "
-                    f"the returned hits are {known.hits} (did the caller change a returned list?)"
+                    f"seq {seq_id!r} has blocks {blocks}, but the returned table is {each.table} "
+                    "(did the caller change a returned list?)"
                 )
+
+    # Rows ------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _entry(held: dict[object, HeldRow], name: object) -> HeldRow | None:
+        each = held.get(name)
+        return each if each is not None and each.row >= 0 else None
+
+    def _find(self, seq: SequenceLike) -> HeldRow | None:
+        try:
+            each = self._sequences.get(seq.seq_id)
+        except (AttributeError, TypeError):
+            each = self._sequences.get(id_of(seq))  # raises if the id is missing or not hashable
+        return each if each is not None and each.row >= 0 else None
+
+    def _known(self, seq: SequenceLike) -> HeldRow:
+        try:
+            each = self._sequences[seq.seq_id]
+        except (AttributeError, KeyError, TypeError):
+            each = self._find(seq)
+        if each is None or each.row < 0:
+            raise ValueError(
+                f"seq {shown(id_of(seq))} has no blocks: expected one that was allocated"
+            )
+        return each
+
+    def _table(self, each: HeldRow, seq: SequenceLike) -> list[int]:
+        """Return the table of a sequence, which must be on the device."""
+        if each.table is None:
+            self._check_tier(each, "seq", id_of(seq), on_host=False)
+            each.table = self._native.blocks(each.row, 0).tolist()
+        return each.table
+
+    def _check_tier(self, each: HeldRow, what: str, name: object, on_host: bool) -> None:
+        if self._native.is_on_host(each.row) != on_host:
+            found = "on the device: expected one that is swapped out"
+            if not on_host:
+                found = "swapped out: expected one on the device"
+            raise ValueError(f"{what} {name!r} is {found}")
 
     def _rows(
         self, seq_group: SequenceGroupLike, seqs: list[SequenceLike], on_host: bool
@@ -114,8 +228,80 @@ class SequenceTables(core.SequenceCalls):
         """Return the rows of these sequences and of the encoder, which must all be on the given tier."""
         rows = []
         for seq in seqs:
-            row = self._known(seq).row
-            core.check_tier(self._native, row, "seq", core.seq_id_of(seq), on_host)
-            rows.append(row)
-        cross = self._cross.row_on(core.request_id_of(seq_group), on_host)
-        return rows if cross is None else [*rows, cross]
+            each = self._known(seq)
+            self._check_tier(each, "seq", id_of(seq), on_host)
+            rows.append(each.row)
+        encoder = self._entry(self._encoders, id_of(seq_group, "request_id"))
+        if encoder is not None and self._native.is_on_host(encoder.row) == on_host:
+            rows.append(encoder.row)
+        return rows
+
+    def _free(self, held: dict[object, HeldRow], name: object) -> None:
+        each = self._entry(held, name)
+        if each is None:
+            return
+        self._num_changes += 1
+        self._native.free_held(each)
+        if each.row < 0:  # a broken manager frees nothing
+            held.pop(name, None)
+
+    def _begin_change(self, since: int) -> None:
+        """Count a change. Raises RuntimeError if there were other changes after the first `since`.
+
+        Reading the engine's objects may run code that calls the manager. Calls that change the
+        manager therefore read `_num_changes` first, and call this method when they have read all
+        objects.
+        """
+        if self._num_changes != since:
+            self._fail_nested()
+        self._num_changes = since + 1
+
+    @staticmethod
+    def _fail_nested() -> NoReturn:
+        raise RuntimeError(
+            "another call changed the manager during this call (from the code of a sequence or a "
+            "signal handler): only one call can run at a time"
+        )
+
+    # Tokens ----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _num_new(each: HeldRow, seq: SequenceLike) -> int:
+        """Return the number of tokens without slots."""
+        num_new = length_of(seq) - each.num_tokens
+        if num_new < 0:
+            raise ValueError(
+                f"seq {shown(id_of(seq))} has {each.num_tokens + num_new} tokens: expected "
+                f"{each.num_tokens} or more, the tokens that have slots"
+            )
+        return num_new
+
+    def _new_ids(self, each: HeldRow, seq: SequenceLike, num_new: int) -> Sequence[int]:
+        """Return the ids of the tokens without slots.
+
+        The ids of the last block with slots must not have changed: otherwise, a block whose KV belongs
+        to other tokens would be cached.
+        """
+        first = each.num_tokens
+        begin = (first - 1) // self._block_size * self._block_size
+        ids = token_ids_of(seq)[begin:]
+        before, num_known = each.ids.tail(begin), first - begin
+        known = ids[:num_known]
+        if known != before if type(known) is list else [*known] != before:
+            for i, (found, expected) in enumerate(zip(ids, before), begin):
+                if found != expected:
+                    raise ValueError(
+                        f"get_token_ids()[{i}] of seq {shown(id_of(seq))} is {shown(found)}: expected "
+                        f"{expected}, as before, because tokens with slots must not change"
+                    )
+        if begin + len(ids) != first + num_new:
+            fail_ids(seq, begin + len(ids), first + num_new)
+        return ids[num_known:]
+
+    def _num_required(self, num_slots: int, num_encoder_tokens: int) -> int:
+        """Return the number of blocks of a prompt with these slots and of its encoder."""
+        size = self._block_size
+        required = -(-num_slots // size)
+        if self._window is not None:
+            required = min(required, self._window // size + 2)
+        return required + -(-num_encoder_tokens // size)

@@ -71,7 +71,6 @@ class Sequences:
 SEQUENCE_CALLS = {
     "allocate": lambda s: s.manager.allocate(s.waiting),
     "append_slots": lambda s: s.manager.append_slots(s.running.seqs[0], 3),
-    "append_group_slots": lambda s: s.manager.append_group_slots([s.running], 1),
     "fork": lambda s: s.manager.fork(s.running.seqs[1], s.child),
     "free": lambda s: s.manager.free(s.running.seqs[0]),
     "free_cross": lambda s: s.manager.free_cross(s.running),

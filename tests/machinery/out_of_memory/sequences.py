@@ -54,7 +54,8 @@ class Spaced:
         yield lambda: m.stats
         yield lambda: [(type(e).__name__, e) for e in m.drain_events()]
         yield lambda: m.get_common_computed_block_ids([self.seqs["a"]])
-        yield lambda: m.append_group_slots([groups[name] for name in "abc"], 1)
+        for name in "abc":
+            yield lambda name=name: m.append_slots(self.seqs[name], 1)
         yield lambda: m.mark_blocks_as_computed(groups["a"], 1)
         yield lambda: m.can_swap_in(groups["s"], 0).name
         yield lambda: m.swap_in(groups["s"])
@@ -98,9 +99,6 @@ _CALLS: dict[str, Callable[[Spaced], object]] = {
     "can_append_slots": lambda s: s.manager.can_append_slots(s.groups["b"], 2),
     "append_slots": lambda s: s.manager.append_slots(s.seqs["a"], 3),
     "append_slots, copying": lambda s: s.manager.append_slots(s.seqs["b"], 0),
-    "append_group_slots": lambda s: s.manager.append_group_slots(
-        [s.groups[name] for name in "abc"], 2
-    ),
     "fork": lambda s: s.manager.fork(s.seqs["a"], s.late),
     "swap_out": lambda s: s.manager.swap_out(s.groups["b"]),
     "can_swap_in": lambda s: s.manager.can_swap_in(s.groups["s"], 1).name,

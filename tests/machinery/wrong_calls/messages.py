@@ -12,7 +12,6 @@ _WORDS = {
     "seq": ("seq", "get_len", "get_token_ids"),
     "seqs": ("seq",),
     "seq_group": ("seq", "group", "encoder"),
-    "seq_groups": ("seq", "group"),
     "parent_seq": ("seq",),
     "child_seq": ("seq",),
     "report": ("report", "step", "failed_pages", "failed_host_pages", "completed"),

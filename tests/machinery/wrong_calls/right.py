@@ -170,7 +170,6 @@ RIGHT: dict[str, Callable[[World], object]] = {
     # sequences
     "seq": lambda w: w.get("sequences").running.seqs[0],
     "seq_group": lambda w: w.get("sequences").running,
-    "seq_groups": lambda w: [w.get("sequences").running],
     "seqs": lambda w: [w.get("sequences").running.seqs[0]],
     "BlockSpaceManager.allocate.seq_group": lambda w: Group(Seq(7, [1, 2, 3]), request_id="new"),
     "BlockSpaceManager.can_allocate.seq_group": lambda w: Group(Seq(7, [1, 2]), request_id="new"),

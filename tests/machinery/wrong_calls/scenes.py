@@ -288,12 +288,6 @@ class SequenceScene(Scene):
             {"seq_group": self.ga, "num_lookahead_slots": 1},
         )
         yield "append_slots", m.append_slots, {"seq": grown, "num_lookahead_slots": 1}
-        groups = [Group(grown, request_id="a"), self.gb]
-        yield (
-            "append_group_slots",
-            m.append_group_slots,
-            {"seq_groups": groups, "num_lookahead_slots": 1},
-        )
         yield "fork", m.fork, {"parent_seq": self.a, "child_seq": self.forked}
         yield "free", m.free, {"seq": self.a}
         yield "free_cross", m.free_cross, {"seq_group": self.gs}
