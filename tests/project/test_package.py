@@ -2,8 +2,13 @@
 """Checks that the files that describe the package are consistent, and tests the check of wheels."""
 
 import ast
+import os
 import re
+import shutil
+import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 import tomllib
@@ -62,6 +67,35 @@ def test_imports_exist_in_python_3_10():
                 assert not names, f"{path.relative_to(REPO)}: {names}"
             elif isinstance(node, ast.Import):
                 assert "tomllib" not in {alias.name for alias in node.names}, path
+
+
+@pytest.mark.slow
+def test_editable_install_is_found_beside_a_checkout_named_like_the_package(tmp_path):
+    def run(*command, cwd=tmp_path):
+        environment = {**os.environ, "KVCACHE_PREBUILT": str(REPO / "kvcache"), "KVCACHE_CUDA": "0"}
+        environment.pop("PYTHONPATH", None)
+        done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    checkout, python = tmp_path / "kvcache", str(tmp_path / "venv" / "bin" / "python")
+    skip = shutil.ignore_patterns("*.so", "__pycache__", "csrc")
+    shutil.copytree(REPO / "kvcache", checkout / "kvcache", ignore=skip)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPO / name, checkout)
+    run(sys.executable, "-m", "venv", "--without-pip", "venv")
+    (installed,) = tmp_path.glob("venv/lib/python*/site-packages")
+    # Makes the installed packages available, but not what their .pth files add.
+    (installed / "base.pth").write_text(sysconfig.get_path("purelib"))
+    pip = [sys.executable, "-m", "pip", "--python", str(tmp_path / "venv"), "install", "--no-deps"]
+    run(*pip, "--no-build-isolation", "-e", str(checkout))
+    program = "from kvcache import Admit\nimport kvcache\nprint(kvcache.__file__)\n"
+    for folder in (tmp_path, Path("/")):
+        assert run(python, "-c", program, cwd=folder) == f"{checkout}/kvcache/__init__.py\n"
+    program = "from kvcache import Admit\nreveal_type(Admit)"
+    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-numpy.*,torch.*]\nfollow_imports = skip\n")
+    says = run(python, "-m", "mypy", "-c", program)
+    assert 'Revealed type is "def (' in says
 
 
 def test_release_is_published_only_after_its_tests():
