@@ -13,7 +13,7 @@ namespace kvcache {
 namespace {
 
 // The minimum number of bytes per thread, below which an additional thread does not pay off.
-constexpr int64_t kGrainBytes = int64_t{1} << 19;
+constexpr int64_t kCopyGrainBytes = int64_t{1} << 19;
 constexpr int64_t kRunBytes = int64_t{4} << 20;  // longer runs are divided among threads
 
 // Copies one run in one region: in a single copy if its pages are contiguous, otherwise page by
@@ -49,7 +49,8 @@ void copy_blocks(std::optional<Tensor> src, Tensor dst, Tensor regions, Tensor p
   const auto num_runs = static_cast<int64_t>(runs.size());
   const int64_t total = c.num_pairs * page_bytes;
   const int64_t num_tasks = num_runs * c.num_regions;
-  const int64_t grain = std::max<int64_t>(kGrainBytes / std::max<int64_t>(total / num_tasks, 1), 1);
+  const int64_t grain =
+      std::max<int64_t>(kCopyGrainBytes / std::max<int64_t>(total / num_tasks, 1), 1);
   const bool streamed = total >= kStreamedBytes;
   // Tasks are ordered by region, so that each thread works on contiguous memory.
   parallel_for(0, num_tasks, grain, [&](int64_t begin, int64_t end) {

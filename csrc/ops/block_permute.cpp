@@ -14,7 +14,7 @@ namespace kvcache {
 namespace {
 
 // The minimum number of bytes per thread, below which an additional thread does not pay off.
-constexpr int64_t kGrainBytes = 1 << 18;
+constexpr int64_t kPermuteGrainBytes = 1 << 18;
 constexpr int64_t kScratchBytes = 1 << 18;  // per thread; fits in L2 together with the unit
 constexpr int64_t kLeastSliceBytes = 64;    // one cache line
 
@@ -150,7 +150,7 @@ void permute_blocks_(Tensor cache, Tensor offsets, Tensor indices, int64_t remot
   const int64_t slice =
       p.row_bytes <= fitting ? p.row_bytes : fitting / kLeastSliceBytes * kLeastSliceBytes;
   const Permute through_scratch = slice > 0 ? permute_for(p.row_bytes, slice) : nullptr;
-  const int64_t grain = std::max<int64_t>(kGrainBytes / p.unit_bytes(), 1);
+  const int64_t grain = std::max<int64_t>(kPermuteGrainBytes / p.unit_bytes(), 1);
   parallel_for(0, offsets.numel() * num_units, grain, [&](int64_t begin, int64_t end) {
     const auto layer_of = [&](int64_t i) { return p.cache + layers[i / num_units]; };
     const auto unit_of = [&](int64_t i) {

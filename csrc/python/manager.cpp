@@ -507,7 +507,7 @@ py::object swap_out(Manager& self, const std::vector<int32_t>& rows, const py::l
 
 // Getter of a property that may be read from any thread. Throws if the manager is not sound.
 template <auto kMethod>
-int64_t sound(const Manager& manager) {
+int64_t sound_manager(const Manager& manager) {
   manager.check_sound();
   return (manager.*kMethod)();
 }
@@ -745,11 +745,11 @@ void bind_manager(py::module_& m) {
       .def("waiting_events", &waiting_events)
       .def("drop_events", [](Manager& self) { self.drain_events(); })
       .def_property_readonly("hash_block_size", &Manager::hash_block_size)
-      .def_property_readonly("num_rows", sound<&Manager::num_rows>)
-      .def_property_readonly("last_step_id", sound<&Manager::last_step_id>)
-      .def_property_readonly("num_fenced", sound<&Manager::num_fenced>)
-      .def_property_readonly("num_kept", sound<&Manager::num_kept>)
-      .def_property_readonly("num_loading", sound<&Manager::num_loading>)
+      .def_property_readonly("num_rows", sound_manager<&Manager::num_rows>)
+      .def_property_readonly("last_step_id", sound_manager<&Manager::last_step_id>)
+      .def_property_readonly("num_fenced", sound_manager<&Manager::num_fenced>)
+      .def_property_readonly("num_kept", sound_manager<&Manager::num_kept>)
+      .def_property_readonly("num_loading", sound_manager<&Manager::num_loading>)
       // The manager owns the pools, so a reference to a pool keeps the manager alive.
       // (`reference_internal` would have the same effect, but terminates the process if it runs out
       // of memory.)

@@ -12,8 +12,6 @@ namespace {
 constexpr BlockId kUntouched = -1;
 constexpr BlockId kTouched = kNullBlock;
 
-uint64_t key_of(uint8_t group, uint64_t tag) { return uint64_t{group} << 56 ^ tag; }
-
 }  // namespace
 
 void BlockPool::add_chains(const BlockId* ids, int64_t n, InvalidChains* invalid) const {

@@ -4,16 +4,7 @@
 #include <map>
 #include <stdexcept>
 
-#include "core/secret_key.h"
-
 namespace kvcache {
-
-namespace {
-
-uint64_t key_of(uint8_t group, uint64_t tag) { return uint64_t{group} << 56 ^ tag; }
-uint64_t key_of(const Block& block) { return key_of(block.group, tag_of(block.hash)); }
-
-}  // namespace
 
 // Whether this former parent is still published under the same hash. If there are no entries, no
 // block with children has been removed.

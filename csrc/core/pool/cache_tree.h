@@ -10,9 +10,14 @@
 
 #include "core/hash.h"
 #include "core/pool/block.h"
+#include "core/secret_key.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {
+
+// Identifies the blocks of a group with this `tag_of` a hash.
+inline uint64_t key_of(uint8_t group, uint64_t tag) { return uint64_t{group} << 56 ^ tag; }
+inline uint64_t key_of(const Block& block) { return key_of(block.group, tag_of(block.hash)); }
 
 // Counts the cached children of each (hash, group). The counts are stored with the blocks published
 // under the hash, and only their sum over the ring is meaningful. A child records the block that
