@@ -15,14 +15,10 @@ if sys.version_info < (3, 10):  # noqa: UP036 (pip checks requires-python only l
         "environment with a newer Python"
     )
 
-import importlib.util
 import logging
 import os
 import shutil
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -30,53 +26,21 @@ from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 
 HERE = Path(__file__).resolve().parent
-_spec = importlib.util.spec_from_file_location("_build", HERE / "kvcache" / "native" / "build.py")
-build = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(build)
+sys.path.insert(0, str(HERE))
+from kvcache.native import build, compiler  # noqa: E402
 
 ROOT = Path("csrc")
+# pip deletes its own folder for objects after each build.
+OBJECTS = HERE / "build" / "objects"
 # Commands that do not compile anything. An isolated environment without torch can run them.
 WITHOUT_TORCH = {"sdist", "egg_info", "clean"}
 
 
 class Native(Extension):
-    """A library that is built by the compiler calls below.
+    """A library that is built by `compiler`.
 
     The last component of `name` is the name of the file.
     """
-
-
-def compile_command(source: Path, obj: Path, name: str) -> list[str]:
-    include = [f"-I{ROOT}", "-c", str(source), "-o", str(obj)]
-    if name == "_core":
-        include = [
-            f"-isystem{build.pybind11_include()}",
-            f"-isystem{build.python_include()}",
-            *include,
-        ]
-    else:
-        include = [
-            f"-D{build.TORCH_TARGET}",
-            "-isystem",
-            str(build.torch_dir() / "include"),
-            *include,
-        ]
-    if source.suffix == ".cu":
-        nvcc = str(build.cuda_home() / "bin" / "nvcc")
-        return [nvcc, *build.NVCC_FLAGS, "--threads", "0", *build.gencode_flags(), *include]
-    return [*build.cxx_command(), *build.CXX_FLAGS, *include]
-
-
-def link_command(objects: list[Path], out: Path, name: str, scratch: Path) -> list[str]:
-    command = [*build.cxx_command(), "-shared", "-o", str(out), *map(str, objects)]
-    command += build.link_flags()
-    if name == "_core":
-        return command
-    command.append(f"-L{build.torch_dir() / 'lib'}")
-    if name == "libkvcache_cuda":
-        command += ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
-        command += [f"-L{build.cudart_folder(build.cuda_home(), scratch)}", "-lcudart"]
-    return [*command, "-ltorch_cpu"]
 
 
 class BuildNative(build_ext):
@@ -86,13 +50,21 @@ class BuildNative(build_ext):
         return super().get_ext_filename(name)
 
     def build_extensions(self):
-        self.num_done = 0
-        self.num_commands = sum(
-            1 if self.prebuilt(extension) else len(extension.sources) + 1
+        num_steps = sum(
+            1
+            if self.prebuilt(extension)
+            else len(compiler.units(list(map(Path, extension.sources)))) + 1
             for extension in self.extensions
         )
-        self.lock = Lock()  # with --parallel, several libraries are built at the same time
-        super().build_extensions()
+        write = lambda line: self.announce(line, level=logging.INFO)  # noqa: E731 (not with -q)
+        self.progress = compiler.Progress(num_steps, write)
+        try:
+            super().build_extensions()
+        except RuntimeError as error:
+            raise CompileError(str(error)) from error
+        except KeyboardInterrupt:
+            write("interrupted: run the same command again to continue")
+            raise
 
     def prebuilt(self, extension):
         return build.prebuilt(Path(self.get_ext_filename(extension.name)).name)
@@ -103,31 +75,10 @@ class BuildNative(build_ext):
         out.parent.mkdir(parents=True, exist_ok=True)
         if built := self.prebuilt(extension):
             shutil.copy(built, out)
-            self.count(f"copy {built}")
+            self.progress.done(f"copy {built}")
             return
-        folder = Path(self.build_temp) / name
-        folder.mkdir(parents=True, exist_ok=True)
         sources = [Path(source) for source in extension.sources]
-        objects = [folder / build.object_name(source) for source in sources]
-        commands = [compile_command(s, o, name) for s, o in zip(sources, objects, strict=True)]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(self.call, commands, sources))
-        self.call(link_command(objects, out, name, folder), f"link {out.name}")
-
-    def call(self, command, subject):
-        """Run a compiler, and print what it compiles and its warnings."""
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
-        if done.returncode != 0:
-            raise CompileError(f"{' '.join(command)} failed:\n{done.stdout}")
-        self.count(f"{subject}\n{done.stdout}".rstrip())
-
-    def count(self, text):
-        with self.lock:
-            self.num_done += 1
-            # not shown with -q
-            self.announce(f"[{self.num_done}/{self.num_commands}] {text}", level=logging.INFO)
+        compiler.build_library(name, sources, ROOT, OBJECTS / name, out, self.progress)
 
 
 class BuildPackage(build_py):

@@ -66,7 +66,7 @@ def replay() -> None:
 
 
 def build_at_first_use() -> None:
-    """Build all libraries with torch.utils.cpp_extension in an empty folder, then load them again.
+    """Build all libraries at first use in an empty folder, then load them again.
 
     A rehearsal only rebuilds the CUDA library, because the tests without a GPU build the others.
     """

@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import MissingError, UsageError
@@ -61,7 +60,7 @@ def diagnosis() -> list[tuple[str, str, bool]]:
         _asked("CUDA driver", _cuda_driver),
         _asked("locked memory", _locked_memory),
     ]
-    tools = (("C++ compiler", _compiler), ("ninja", _ninja), ("nvcc", _nvcc))
+    tools = (("C++ compiler", _compiler), ("nvcc", _nvcc))
     extras = ((name, partial(_version, name, *of)) for name, of in _EXTRAS.items())
     return [*rows, *(_asked(name, ask) for name, ask in (*tools, *extras))]
 
@@ -170,18 +169,6 @@ def _compiler() -> str:
     from kvcache.native import build
 
     return " ".join(build.cxx_command())
-
-
-def _ninja() -> str:
-    from shutil import which
-
-    beside = Path(sys.executable).with_name(
-        "ninja"
-    )  # found even if its virtual environment is not activated
-    found = which("ninja") or (str(beside) if beside.exists() else None)
-    if found is None:
-        raise LookupError("not installed: pip install ninja (only builds at run time need ninja)")
-    return found
 
 
 def _nvcc() -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native sources and their build flags, shared by `setup.py`, CMake and the JIT.
 
-This module imports only the standard library, because `setup.py` loads it by path before the package is
+This module imports only the standard library, because `setup.py` imports it before the package is
 installed. Here and in CMakeLists.txt, all source files in a folder belong to the library of this folder.
 """
 
@@ -130,23 +130,7 @@ def cxx_command() -> list[str]:
 
 def cxx() -> str:
     """Return the compiler's program, for example g++ for "ccache g++ -m64"."""
-    return cxx_command()[_place_of_program()]
-
-
-def cxx_arguments() -> list[str]:
-    """Return the arguments after the compiler's program, for example -m64 for "ccache g++ -m64"."""
-    return cxx_command()[_place_of_program() + 1 :]
-
-
-def _place_of_program() -> int:
-    return max(i for i, word in enumerate(cxx_command()) if shutil.which(word))
-
-
-def object_name(source: Path) -> str:
-    """Return an object file name that is unique even if source files in different folders have the same
-    name.
-    """
-    return f"{source.parent.name}_{source.stem}.o"
+    return [word for word in cxx_command() if shutil.which(word)][-1]
 
 
 def wants_cuda() -> bool:

@@ -8,22 +8,18 @@ concurrent builds. Folders that other users can write to are rejected.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import importlib.util
 import os
 import platform
-import shutil
-import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from kvcache.native import build
+from kvcache.native import build, compiler
 
 
 class BuildError(ImportError):
@@ -39,29 +35,8 @@ def build_core() -> ModuleType:
     Requires a C++ compiler and pybind11's headers, but not torch.
     """
     root = _sources()
-    sources = build.core_sources(root)
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-
-    def compile_into(folder: Path) -> None:
-        compiler = build.cxx_command()
-        flags = [
-            *build.CXX_FLAGS,
-            f"-I{root}",
-            f"-isystem{build.pybind11_include()}",
-            f"-isystem{build.python_include()}",
-        ]
-        objects = [str(folder / build.object_name(source)) for source in sources]
-        _say_building("_core", folder)
-        commands = [
-            [*compiler, *flags, "-c", str(source), "-o", obj]
-            for source, obj in zip(sources, objects)
-        ]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(_compile_core, commands))
-        out = str(folder / f"_core{suffix}")
-        _compile_core([*compiler, "-shared", *objects, "-o", out, *build.link_flags()])
-
-    library = _cached("_core", f"_core{suffix}", root, [], compile_into)
+    file = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+    library = _cached("_core", file, root, build.core_sources(root))
     spec = importlib.util.spec_from_file_location("kvcache._core", library)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -69,57 +44,21 @@ def build_core() -> ModuleType:
     return module
 
 
-def _compile_core(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise BuildError(f"building kvcache._core failed: {' '.join(command)}\n{done.stderr}")
-
-
 def build_ops(name: str) -> Path:
     """Build `libkvcache_cpu` or `libkvcache_cuda` with torch, and register its ops."""
     import torch
 
     root = _sources()
-    cuda = name == "libkvcache_cuda"
-    sources = build.cuda_sources(root) if cuda else build.cpu_sources(root)
-    facts = [torch.__version__, str(torch.version.cuda)]
-    present: list[str] = []
-    if cuda:
+    facts, archs = [torch.__version__, str(torch.version.cuda)], []
+    if name == "libkvcache_cpu":
+        sources = build.cpu_sources(root)
+    else:
         _require_cuda()
+        sources = build.cuda_sources(root)
         capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
-        present = [f"{major}{minor}" for major, minor in sorted(set(capabilities))]
-        facts += [*present, os.environ.get("KVCACHE_CUDA_ARCHS", "")]
-
-    def compile_into(folder: Path) -> None:
-        from torch.utils import cpp_extension
-
-        if cuda:
-            _require_nvcc()
-            # torch derives the toolkit's folder from an nvcc on the PATH, even if this nvcc is a
-            # link (/usr/local/bin) and the libraries are elsewhere.
-            cpp_extension.CUDA_HOME = str(build.cuda_home())
-        _require_ninja()
-        arguments = build.cxx_arguments()
-        libraries = []
-        if cuda:  # torch searches only lib64 and lib, and only for the name without a version
-            libraries.append(f"-L{build.cudart_folder(build.cuda_home(), folder)}")
-        cuda_flags = ["-O3", "-DUSE_CUDA", f"-D{build.TORCH_TARGET}"] if cuda else []
-        cuda_flags += build.gencode_flags(present) if cuda else []  # otherwise torch adds its own
-        with _cxx_for_torch():
-            _say_building(name, folder)
-            cpp_extension.load(
-                name=name,
-                sources=[str(source) for source in sources],
-                extra_cflags=[*arguments, *build.CXX_FLAGS, f"-D{build.TORCH_TARGET}"],
-                extra_cuda_cflags=cuda_flags,
-                extra_ldflags=[*arguments, *libraries],
-                extra_include_paths=[str(root)],
-                build_directory=str(folder),
-                with_cuda=cuda,
-                is_python_module=False,
-            )
-
-    library = _cached(name, f"{name}.so", root, facts, compile_into)
+        archs = [f"{major}{minor}" for major, minor in sorted(set(capabilities))]
+        facts += [*archs, os.environ.get("KVCACHE_CUDA_ARCHS", "")]
+    library = _cached(name, f"{name}.so", root, sources, facts, archs)
     torch.ops.load_library(str(library))  # loading a file twice registers its ops only once
     return library
 
@@ -144,23 +83,6 @@ def _require_nvcc() -> None:
         )
 
 
-@contextlib.contextmanager
-def _cxx_for_torch() -> Iterator[None]:
-    """Make torch use the selected compiler.
-
-    By default, torch interprets $CXX as the name of a single program, or uses c++.
-    """
-    asked = os.environ.get("CXX")
-    os.environ["CXX"] = build.cxx()
-    try:
-        yield
-    finally:
-        if asked is None:
-            del os.environ["CXX"]
-        else:
-            os.environ["CXX"] = asked
-
-
 def _sources() -> Path:
     root = build.source_root()
     if root is None:
@@ -171,22 +93,15 @@ def _sources() -> Path:
     return root
 
 
-def _require_ninja() -> None:
-    # pip installs ninja next to the interpreter, which may not be on the PATH.
-    beside = str(Path(sys.executable).parent)
-    if beside not in os.environ.get("PATH", "").split(os.pathsep):
-        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), beside])
-    if shutil.which("ninja") is None:
-        raise BuildError(
-            "torch.utils.cpp_extension needs ninja, which is not installed: `pip install ninja`, "
-            f"or build ahead of time by `{build.INSTALL_HINT}`"
-        )
-
-
 def _cached(
-    name: str, file: str, root: Path, facts: list[str], compile_into: Callable[[Path], None]
+    name: str,
+    file: str,
+    root: Path,
+    sources: Sequence[Path],
+    facts: Sequence[str] = (),
+    archs: Sequence[str] = (),
 ) -> Path:
-    """Return the path of `file`. If the file is missing, build it in a separate folder."""
+    """Return the path of a library, which is built in a folder for these sources and `facts`."""
     base = _base_folder()
     folder = base / f"{name}-{_key(root, facts)}"
     try:
@@ -194,25 +109,37 @@ def _cached(
         _check_private(base)
         folder.mkdir(mode=0o700, exist_ok=True)
         _check_private(folder)
-        # The lock is next to the folder, because torch's builder keeps a file with this name in the
-        # folder.
-        lock = folder.with_suffix(".lock").open("w")
+        lock = (folder / "lock").open("w")
     except OSError as error:
         raise BuildError(f"cannot write {folder} ({error}): set KVCACHE_JIT_DIR") from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "complete").exists():
-            # torch would wait indefinitely for a killed build. The file lock proves that no build
-            # is running.
-            (folder / "lock").unlink(missing_ok=True)
             try:
-                compile_into(folder)
-            except BuildError:
-                raise
-            except RuntimeError as error:  # an error of `native.build` or of torch
+                _check_requirements(name)
+                _write(f"no built {name} found, building it in {folder} ...")
+                progress = compiler.Progress(len(compiler.units(sources)) + 1, _write)
+                compiler.build_library(name, sources, root, folder, folder / file, progress, archs)
+            except RuntimeError as error:
                 raise BuildError(f"building {name} failed: {error}") from error
+            except KeyboardInterrupt:
+                _write("interrupted: the next use continues the build")
+                raise
             (folder / "complete").touch()
     return folder / file
+
+
+def _check_requirements(name: str) -> None:
+    build.cxx_command()
+    if name == "_core":
+        build.pybind11_include()
+        build.python_include()
+    elif name == "libkvcache_cuda":
+        _require_nvcc()
+
+
+def _write(line: str) -> None:
+    print(f"kvcache: {line}", file=sys.stderr)
 
 
 def _base_folder() -> Path:
@@ -245,11 +172,7 @@ def _check_private(folder: Path) -> None:
         )
 
 
-def _say_building(name: str, folder: Path) -> None:
-    print(f"kvcache: no built {name} found, building it in {folder} ...", file=sys.stderr)
-
-
-def _key(root: Path, facts: list[str]) -> str:
+def _key(root: Path, facts: Sequence[str]) -> str:
     digest = hashlib.sha256()
     parts = [*facts, sys.version, platform.machine(), os.environ.get("CXX", "")]
     parts += [*build.CXX_FLAGS, *build.NVCC_FLAGS, str(root)]

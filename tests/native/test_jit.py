@@ -11,10 +11,8 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.gpu.jit_and_replay import jit_check
 from kvcache.native import build, jit
@@ -186,17 +184,6 @@ def test_missing_compiler_is_reported(checkout, tmp_path):
     assert "apt-get install g++" in done.stderr
 
 
-@pytest.mark.slow
-def test_missing_ninja_is_reported(checkout, tmp_path):
-    program = "import sys; sys.executable = '/nowhere/python'; import kvcache.ops"
-    path = without(tmp_path, "ninja")
-    done = run(checkout, program, PATH=path, KVCACHE_JIT_DIR=str(tmp_path / "j"))
-    assert done.returncode != 0
-    assert (
-        "needs ninja, which is not installed" in done.stderr and "pip install ninja" in done.stderr
-    )
-
-
 def test_unwritable_folder_is_reported(checkout, tmp_path):
     (tmp_path / "file").touch()
     done = run(checkout, "import kvcache.allocator", KVCACHE_JIT_DIR=str(tmp_path / "file"))
@@ -225,9 +212,10 @@ def test_folder_of_another_user_is_rejected(monkeypatch, tmp_path):
 
 def test_created_folder_is_private(monkeypatch, tmp_path):
     monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path / "made"))
+    monkeypatch.setattr(jit.compiler, "build_library", lambda *_: None)
     before = os.umask(0)
     try:
-        path = jit._cached("name", "file", tmp_path, [], lambda folder: None)
+        path = jit._cached("name", "file", tmp_path, [])
     finally:
         os.umask(before)
     assert {each.stat().st_mode & 0o777 for each in (path.parent, path.parent.parent)} == {0o700}
@@ -242,7 +230,7 @@ def test_compiler_error_is_shown(checkout, tmp_path):
     (broken / "csrc" / "core" / "broken.cpp").write_text("this is not C++\n")
     program, folder = "import kvcache.allocator", str(tmp_path / "j")
     done = run(broken, program, CXX="", KVCACHE_JIT_DIR=folder)
-    assert "building kvcache._core failed" in done.stderr and "broken.cpp" in done.stderr
+    assert "building _core failed" in done.stderr and "broken.cpp" in done.stderr
 
 
 # --- requirements for a build, tested in this process
@@ -254,7 +242,7 @@ def refused(monkeypatch, tmp_path) -> str:
     message.
     """
     monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
-    monkeypatch.setattr(jit, "_say_building", lambda *_: pytest.fail("announced a build"))
+    monkeypatch.setattr(jit, "_write", lambda line: pytest.fail(line))
     with pytest.raises(jit.BuildError) as error:
         jit.build_core()
     return str(error.value)
@@ -304,20 +292,17 @@ def tools(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "command", "program", "arguments"),
+    ("asked", "command", "program"),
     [
-        ("", ["g++"], "g++", []),
-        ("clang++", ["clang++"], "clang++", []),
-        ("ccache g++", ["ccache", "g++"], "g++", []),
-        ("g++ -m64", ["g++", "-m64"], "g++", ["-m64"]),
-        ("ccache g++ -m64 '-DA=b c'", ["ccache", "g++", "-m64", "-DA=b c"], "g++",
-         ["-m64", "-DA=b c"]),
-        ("{tools}/my tools/g++", ["{tools}/my tools/g++"], "{tools}/my tools/g++", []),
+        ("", ["g++"], "g++"),
+        ("clang++", ["clang++"], "clang++"),
+        ("ccache g++", ["ccache", "g++"], "g++"),
+        ("g++ -m64", ["g++", "-m64"], "g++"),
+        ("ccache g++ -m64 '-DA=b c'", ["ccache", "g++", "-m64", "-DA=b c"], "g++"),
+        ("{tools}/my tools/g++", ["{tools}/my tools/g++"], "{tools}/my tools/g++"),
     ],
-)  # fmt: skip
-def test_cxx_may_contain_a_launcher_and_arguments(
-    monkeypatch, tools, asked, command, program, arguments
-):
+)
+def test_cxx_may_contain_a_launcher_and_arguments(monkeypatch, tools, asked, command, program):
     def absolute(word):
         return word.replace("{tools}", str(tools))
 
@@ -328,41 +313,9 @@ def test_cxx_may_contain_a_launcher_and_arguments(
     assert build.cxx_command()[0] == found(command[0])
     assert build.cxx_command()[1:] == command[1:]
     assert found(build.cxx()) == found(program)
-    assert build.cxx_arguments() == arguments
 
 
 def test_missing_cxx_compiler_is_reported(monkeypatch, tools):
     monkeypatch.setenv("CXX", "icpc -fast")
     with pytest.raises(RuntimeError, match=r"no C\+\+ compiler \(icpc -fast is not on the PATH\)"):
         build.cxx_command()
-
-
-@pytest.mark.parametrize(
-    ("runtime", "in_toolkit"), [("lib64/libcudart.so", True), ("lib/libcudart.so.13", False)]
-)
-def test_cuda_library_is_linked_from_the_toolkit_not_from_torchs_cuda_home(
-    monkeypatch, tmp_path, runtime, in_toolkit
-):
-    from torch.utils import cpp_extension
-
-    homes, flags, toolkit = [], [], tmp_path / "toolkit"
-    (toolkit / runtime).parent.mkdir(parents=True)
-    (toolkit / runtime).touch()
-
-    def load(extra_ldflags, **_):
-        homes.append(cpp_extension.CUDA_HOME)
-        flags.extend(extra_ldflags)
-
-    monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
-    monkeypatch.setattr(cpp_extension, "CUDA_HOME", "/usr/local")
-    monkeypatch.setattr(cpp_extension, "load", load)
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    monkeypatch.setattr(build, "cuda_home", lambda: toolkit)
-    monkeypatch.setattr(build, "gencode_flags", lambda present: [])
-    monkeypatch.setattr(jit, "_require_cuda", lambda: None)
-    monkeypatch.setattr(jit, "_require_ninja", lambda: None)
-    jit.build_ops("libkvcache_cuda")
-    assert homes == [str(toolkit)]
-    folder = Path(flags[-1].removeprefix("-L"))
-    assert (folder / "libcudart.so").exists()  # torch adds -lcudart itself
-    assert (folder == toolkit / "lib64") if in_toolkit else folder.parent == tmp_path

@@ -306,7 +306,8 @@ def _package(python: Path, toolkit: Path) -> None:
     """Build the package's native libraries within TREE, for this Python and sm_90."""
     stamp = BUILD / "package"
     native = _sources("core", "worker", "python", "ops")
-    key = _key([*native, REPO / "setup.py", REPO / "kvcache" / "native" / "build.py"], str(python))
+    rules = sorted((REPO / "kvcache" / "native").glob("*.py"))
+    key = _key([*native, REPO / "setup.py", *rules], str(python))
     if stamp.exists() and stamp.read_text() == key:
         return
     print("gpu-less: building the package for CUDA, sm_90", flush=True)
