@@ -9,6 +9,7 @@ PIP_TORCH_ARGS ?=
 VENV ?= .venv
 SHELL := bash
 BIN := $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --no-build-isolation $(patsubst %,-e %,$(wildcard packages/*))
 # Keep bytecode caches, because tests start many processes that would otherwise recompile all modules.
 export PYTHONDONTWRITEBYTECODE :=
 GPU_RESULTS ?= benchmarks/results
@@ -21,7 +22,7 @@ CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.
 
 .PHONY: demo test test-slow test-vllm test-sglang test-real bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less ptx sanitize sanitize-thread soak fuzz wheel prebuilt repair-wheel test-wheel bench docs gpu gpu-libraries gpu-rehearsal clean
 
-demo: setup
+demo: $(VENV)/.built
 	$(BIN)/kvcache demo
 
 # Run the tests that take less than about a second each, in about three minutes on two cores.
@@ -47,20 +48,29 @@ planted-breaks: setup
 mutants: setup
 	$(BIN)/python -m tests.machinery.planted_breaks --mutants
 
-setup: $(VENV)/.built
+setup: $(VENV)/.built $(VENV)/.dev
 
 $(VENV)/.deps: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvcache: development needs Python 3.11 or newer, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel numpy "pybind11>=2.13" ninja
+	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel numpy "pybind11>=2.13"
 	$(BIN)/python -m pip install --quiet $(PIP_TORCH_ARGS) "torch==$(TORCH)"
 	touch $@
 
-$(VENV)/.built: $(VENV)/.deps setup.py kvcache/native/build.py $(NATIVE)
+# The library and all packages, with the requirements of `make demo`.
+$(VENV)/.built: $(VENV)/.deps setup.py kvcache/native/build.py kvcache/native/compiler.py $(NATIVE)
 	@echo "building the native libraries (log: build/setup.log)"; mkdir -p build
-	@set -o pipefail; $(BIN)/python -m pip install --verbose --no-build-isolation -e ".[cli,serve,dev]" \
+	@set -o pipefail; trap 'echo "interrupted: run make again to continue"; exit 130' INT; \
+	  $(INSTALL) --verbose -e ".[transformers]" \
 	  2>&1 | tee build/setup.log | sed -un 's/^ *\(\[[0-9]*\/[0-9]*\] \)/\1/p' \
 	  || { tail -n 30 build/setup.log; exit 1; }
+	touch $@
+
+# What only developers and the documentation need.
+$(VENV)/.dev: EXTRAS := cli,serve,dev
+$(VENV)/.docs: EXTRAS := docs
+$(VENV)/.dev $(VENV)/.docs: pyproject.toml | $(VENV)/.built
+	$(INSTALL) --quiet -e ".[$(EXTRAS)]"
 	touch $@
 
 lint: setup
@@ -148,17 +158,18 @@ gpu-less: ptx
 ptx: setup
 	$(BIN)/python -m tests.machinery.ptx $(SEED:%=--seed %)
 
-# Build a source distribution and, from that distribution alone, a wheel with all native libraries
-# (docs/building.md#wheels). The CUDA library is included if nvcc is found, unless KVCACHE_CUDA overrides
+# Build a source distribution and, from that distribution alone, a wheel with all native libraries, and the
+# wheels of the packages (docs/building.md#wheels). The CUDA library is included if nvcc is found, unless KVCACHE_CUDA overrides
 # this.
 WHEEL_ARCHS := 80;90;100;110;120
 NVCC := $(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/bin/nvcc)$(shell command -v nvcc)
 wheel: setup
-	rm -rf dist build/wheel
+	rm -rf dist build/wheel packages/*/build
 	$(BIN)/python setup.py -q sdist
 	KVCACHE_CUDA="$${KVCACHE_CUDA:-$(if $(NVCC),1,0)}" KVCACHE_CUDA_ARCHS="$(WHEEL_ARCHS)" \
 	  $(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel dist/*.tar.gz
 	$(MAKE) repair-wheel WHEEL="$$(echo build/wheel/*.whl)" DIST=dist AUDITWHEEL=$(BIN)/auditwheel
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist packages/*
 
 # Build all libraries once, in build/prebuilt/kvcache. Wheels for other Python versions reuse the op
 # libraries in this folder (KVCACHE_PREBUILT).
@@ -184,13 +195,6 @@ docs: setup $(VENV)/.docs
 	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
 
-# Install only the requirements of the `docs` extra, because installing the package with the extra would
-# rebuild the libraries.
-$(VENV)/.docs: pyproject.toml $(VENV)/.built
-	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $@.txt
-	$(BIN)/python -m pip install --quiet -r $@.txt
-	mv $@.txt $@
-
 # Check and measure on a machine with an NVIDIA GPU, using its python3 (docs/measuring.md). LEASE=2
 # repeats what failed or may vary in an earlier `make gpu`. ONLY="jit nixl" runs these stages.
 gpu:
@@ -207,4 +211,4 @@ gpu-rehearsal:
 
 # Also remove the stamp file, so that the next build recreates the libraries.
 clean:
-	rm -rf build dist *.egg-info kvcache/*.so kvcache/csrc $(VENV)/.built
+	rm -rf build dist *.egg-info packages/*/build packages/*/src/*.egg-info kvcache/*.so kvcache/csrc $(VENV)/.built

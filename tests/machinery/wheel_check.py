@@ -3,16 +3,18 @@
 
     python -m tests.machinery.wheel_check [--torch VERSION ...] [--python PROGRAM ...] [WHEEL ...]
 
-By default, all wheels in dist/ are tested with torch 2.13.0. `tests.machinery.wheel_user` runs in
-each environment without a compiler on the PATH. With `--torch none`, the wheel is installed without
-torch, and only the control plane is used. $PIP_TORCH_ARGS is passed to pip when torch is installed.
-The results are printed as a table. The exit code is 1 if a wheel fails or if no installed Python
-matches a wheel.
+By default, all wheels of torch-kvcache in dist/ are tested with torch 2.13.0. The wheels of the
+packages are taken from the same folder. `tests.machinery.wheel_user` runs in each environment
+without a compiler on the PATH. With `--torch none`, only the wheel and kvcache-lab are installed,
+without torch, and only the control plane is used. $PIP_TORCH_ARGS is passed to pip when torch is
+installed. The results are printed as a table. The exit code is 1 if a wheel fails or if no
+installed Python matches a wheel.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", nargs="+", default=[], metavar="PROGRAM")
     parser.add_argument("wheels", nargs="*", type=Path, metavar="WHEEL")
     options = parser.parse_args(argv)
-    wheels = options.wheels or sorted((REPO / "dist").glob("*.whl"))
+    wheels = options.wheels or sorted((REPO / "dist").glob("torch_kvcache-*.whl"))
     if not wheels:
         print("FAILED: there is no wheel in dist/: `make wheel` builds one")
         return 1
@@ -109,11 +111,13 @@ def use(wheel: Path, torch: str, python: str) -> dict[str, str]:
         call(python, "-m", "venv", folder)
         if torch == "none":
             pip("--only-binary", ":all:", "numpy")
-            pip("--no-deps", str(wheel))
+            lab = [wheel.parent.glob(f"kvcache_{name}-*.whl") for name in ("exchange", "lab")]
+            pip("--no-deps", str(wheel), *map(str, itertools.chain(*lab)))
         else:
             arguments = shlex.split(os.environ.get("PIP_TORCH_ARGS", ""))
             pip("--only-binary", ":all:", *arguments, f"torch=={torch}")
-            pip("--only-binary", ":all:", f"{wheel}[serve]")
+            beside = ("--find-links", str(wheel.parent))
+            pip("--only-binary", ":all:", *beside, f"{wheel}[serve,lab]")
         return json.loads(call(str(bin_folder / "python"), "-I", str(USER)))
 
 

@@ -27,7 +27,7 @@ HASHES = [
 ]
 COMPILERS = ("g++", "clang++", "c++", "gcc", "cc", "nvcc", "ninja", "cmake")
 BIN = Path(sys.executable).parent
-SERVED = ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client")
+SERVED = ("kvcache_serve", "torch", "transformers", "fastapi", "uvicorn", "prometheus_client")
 
 
 def main() -> None:
@@ -76,8 +76,9 @@ def control_plane() -> str:
         step = manager.step(new=[request])
         assert int(step.num_computed_tokens[0]) == num_cached, step
         manager.free(request)
-    replayed = json.loads(cli("replay", "--requests", "30", "--json"))
-    assert replayed["hit_tokens"] > 0, replayed
+    if has("kvcache_lab"):
+        replayed = json.loads(cli("replay", "--requests", "30", "--json"))
+        assert replayed["hit_tokens"] > 0, replayed
     return "ok"
 
 
