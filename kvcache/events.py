@@ -3,8 +3,7 @@
 
 Events are plain data in chronological order. A hash is reported as stored when the first block with this
 hash is cached, and as removed when the last such block is evicted. In between, caching or evicting other
-blocks with the same hash emits no events. With `announce_reused`, blocks that a request hits are reported
-as stored again (`is_reused`).
+blocks with the same hash emits no events.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockStored:
-    """Consecutive blocks of one sequence were cached or, if `is_reused` is set, hit by a request.
+    """Consecutive blocks of one sequence were cached.
 
     - `block_hashes`: uint8[n, hash_bytes].
     - `parent_hash`: the hash of the block that precedes the first block. For the first block of a
@@ -27,7 +26,7 @@ class BlockStored:
       sliding window in tokens.
     - `medium`: "gpu" for the device, "cpu" for the host tier, or "storage" for a store
       (`kvcache_exchange.store.StoreTier`).
-    - `lora`, `session`: LoRA adapter and session of the request that computed or hit the blocks.
+    - `lora`, `session`: LoRA adapter and session of the request that computed the blocks.
     - `extra_keys`: one entry per hash block of `hash_block_size` tokens, either a tuple of keys or
       None. The whole field is None if no block has keys.
     - `root_hash`: the `parent_hash` of a sequence's first block, if it is not the hash of the seed
@@ -62,7 +61,6 @@ class BlockStored:
     lora: tuple[str, ...] | None = None  # (name, path) or (name, path, version)
     session: str | None = None
     extra_keys: tuple[tuple[tuple, ...] | None, ...] | None = None
-    is_reused: bool = False
     lookahead_token_ids: np.ndarray | None = None
     root_hash: bytes | None = None
 

@@ -135,9 +135,7 @@ void Prefault::commit() {
   for (size_t i = 0; i < num_ranges_; ++i) num_bytes += ranges_[i].num_bytes;
   if (num_bytes > kSmall && static_cast<int64_t>(num_bytes) > available_memory() / 2) return;
   for (size_t i = 0; i < num_ranges_; ++i) {
-    const Range& range = ranges_[i];
-    if (!commit_pages(static_cast<char*>(range.data), range.num_bytes)) break;
-    num_committed_ += static_cast<int64_t>(range.num_bytes);
+    if (!commit_pages(static_cast<char*>(ranges_[i].data), ranges_[i].num_bytes)) return;
   }
 }
 

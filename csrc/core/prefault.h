@@ -22,7 +22,6 @@ class Prefault {
   // need more than 64 MiB and more than half of the available memory, nothing is committed, because
   // the system kills processes that exceed the available memory.
   void commit();
-  int64_t num_bytes() const { return num_committed_; }  // committed bytes
 
   // Called by arrays: `note` when an array is constructed, `remove` when it is destroyed.
   static void note(void* data, size_t num_bytes) {
@@ -48,7 +47,6 @@ class Prefault {
   // Two tiers have at most 30 arrays. Arrays that do not fit here are committed on first access.
   std::array<Range, 64> ranges_;
   size_t num_ranges_ = 0;
-  int64_t num_committed_ = 0;
 };
 
 // Returns the bytes that this process can commit without exceeding the memory of the machine or of

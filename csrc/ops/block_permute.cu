@@ -7,6 +7,7 @@
 #include "ops/cluster.h"
 #include "ops/device.h"
 #include "ops/launch_ids.h"
+#include "ops/switches.h"
 #include "ops/vector.h"
 
 namespace kvcache {

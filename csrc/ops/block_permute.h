@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "ops/checks.h"
-#include "ops/fast_divisor.h"
-#include "ops/host_device.h"
+#include "worker/fast_divisor.h"
+#include "worker/host_device.h"
 
 namespace kvcache {
 

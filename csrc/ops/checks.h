@@ -16,8 +16,6 @@
 #include <utility>
 #include <vector>
 
-#include "ops/switches.h"
-
 namespace kvcache {
 
 using torch::headeronly::ScalarType;

@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "ops/copy_pages.h"
-#include "ops/fast_divisor.h"
-#include "ops/host_device.h"
 #include "ops/vector.h"
+#include "worker/fast_divisor.h"
+#include "worker/host_device.h"
 
 namespace kvcache {
 

@@ -18,6 +18,7 @@
 #include <cstdlib>
 
 #include "ops/checks.h"
+#include "ops/switches.h"
 
 #ifdef __CUDACC__
 #include "ops/kernel_list.h"

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "ops/host_device.h"
+#include "worker/host_device.h"
 
 namespace kvcache {
 

@@ -14,7 +14,8 @@
 
 #include "ops/checks.h"
 #include "ops/device.h"
-#include "ops/host_device.h"
+#include "ops/switches.h"
+#include "worker/host_device.h"
 
 #ifdef __CUDACC__
 // Keeps a struct in parameter memory even if it is indexed at run time.

@@ -14,7 +14,7 @@
 #include <type_traits>
 
 #include "ops/float_bits.h"
-#include "ops/host_device.h"
+#include "worker/host_device.h"
 
 #if defined(__CUDACC__)
 #include <cuda_fp8.h>

@@ -13,7 +13,7 @@
 #include <type_traits>
 
 #include "ops/float_bits.h"
-#include "ops/host_device.h"
+#include "worker/host_device.h"
 
 namespace kvcache {
 

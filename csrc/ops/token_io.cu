@@ -5,10 +5,10 @@
 
 #include "ops/dependent_launch.h"
 #include "ops/device.h"
-#include "ops/fast_divisor.h"
 #include "ops/launch_ids.h"
 #include "ops/scale_divisor.h"
 #include "ops/vector.h"
+#include "worker/fast_divisor.h"
 
 namespace kvcache {
 namespace {

@@ -18,10 +18,10 @@
 #include <string>
 
 #include "ops/checks.h"
-#include "ops/fast_divisor.h"
-#include "ops/host_device.h"
 #include "ops/overlap.h"
 #include "ops/quantize.h"
+#include "worker/fast_divisor.h"
+#include "worker/host_device.h"
 
 namespace kvcache {
 

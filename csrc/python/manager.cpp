@@ -259,11 +259,11 @@ py::tuple stats_of(Manager& self) {
 
 // Returns a tuple of arrays: kinds uint8[n]; mediums uint8[n]; groups int32[n]; hashes and parents,
 // each uint8[n, hash_bytes]; tokens int32[...]; int32[n] with first tokens or, for cleared events,
-// the number of dropped events; is_reused uint8[n]; and the labels of requests, or None.
+// the number of dropped events; and the labels of requests, or None.
 py::tuple waiting_events(Manager& self) {
   const EventLog::Drained& drained = self.events();
   const auto n = static_cast<py::ssize_t>(drained.events.size());
-  py::array_t<uint8_t> kinds(n), mediums(n), is_reused(n);
+  py::array_t<uint8_t> kinds(n), mediums(n);
   Int32Array groups = new_int32(n), first_tokens = new_int32(n);
   py::list labels(n);
   const py::ssize_t num_bytes = self.hash_bytes();
@@ -276,14 +276,13 @@ py::tuple waiting_events(Manager& self) {
     const int64_t number =
         event.kind == EventLog::Kind::kCleared ? event.num_dropped : event.first_token;
     first_tokens.mutable_data()[i] = static_cast<int32_t>(std::min(number, kMaxInt32));
-    is_reused.mutable_data()[i] = event.is_reused;
     labels[static_cast<size_t>(i)] =
         event.labels ? *static_cast<const py::object*>(event.labels.get()) : py::none();
     std::memcpy(hashes.mutable_data(i, 0), event.hash.bytes, static_cast<size_t>(num_bytes));
     std::memcpy(parents.mutable_data(i, 0), event.parent.bytes, static_cast<size_t>(num_bytes));
   }
   return py::make_tuple(kinds, mediums, groups, hashes, parents, copy_int32(drained.tokens),
-                        first_tokens, is_reused, labels);
+                        first_tokens, labels);
 }
 
 void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,

@@ -112,7 +112,6 @@ void bind_options(py::module_& m) {
   options.def_readwrite("enable_caching", &ManagerOptions::enable_caching)
       .def_readwrite("fence_frees", &ManagerOptions::fence_frees)
       .def_readwrite("enable_events", &ManagerOptions::record_events)
-      .def_readwrite("announce_reused", &ManagerOptions::announce_reused)
       .def_readwrite("prefault", &ManagerOptions::prefault)
       .def_readwrite("eviction", &ManagerOptions::eviction)
       .def_readwrite("host_eviction", &ManagerOptions::host_eviction)

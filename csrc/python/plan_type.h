@@ -6,7 +6,6 @@
 
 #include <vector>
 
-#include "core/hash.h"
 #include "core/manager/step_plan.h"
 
 namespace kvcache {

@@ -9,7 +9,6 @@
 
 #include "core/pool/pool_replay.h"
 #include "python/arrays.h"
-#include "python/construct.h"
 #include "python/hashes.h"
 
 namespace kvcache {

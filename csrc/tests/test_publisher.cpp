@@ -203,37 +203,18 @@ TEST(a_state_inside_a_block_is_kept_at_a_hash_boundary_of_the_prompt) {
   CHECK_EQ(f.rows[0].next_publish, 8);
 }
 
-TEST(events_report_filled_and_hit_blocks) {
+TEST(events_report_filled_blocks) {
   ManagerOptions options;
-  options.record_events = options.announce_reused = true;
+  options.record_events = true;
   Fixture f(full_groups(4), options);
   EventLog log;
   f.pool.emit_to(&log, Tier::kDevice);
   f.compute(8, 9);
   f.publish();
-  const TokenChain& chain = *f.rows[0].chain;
   const EventLog::Drained stored = log.drain();
   CHECK_EQ(stored.events.size(), 2);
   CHECK_EQ(stored.tokens.size(), 8);
-  CHECK(!stored.events[1].is_reused && stored.events[1].first_token == 4);
-  // The second of three blocks is no longer read.
-  f.compute(12, 13);
-  f.publish();
-  log.drain();
-  const PrefixHit taken = PrefixHit::of_device(12, {{f.block(0), kNullBlock, f.block(2)}});
-  f.publisher.announce_hit(0, taken);
-  const EventLog::Drained hit = log.drain();
-  CHECK_EQ(hit.events.size(), 2);
-  CHECK(hit.events[0].is_reused && hit.events[0].hash == chain.known_hashes()[0]);
-  CHECK(hit.events[1].is_reused && hit.events[1].hash == chain.known_hashes()[2]);
-  CHECK(hit.events[1].parent == chain.known_hashes()[1] && hit.events[1].first_token == 8);
-  CHECK_EQ(hit.tokens.size(), 8);
-  // The first block, which the row has dropped, is not announced either.
-  f.rows.blocks(0)[0].num_dropped = 1;
-  f.publisher.announce_hit(0, taken);
-  const EventLog::Drained rest = log.drain();
-  CHECK_EQ(rest.events.size(), 1);
-  CHECK(rest.events[0].hash == chain.known_hashes()[2]);
+  CHECK_EQ(stored.events[1].first_token, 4);
 }
 
 TEST(the_journal_records_published_blocks) {

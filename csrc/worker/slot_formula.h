@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "ops/fast_divisor.h"
-#include "ops/host_device.h"
+#include "worker/fast_divisor.h"
+#include "worker/host_device.h"
 
 namespace kvcache {
 

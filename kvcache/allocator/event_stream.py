@@ -32,7 +32,6 @@ class NativeEvents(NamedTuple):
     parents: np.ndarray
     tokens: np.ndarray
     first_tokens: np.ndarray  # positions; for AllBlocksCleared, number of dropped events
-    is_reused: np.ndarray
     labels: list[RequestLabels | None]
 
 
@@ -139,7 +138,6 @@ def events_of(
                 native.parents[first].tobytes() if has_parent else None,
                 tokens[:, :size].reshape(-1),
                 lookahead_token_ids=tokens[:, size:] if key.num_lookahead else None,
-                is_reused=bool(native.is_reused[first]),
                 **of_group,
             )
         )
@@ -156,7 +154,7 @@ def _runs(native: NativeEvents) -> Iterator[tuple[int, int]]:
     if len(kinds) == 0:
         return
     same = (kinds[1:] == kinds[:-1]) & (groups[1:] == groups[:-1]) & (kinds[1:] != _CLEARED)
-    same &= (mediums[1:] == mediums[:-1]) & (native.is_reused[1:] == native.is_reused[:-1])
+    same &= mediums[1:] == mediums[:-1]
     labels = np.array([id(each) for each in native.labels])
     chained = (parents[1:] == hashes[:-1]).all(axis=1) & (labels[1:] == labels[:-1])
     chained |= (kinds[1:] != _STORED) | (mediums[1:] != 0)

@@ -32,7 +32,6 @@ class PolicyArguments(TypedDict, total=False):
     fence_frees: bool
     engine_copies_states: bool
     enable_events: bool
-    announce_reused: bool
     prefault: bool
     explain_misses: int | None
     hash_seed: str
@@ -133,11 +132,6 @@ class CacheOptions:
 
     enable_events: bool = False
     """Whether to record events for blocks that enter or leave the cache (`drain_events`)."""
-
-    announce_reused: bool = False
-    """Whether to report device blocks that a request hits as stored again, for event consumers that
-    start late or track only recently used blocks. Requires `enable_events`.
-    """
 
     prefault: bool = True
     """Whether the manager commits the memory of its block pools at construction.
@@ -286,9 +280,6 @@ class CacheOptions:
         native.fence_frees = flag(self.fence_frees, "fence_frees")
         native.engine_copies_states = flag(self.engine_copies_states, "engine_copies_states")
         native.enable_events = flag(self.enable_events, "enable_events")
-        native.announce_reused = flag(self.announce_reused, "announce_reused")
-        if self.announce_reused and not self.enable_events:
-            raise ValueError("announce_reused is True: expected False without enable_events")
         native.prefault = flag(self.prefault, "prefault")
         if self.explain_misses is not None:
             native.explain_misses = self._integer("explain_misses")

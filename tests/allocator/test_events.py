@@ -118,48 +118,6 @@ def test_labels_outlive_the_request():
     assert (event.session, event.lora) == ("one", ("sql", "/a"))
 
 
-def test_reused_blocks_are_announced_on_request():
-    for announces in (False, True):
-        manager = make(announce_reused=announces)
-        manager.step(new=[Request("a", range(13), session="one")])
-        (stored,) = manager.cache.drain_events()
-        assert not stored.is_reused
-        manager.step(new=[Request("b", range(17), session="two")])
-        *reused, new = manager.cache.drain_events()
-        assert not new.is_reused and new.token_ids.tolist() == [*range(12, 16)]
-        assert len(reused) == announces
-        for event in reused:
-            assert event.is_reused and event.session == "two"
-            assert np.array_equal(event.block_hashes, stored.block_hashes)
-            assert event.token_ids.tolist() == [*range(12)]
-            check_hashes(event)
-        # Repeat with `admit`.
-        other = Request("c", range(17))
-        ids = manager.cache.find_prefix(other).block_ids
-        manager.admit(Admit(other, num_tokens=1), ids)
-        assert [event.is_reused for event in manager.cache.drain_events()] == [True] * announces
-
-
-def test_only_window_blocks_that_are_read_are_announced_as_reused():
-    manager = KVCacheManager.for_groups(
-        GROUPS[:2], 40, 200, enable_events=True, announce_reused=True, num_preallocate_tokens=0
-    )
-    manager.step(new=[Request("a", range(25))])
-    manager.cache.drain_events()
-    manager.step(new=[Request("b", range(25))])
-    events = {event.group: event for event in manager.cache.drain_events()}
-    assert all(event.is_reused for event in events.values())
-    assert len(events[0].block_hashes) == 3
-    assert events[1].token_ids.tolist() == [*range(16, 24)]
-    for event in events.values():
-        check_hashes(event)
-
-
-def test_announce_reused_requires_events():
-    with pytest.raises(ValueError, match="announce_reused is True: expected False without enable_"):
-        KVCacheManager(4, 30, 200, announce_reused=True)
-
-
 # --- look-ups -------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ import pytest
 
 from kvcache import Admit, External, GroupSpec, KVCacheManager, Request, Status, StepReport
 from kvcache.allocator import RequestState, check_invariants
-from kvcache.events import BlockRemoved, BlockStored
 
 FULL = GroupSpec("full_attention", 4)
 WINDOW = GroupSpec("sliding_window", 4, {"window": 6})
@@ -44,30 +43,6 @@ def test_blocks_that_receive_no_external_kv_are_zeroed():
             ]
         )
         assert plan.zero.tolist() == manager.block_ids(request, 1)[:4].tolist()
-
-
-def test_hit_blocks_that_external_tokens_make_unneeded_are_not_announced():
-    """The external tokens move the window past the hit blocks, so the step that admits the request
-    may evict them.
-    """
-    manager = KVCacheManager(
-        4,
-        6,
-        64,
-        sliding_window=4,
-        num_preallocate_tokens=0,
-        enable_events=True,
-        announce_reused=True,
-    )
-    first = Request("a", range(20))
-    manager.step(new=[Admit(first, num_tokens=8)])
-    manager.free(first)
-    manager.cache.drain_events()
-    second = Request("b", [*range(8), *range(100, 128)])
-    manager.step(new=[Admit(second, num_tokens=16, external=External(8))])
-    events = manager.cache.drain_events()
-    assert [type(each) for each in events] == [BlockRemoved, BlockStored]
-    assert not events[1].is_reused
 
 
 # Within a step -----------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ OTHERS = {
     "fence_frees": True,
     "engine_copies_states": True,
     "enable_events": True,
-    "announce_reused": True,
     "prefault": False,
     "explain_misses": 8,
     "hash_seed": "other",
@@ -77,7 +76,6 @@ def test_arguments_equal_the_fields():
 def test_each_field_reaches_the_native_options(name):
     needed = {
         "host_eviction": {"num_host_blocks": 11, "eviction": "learned"},
-        "announce_reused": {"enable_events": True},
     }
     needed = needed.get(name, {})
     default, other = CacheOptions(), CacheOptions(**{name: OTHERS[name]}, **needed)

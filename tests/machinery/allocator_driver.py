@@ -219,7 +219,6 @@ class Driver:
             "hash_block_size": hash_block_size,
             "fence_frees": choose.chance(4),
             "enable_caching": not choose.chance(10),
-            "announce_reused": choose.chance(3),
         }
         specs, groups = groups_of(choose, kinds)
         if choose.chance(3) and any(group.sparse and group.cached for group in groups):
@@ -1087,7 +1086,7 @@ class Driver:
                 continue
             group, prefix = rest
             event = (kind, medium, group, self.hash_of(prefix))
-            if kind in ("stored", "reused") and medium == "gpu":
+            if kind == "stored" and medium == "gpu":
                 size = self.model.groups[group].block_size
                 event += (self.parent_of(prefix[:-size]), prefix[-size:])
             want.append(event)
@@ -1100,8 +1099,7 @@ class Driver:
         assert event.hash_algorithm == self.algorithm
         for i, each in enumerate(event.block_hashes):
             tokens = tuple(event.token_ids[i * size : (i + 1) * size].tolist())
-            what = "reused" if event.is_reused else "stored"
-            found.append((what, "gpu", event.group, each.tobytes(), parent, tokens))
+            found.append(("stored", "gpu", event.group, each.tobytes(), parent, tokens))
             parent = each.tobytes()
         return found
 

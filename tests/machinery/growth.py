@@ -37,7 +37,7 @@ def coming_and_going(num_steps: int, seed: int) -> Iterator[None]:
     Each step admits one request and frees one. Half of the prompts share a prefix with others.
     """
     rng = random.Random(seed)
-    manager = KVCacheManager(4, 1000, 256, enable_events=True, announce_reused=True)
+    manager = KVCacheManager(4, 1000, 256, enable_events=True)
     running: dict[int, Request] = {}
     for step in range(num_steps):
         first = rng.randrange(50) if rng.random() < 0.5 else 50 + rng.randrange(10**6)

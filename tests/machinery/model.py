@@ -252,7 +252,6 @@ class ModelManager:
         num_host_blocks=0,
         host_write="back",
         num_hits_to_write=2,
-        announce_reused=False,
         retention_interval=None,
     ):
         self.groups = groups
@@ -290,7 +289,6 @@ class ModelManager:
         self.watermark = watermark_blocks
         self.fence_frees = fence_frees
         self.caching = enable_caching and not any(group.ends_caching for group in groups)
-        self.announce_reused = announce_reused
 
         self.rows: dict[int, ModelRow] = {}
         self.to_clear: set[int] = set()
@@ -1147,12 +1145,6 @@ class ModelManager:
         self._own_what_is_written(state, start, after)
         return SERVED
 
-    def _announce(self, request, columns):
-        """Record a "reused" event for each hit block on the device, given as (group, column)."""
-        for g, column in columns:
-            end = (column + 1) * self.groups[g].block_size
-            self.events.append(("reused", "gpu", g, tuple(request.tokens[:end])))
-
     def _admit(
         self,
         request,
@@ -1167,12 +1159,6 @@ class ModelManager:
         num_prompt=None,
     ):
         held = self.hit_blocks(request, num_hit, start)
-        announced = [
-            (g, column)
-            for g, each in enumerate(held)
-            for column, block in enumerate(each.blocks)
-            if block > 0
-        ]
         hits = [block for each in held for block in each.blocks if block]
         sources = [each.source for each in held if each.source]
         free = self.pool.num_free()
@@ -1206,8 +1192,6 @@ class ModelManager:
         state.reads = request.reads  # the `read_cache` setting of this call
         self.rows[row] = state
         self._take_hits(state)
-        if self.announce_reused:
-            self._announce(request, announced)
         self._allocate_blocks(state, row, start, after, lookahead, needs, room)
         if request.reads:
             self._count_hit(request, num_hit, first_on_host)

@@ -70,9 +70,9 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("if (!policy.prefers_least_recent()) return", "return"),
             ("if (candidates_->has(id)) return id;", "if (true) return id;"),
             ("for (BlockId other : changed_) update_candidate_of(other, candidates_.get());", ""),
-            ("return id != kNullBlock ? id : passed_.head();", "return passed_.head();"),
+            ("has_pin(blocks_[id]); id = links_[id].next) last_passed_ = id;", "false;) {}"),
             ("for (int64_t j = 0; j < i; ++j) pins_->add(ids[j]);", ""),
-            ("std::swap(passed_, cached_free_);", ""),
+            ("if (block.ref_count == 0) last_passed_ = kNullBlock;", ""),
         ],
     ),
     (
@@ -255,7 +255,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        RULES + "growth.cpp",
+        MANAGER + "row_growth.cpp",
         "manager groups tiers allocator_random",
         [("each.source = kNullBlock;\n}", "}")],
     ),
@@ -268,7 +268,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         RULES + "tokens.cpp",
         "manager groups tiers allocator_random",
         [
-            ("if (!growth->holders.is_shared(each[b])) continue;", ""),
+            ("if (!growth->is_shared(each[b])) continue;", ""),
             ("num_tokens % group.block_size != 0 || first", "first"),
         ],
     ),
@@ -276,8 +276,8 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         RULES + "state.cpp",
         "manager groups tiers allocator_random",
         [
-            ("growth.c.pool->evict(&each[each.num_dropped], 1);", ""),
-            ("if (group.may_be_hit(num_passed - 1, publisher->rows().info(row).retained)) {", "{"),
+            ("hit it.\n  growth->evict(each[each.num_dropped]);", "hit it."),
+            ("if (group.may_be_hit(num_passed - 1, publishing->info(row).retained)) {", "{"),
         ],
     ),
     (

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "core/eviction/eviction_policy.h"
+#include "core/pool/eviction_policy.h"
 
 namespace kvcache {
 

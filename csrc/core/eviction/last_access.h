@@ -12,8 +12,8 @@
 #include <algorithm>
 #include <tuple>
 
-#include "core/eviction/eviction_policy.h"
 #include "core/eviction/ranked.h"
+#include "core/pool/eviction_policy.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {

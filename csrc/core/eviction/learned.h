@@ -18,7 +18,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/eviction/eviction_policy.h"
 #include "core/eviction/given_priority.h"
 #include "core/eviction/learned/end_blocks.h"
 #include "core/eviction/learned/levels.h"
@@ -27,6 +26,7 @@
 #include "core/eviction/learned/reuse_model.h"
 #include "core/eviction/learned/segments.h"
 #include "core/eviction/learned/state_budget.h"
+#include "core/pool/eviction_policy.h"
 
 namespace kvcache {
 

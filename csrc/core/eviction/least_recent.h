@@ -3,8 +3,8 @@
 // first. Used for the host tier, where heads of chains may arrive before tails.
 #pragma once
 
-#include "core/eviction/eviction_policy.h"
 #include "core/eviction/ranked.h"
+#include "core/pool/eviction_policy.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {

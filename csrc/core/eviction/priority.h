@@ -12,9 +12,9 @@
 #include <cstdint>
 #include <utility>
 
-#include "core/eviction/eviction_policy.h"
 #include "core/eviction/given_priority.h"
 #include "core/eviction/ranked.h"
+#include "core/pool/eviction_policy.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {

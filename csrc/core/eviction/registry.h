@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "core/eviction/eviction_policy.h"
+#include "core/pool/eviction_policy.h"
 
 namespace kvcache {
 

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "core/groups/attention_kind.h"
-#include "core/hash.h"
 
 namespace kvcache {
 

@@ -15,7 +15,7 @@
 #include <string_view>
 #include <vector>
 
-#include "core/pool/block_pool.h"
+#include "core/hash.h"
 
 namespace kvcache {
 

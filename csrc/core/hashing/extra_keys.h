@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/pool/block_pool.h"
+#include "core/hash.h"
 
 namespace kvcache {
 

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "core/groups/cache_group.h"
+#include "core/groups/hit_ends.h"
 #include "core/hashing/token_chain.h"
-#include "core/manager/prefix_finder.h"
 #include "core/manager/row_table.h"
 #include "core/pool/block_pool.h"
 #include "core/pool/lost_blocks.h"

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "core/eviction/eviction_policy.h"
 #include "core/groups/cache_group.h"
 #include "core/groups/hit_ends.h"
+#include "core/pool/eviction_policy.h"
 
 namespace kvcache {
 
@@ -59,9 +59,8 @@ struct ManagerOptions {  // all sizes are at most 2**31 - 1
   // Released blocks are not reused until the last issued step is reported as done.
   bool fence_frees = false;
   bool record_events = false;
-  bool announce_reused = false;  // whether to record events also for blocks that a request hits
-  bool prefault = true;          // commit the memory of the pools at construction (prefault.h)
-  int64_t explain_misses = 0;    // records one of this many blocks that leave the cache; 0: none
+  bool prefault = true;        // commit the memory of the pools at construction (prefault.h)
+  int64_t explain_misses = 0;  // records one of this many blocks that leave the cache; 0: none
   Eviction eviction, host_eviction;
   int64_t num_host_blocks = 0;  // including the null block; 0: no host tier
   HostWrite host_write = HostWrite::kBack;

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/groups/cache_group.h"
 #include "core/groups/row_blocks.h"
 #include "core/manager/step_plan.h"
 #include "core/pool/per_block.h"

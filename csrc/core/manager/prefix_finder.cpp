@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "core/limits.h"
-
 namespace kvcache {
 
 PrefixHit PrefixHit::of_device(int64_t num_tokens,

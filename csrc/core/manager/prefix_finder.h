@@ -6,13 +6,13 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/eviction/simulated_cache.h"
 #include "core/groups/cache_group.h"
 #include "core/groups/hit_ends.h"
 #include "core/groups/rules/page_rules.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/options.h"
 #include "core/pool/block_pool.h"
+#include "core/pool/simulated_cache.h"
 
 namespace kvcache {
 

@@ -19,10 +19,7 @@ bool serves_chains(const std::vector<CacheGroup>& groups, const CacheGroup& grou
 }  // namespace
 
 Publisher::Publisher(const Context& context, const ManagerOptions& options)
-    : c_(context),
-      is_enabled_(options.enable_caching),
-      records_events_(options.record_events),
-      announces_reused_(options.announce_reused) {}
+    : c_(context), is_enabled_(options.enable_caching), records_events_(options.record_events) {}
 
 int64_t Publisher::num_with_kv(int32_t row) const {
   const Row& r = (*c_.rows)[row];
@@ -134,24 +131,6 @@ Content Publisher::content_of(const TokenChain& chain, const CacheGroup& group,
     content.labels = &chain.labels();
   }
   return content;
-}
-
-// Announces the blocks that the row has taken. With external tokens, the row may take fewer blocks
-// than the hit contains.
-void Publisher::announce(int32_t row, const PrefixHit& hit) const {
-  const TokenChain& chain = *(*c_.rows)[row].chain;
-  for (const CacheGroup& group : *c_.groups) {
-    const std::vector<BlockId>& blocks = hit.blocks[group.id];
-    const auto size = static_cast<int64_t>(blocks.size());
-    const int64_t taken = c_.rows->blocks(row)[group.id].num_dropped;
-    for (int64_t first = taken, stop = taken; first < size; first = stop + 1) {
-      // Null blocks are no longer read, or are on the host.
-      for (stop = first; stop < size && blocks[static_cast<size_t>(stop)] != kNullBlock;) ++stop;
-      if (stop > first) {
-        c_.pool->announce(content_of(chain, group, first), stop - first, group.id);
-      }
-    }
-  }
 }
 
 void Publisher::publish_ids(const Content& content, const CacheGroup& group, const BlockId* ids,

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/groups/cache_group.h"
+#include "core/groups/rules/publishing.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/cache_stats.h"
 #include "core/manager/host_tier.h"
@@ -20,7 +21,7 @@
 
 namespace kvcache {
 
-class Publisher {
+class Publisher final : public Publishing {
  public:
   // The components that publishing uses. `host` is null without a host tier.
   struct Context {
@@ -49,10 +50,6 @@ class Publisher {
   // Publishes the device blocks of host hits whose steps are done, unless the content of their
   // pages was reported invalid in the meantime.
   void publish_arrived();
-  // If enabled, records events for the device blocks that a row has taken from a hit.
-  void announce_hit(int32_t row, const PrefixHit& hit) const {
-    if (announces_reused_) announce(row, hit);
-  }
   // Must be called after other classes have added, removed, published or unpublished blocks of the
   // row.
   void refresh(int32_t row) { (*c_.rows)[row].next_publish = next_publish(row); }
@@ -60,13 +57,18 @@ class Publisher {
   // The number of tokens of the row that are known to have KV.
   int64_t num_with_kv(int32_t row) const;
 
-  // Called by page rules. publish_run publishes the row's blocks, starting with first_block.
-  // publish_part publishes the part of a block that ends with this hash block of the row.
+  const Row& row(int32_t row) const override { return (*c_.rows)[row]; }
+  const AdmissionInfo& info(int32_t row) const override { return c_.rows->info(row); }
+  RowBlocks& held(int32_t row, const CacheGroup& group) const override {
+    return c_.rows->blocks(row)[group.id];
+  }
+  bool has_part(const Hash& hash, const CacheGroup& group) const override {
+    return c_.pool->find_partial(hash, group.id) != kNullBlock;
+  }
   void publish_run(int32_t row, const CacheGroup& group, int64_t first_block, const BlockId* ids,
-                   int64_t n);
-  void publish_part(int32_t row, const CacheGroup& group, int64_t block, int64_t hash);
-  RowTable& rows() const { return *c_.rows; }
-  const BlockPool& pool() const { return *c_.pool; }
+                   int64_t n) override;
+  void publish_part(int32_t row, const CacheGroup& group, int64_t block, int64_t hash) override;
+  void disturb(int32_t row) override { c_.rows->disturb(row); }
 
   void check_invariants() const;
 
@@ -75,12 +77,11 @@ class Publisher {
   int64_t num_hashed(int32_t row) const;  // number of hash blocks of the row that have KV
   void publish_filled(int32_t row);
   Content content_of(const TokenChain& chain, const CacheGroup& group, int64_t first_block) const;
-  void announce(int32_t row, const PrefixHit& hit) const;
   void publish_ids(const Content& content, const CacheGroup& group, const BlockId* ids, int64_t n);
   void note(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
 
   Context c_;
-  bool is_enabled_, records_events_, announces_reused_;
+  bool is_enabled_, records_events_;
 };
 
 }  // namespace kvcache

@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "core/groups/cache_group.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/options.h"
 #include "core/manager/row_release.h"

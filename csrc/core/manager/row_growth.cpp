@@ -30,7 +30,10 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
   held->source = hit.sources[group.id];
   held->host_source = kNullBlock;
   held->keeps_state = false;
-  group.rules->take_hit(held, group, hit, start);
+  const std::vector<PrefixHit::HostBlock>& on_host = hit.on_host[group.id];
+  if (start == hit.num_tokens && !on_host.empty()) {
+    group.rules->take_host_page(held, on_host.back().page);
+  }
 }
 
 void RowGrowth::take_hit(ServedRow* served, const PrefixHit& hit) {
@@ -84,7 +87,7 @@ void RowGrowth::onboard_hit(ServedRow* served, const PrefixHit& hit) {
       if (on_host.column < each.num_dropped) continue;
       BlockId& id = each[on_host.column];
       c_.pool->allocate(1, &id);
-      growth_.onboard(served, group, on_host.column, on_host.page, id, /*is_hit=*/true);
+      onboard(served, group, on_host.column, on_host.page, id, /*is_hit=*/true);
       ++c_.host->mutable_counts()->loaded_blocks;
     }
   }
@@ -109,7 +112,7 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
       continue;
     }
     take = with_rules(group, [&](const auto& rules) {
-      return rules.prepare(growth_, *served, group, needs, &num_spare);
+      return rules.prepare(this, *served, group, needs, &num_spare);
     });
     num_taken += take.num_new + take.num_shared;
   }
@@ -119,7 +122,7 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
   c_.plan->give(taken_.data(), num_taken);
   const BlockId* next = taken_.data();
   for (const CacheGroup& group : *c_.groups) {
-    next = group.rules->grow(&growth_, served, group, takes[group.id], next);
+    next = group.rules->grow(this, served, group, takes[group.id], next);
   }
 }
 
@@ -127,22 +130,65 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
 void RowGrowth::give_up(ServedRow* served, const Demand& demand) {
   c_.resend(served->row);
   for (const CacheGroup& group : *c_.groups) {
-    group.rules->give_up(&growth_, served, group, demand[group]);
-    const int64_t size = growth_.held(served->row, group).size();
+    group.rules->give_up(this, served, group, demand[group]);
+    const int64_t size = this->held(served->row, group).size();
     c_.release_tail(served->row, group, size - demand[group].num_surplus);
   }
   served->span.num_accepted = 0;  // already accepted
 }
 
+void RowGrowth::onboard(ServedRow* served, const CacheGroup& group, int64_t column, BlockId page,
+                        BlockId block, bool is_hit) {
+  const std::shared_ptr<TokenChain>& chain = (*c_.rows)[served->row].chain;
+  c_.host->onboard(
+      {c_.journal->numbers().num_steps, page, block, column, group.id, is_hit ? chain : nullptr});
+  served->depends_from(column * group.block_size);
+}
+
+void RowGrowth::replace_shared(ServedRow* served, const CacheGroup& group, int64_t column,
+                               BlockId own, bool copies) {
+  const int32_t row = served->row;
+  RowBlocks& each = held(row, group);
+  const BlockId shared = std::exchange(each[column], own);
+  c_.note_access(row, &shared, 1);
+  each.lower_hits(column);
+  if (copies) {
+    note_dropped(row, group, column, shared);
+    each.state_start = static_cast<int32_t>(served->span.start);
+    served->depends_from(column * group.block_size);
+    c_.plan->copy(shared, own);
+    if (c_.plan->is_step()) {
+      c_.plan->hold(shared);  // keeps the block until the copy is done
+      return;
+    }
+  }
+  c_.frees->release_or_defer(&shared, 1);
+}
+
+void RowGrowth::copy_source(ServedRow* served, const CacheGroup& group, BlockId own) {
+  RowBlocks& each = held(served->row, group);
+  const int64_t column = served->num_before[group.id];
+  c_.plan->copy(each.source, own);
+  note_dropped(served->row, group, column, each.source);
+  served->depends_from(column * group.block_size);
+  each.source = kNullBlock;
+}
+
+void RowGrowth::release(int32_t row, const std::vector<BlockId>& ids) {
+  const auto n = static_cast<int64_t>(ids.size());
+  c_.note_access(row, ids.data(), n);
+  c_.frees->release_or_defer(ids.data(), n);
+}
+
 void RowGrowth::accept_drafts(int32_t row, const Span& span) {
   for (const CacheGroup& group : *c_.groups) {
-    group.rules->accept_drafts(&growth_, row, group, span);
+    group.rules->accept_drafts(this, row, group, span);
   }
   release_left_states();
 }
 
 void RowGrowth::release_left_states(bool engine_copies) {
-  for (const LeftState& left : growth_.left_states) {
+  for (const LeftState& left : left_states_) {
     c_.journal->note_dropped(left.row, (*c_.rows)[left.row], left.first_token, left.page);
     c_.note_access(left.row, &left.page, 1);
     if (engine_copies) {
@@ -155,7 +201,7 @@ void RowGrowth::release_left_states(bool engine_copies) {
     const int64_t last = c_.plan->is_step() ? steps.num_steps : steps.last_issued;
     c_.frees->release_or_defer(&left.page, 1, last);
   }
-  growth_.left_states.clear();
+  left_states_.clear();
 }
 
 }  // namespace kvcache

@@ -19,10 +19,18 @@
 
 namespace kvcache {
 
-class RowGrowth {
+// A state page that its row releases after all rows of the step have been served.
+struct LeftState {
+  int32_t row;
+  uint8_t group;
+  BlockId page;
+  int64_t num_tokens;   // tokens that the state summarizes
+  int64_t first_token;  // first token that depends on this state
+};
+
+class RowGrowth final : public Growth {
  public:
-  RowGrowth(const RowContext& context, BlockHolders holders)
-      : c_(context), growth_{context, holders} {}
+  RowGrowth(const RowContext& context, BlockHolders holders) : c_(context), holders_(holders) {}
 
   // Sets the initial blocks of a request that takes this hit and continues at token `start`. The
   // tokens between the hit and `start` come from another source. Changes only `held`.
@@ -39,10 +47,37 @@ class RowGrowth {
   void accept_drafts(int32_t row, const Span& span);
 
   // Returns the pages that rows leave in the current step.
-  const std::vector<LeftState>& left_states() const { return growth_.left_states; }
+  const std::vector<LeftState>& left_states() const { return left_states_; }
   // `engine_copies`: the engine copies from the pages, so they are kept until the last issued step
   // is done.
   void release_left_states(bool engine_copies = false);
+
+  // For page rules.
+  RowBlocks& held(int32_t row, const CacheGroup& group) const override {
+    return c_.rows->blocks(row)[group.id];
+  }
+  bool is_shared(BlockId id) const override { return holders_.is_shared(id); }
+  bool is_step() const override { return c_.plan->is_step(); }
+  void replace(int32_t row, const CacheGroup& group, int64_t column, BlockId id) override {
+    c_.plan->replace(row, group.id, column, id);
+  }
+  void copy(BlockId source, BlockId target) override { c_.plan->copy(source, target); }
+  void zero(BlockId page) override { c_.plan->zero(page); }
+  void onboard(ServedRow* served, const CacheGroup& group, int64_t column, BlockId page,
+               BlockId block, bool is_hit) override;
+  void replace_shared(ServedRow* served, const CacheGroup& group, int64_t column, BlockId own,
+                      bool copies) override;
+  void copy_source(ServedRow* served, const CacheGroup& group, BlockId own) override;
+  void note_dropped(int32_t row, const CacheGroup& group, int64_t column, BlockId id) override {
+    c_.note_dropped(row, group, column, id);
+  }
+  void release(int32_t row, const std::vector<BlockId>& ids) override;
+  void leave(int32_t row, const CacheGroup& group, int64_t column, BlockId page,
+             int64_t num_tokens) override {
+    left_states_.push_back(
+        {row, group.id, page, num_tokens, c_.rows->first_token(row, group, column)});
+  }
+  void evict(BlockId id) override { c_.pool->evict(&id, 1); }
 
  private:
   void note_hits(const BlockId* ids, int64_t n);
@@ -51,7 +86,8 @@ class RowGrowth {
   void give_up(ServedRow* served, const Demand& demand);
 
   RowContext c_;
-  Growth growth_;
+  BlockHolders holders_;
+  std::vector<LeftState> left_states_;
   std::vector<BlockId> taken_;  // scratch: the blocks of one row
 };
 

@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "core/eviction/eviction_policy.h"
 #include "core/groups/cache_group.h"
 #include "core/manager/clock.h"
 #include "core/manager/row_context.h"
+#include "core/pool/eviction_policy.h"
 
 namespace kvcache {
 

@@ -275,7 +275,6 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   compare_hit(asked, hit, by_step);
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
   growth_.take_hit(served, hit);
-  parts_.publisher->announce_hit(row, hit);  // called before anything may be evicted
   growth_.serve(served, demand);
   note_slots(row, served->span);
   c_.rows->set_quiet_until(row, c_.rows->next_quiet_until(row));

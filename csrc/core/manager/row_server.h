@@ -10,7 +10,6 @@
 #include <memory>
 #include <vector>
 
-#include "core/groups/cache_group.h"
 #include "core/groups/hit_ends.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/block_holders.h"

@@ -197,7 +197,9 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
   const std::vector<BlockId> released = c_.rows->tail_first(row, /*with_all=*/true);
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(row)[group.id];
-    group.rules->leave_device(c_, row, group);
+    for (BlockId id : group.rules->leave_device((*c_.rows)[row], group, &each)) {
+      c_.note_dropped(row, group, each.num_dropped, id);  // the row no longer holds the block
+    }
     each.resize(std::max(each.num_dropped, c_.rows->num_written(row, group)));
     each.keeps_state = false;
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {

@@ -9,7 +9,6 @@
 #include <memory>
 #include <vector>
 
-#include "core/groups/cache_group.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/row_table.h"
 #include "core/manager/step_numbers.h"

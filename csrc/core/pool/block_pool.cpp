@@ -240,7 +240,7 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
       if (has_parent) parent = i > 0 ? ids[i - 1] : parent_of_first(content, group);
       notify_published(ids[i], parent, has_parent, is_first);
     }
-    if (is_first && events_ != nullptr) events_->stored(content, i, group, /*is_reused=*/false);
+    if (is_first && events_ != nullptr) events_->stored(content, i, group);
   }
 }
 
@@ -249,12 +249,6 @@ BlockId BlockPool::parent_of_first(const Content& content, uint8_t group) const 
   const bool is_it = content.before != kNullBlock && is_indexed(block) && block.group == group &&
                      block.hash == *content.parent;
   return is_it ? content.before : index_.find(*content.parent, group);
-}
-
-void BlockPool::announce(const Content& content, int64_t n, uint8_t group) {
-  if (events_ == nullptr) return;
-  const Soundness::Change change = this->change("announce");
-  for (int64_t i = 0; i < n; ++i) events_->stored(content, i, group, /*is_reused=*/true);
 }
 
 Copied BlockPool::copied(BlockId id, bool is_chain) const {
@@ -372,7 +366,7 @@ void BlockPool::check_invariants() const {
   };
   std::vector<char> listed(static_cast<size_t>(num_blocks_), 0);
   int64_t num_listed = 0;
-  for (const FreeList* list : {&uncached_free_, &cached_free_, &passed_}) {
+  for (const FreeList* list : {&uncached_free_, &cached_free_}) {
     BlockId before = kNullBlock;
     for (BlockId id = list->head(); id != kNullBlock; before = id, id = links_[id].next) {
       require(!listed[id], "a block is in a free list twice", id);
@@ -382,8 +376,6 @@ void BlockPool::check_invariants() const {
       require(blocks_[id].ref_count == 0, "a block in a free list is held", id);
       require(is_cached(blocks_[id]) == (list != &uncached_free_), "a block is in the wrong list",
               id);
-      require((pins_ && pins_->is_passed(id)) == (list == &passed_),
-              "a block is passed over wrongly", id);
       require(id < next_fresh_, "a fresh block is in a free list", id);
     }
   }

@@ -17,20 +17,19 @@
 #include <utility>
 #include <vector>
 
-#include "core/eviction/eviction_policy.h"
-#include "core/eviction/pins.h"
 #include "core/hash.h"
 #include "core/pool/block.h"
 #include "core/pool/candidates.h"
 #include "core/pool/content.h"
 #include "core/pool/event_log.h"
 #include "core/pool/eviction_listener.h"
+#include "core/pool/eviction_policy.h"
 #include "core/pool/free_list.h"
 #include "core/pool/hash_index.h"
 #include "core/pool/lost_blocks.h"
 #include "core/pool/partial_index.h"
+#include "core/pool/pins.h"
 #include "core/pool/variants.h"
-#include "core/secret_key.h"
 #include "core/soundness.h"
 #include "core/zeroed_array.h"
 
@@ -104,9 +103,6 @@ class BlockPool {
   // Publishes held blocks that are not yet published, under their hashes for `group`. Several
   // blocks may have the same hash.
   void publish(const BlockId* ids, const Content& content, int64_t n, uint8_t group);
-
-  // Records an event for the reuse of blocks with this content, which a request has hit.
-  void announce(const Content& content, int64_t n, uint8_t group);
 
   // Like `publish`, for one block that holds a copy of a cached block in another pool.
   void publish_copy(BlockId id, const Copied& copied);
@@ -286,10 +282,7 @@ class BlockPool {
   // Removes the block from the index, with all of its hashes.
   void forget(BlockId id, bool evicted = false);
   void forget_hashes(BlockId id, uint32_t tag);  // `tag`: the index's tag of the block's hash
-  FreeList& list_of(const Block& block) {
-    if (!is_cached(block)) return uncached_free_;
-    return pins_ && pins_->is_passed(id_of(block)) ? passed_ : cached_free_;
-  }
+  FreeList& list_of(const Block& block) { return is_cached(block) ? cached_free_ : uncached_free_; }
   void note_use();
 
   // Defined in block_pool_eviction.cpp: operations of a pool that has a policy or ever had a pin.
@@ -308,8 +301,7 @@ class BlockPool {
   void notify_idle(BlockId last);
   void take_chosen(int64_t n, BlockId* out);
   BlockId chosen_candidate();
-  void pass_pinned();
-  BlockId least_recently_released();
+  BlockId first_unpinned();
   void unlist(BlockId id);
   void update_candidate(BlockId id);
   void update_candidate_of(BlockId id, Candidates* candidates);
@@ -332,8 +324,8 @@ class BlockPool {
   ZeroedArray<Lineage> lineage_;  // lineage of cached blocks
   HashIndex index_;
   FreeList uncached_free_, cached_free_;
-  // Pinned blocks that eviction has skipped. All were released before those in `cached_free_`.
-  FreeList passed_;
+  // All blocks of `cached_free_` up to this one are pinned. Null: none is known to be.
+  BlockId last_passed_ = kNullBlock;
   // Blocks with this id or a higher id were never used; they are free and in no list.
   BlockId next_fresh_ = 1;
   int64_t num_free_;

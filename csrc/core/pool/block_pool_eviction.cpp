@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Eviction in a pool with a policy or pins.
 //
-// `passed_` followed by `cached_free_` contains all free cached blocks in release order, whether or
-// not they are candidates. Eviction moves pinned blocks from the head of `cached_free_` to
-// `passed_`. When a pin on one of them is released, all blocks in `passed_` return to the front of
-// `cached_free_`.
+// `cached_free_` contains all free cached blocks in release order, whether or not they are
+// candidates. Eviction passes the pinned blocks at its head only once, until one of them is
+// unpinned.
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -31,15 +30,16 @@ inline void BlockPool::update_candidate_of(BlockId id, Candidates* candidates) {
 }
 
 void BlockPool::unlist(BlockId id) {
+  if (id == last_passed_) last_passed_ = links_[id].prev;
   list_of(blocks_[id]).remove(links_.data(), id);
-  if (pins_) pins_->set_passed(id, false);
 }
 
 // Evicts one block at a time, because evicting a child may make its parent the next victim.
 void BlockPool::take_chosen(int64_t n, BlockId* out) {
   for (int64_t i = 0; i < n; ++i) {
     BlockId id = candidates_ ? chosen_candidate() : kNullBlock;
-    if (id == kNullBlock) id = least_recently_released();
+    if (id == kNullBlock) id = first_unpinned();
+    if (id == kNullBlock) id = cached_free_.head();  // all are pinned
     notify_eviction(id);
     unlist(id);
     ++evicted_by_group_[blocks_[id].group];
@@ -56,29 +56,19 @@ BlockId BlockPool::chosen_candidate() {
   constexpr int kMostSearched = 64;
   EvictionPolicy& policy = candidates_->policy();
   if (!policy.prefers_least_recent()) return policy.victim();
-  pass_pinned();
-  BlockId id = cached_free_.head();
+  BlockId id = first_unpinned();
   for (int i = 0; i < kMostSearched && id != kNullBlock; ++i, id = links_[id].next) {
     if (candidates_->has(id)) return id;
   }
   return policy.victim();
 }
 
-// Moves pinned blocks from the head of `cached_free_` to `passed_`.
-void BlockPool::pass_pinned() {
-  BlockId id = cached_free_.head();
-  for (; id != kNullBlock && has_pin(blocks_[id]); id = cached_free_.head()) {
-    cached_free_.remove(links_.data(), id);
-    passed_.push(links_.data(), id);
-    pins_->set_passed(id, true);
-  }
-}
-
-// Returns the least recently released free cached block, with pinned blocks last.
-BlockId BlockPool::least_recently_released() {
-  pass_pinned();
-  const BlockId id = cached_free_.head();
-  return id != kNullBlock ? id : passed_.head();
+// Returns the least recently released free cached block without a pin; the null block if there is
+// none.
+BlockId BlockPool::first_unpinned() {
+  BlockId id = last_passed_ == kNullBlock ? cached_free_.head() : links_[last_passed_].next;
+  for (; id != kNullBlock && has_pin(blocks_[id]); id = links_[id].next) last_passed_ = id;
+  return id;
 }
 
 void BlockPool::forget_place(BlockId id, bool evicted) {
@@ -100,7 +90,7 @@ void BlockPool::update_changed() {
 void BlockPool::clear_places() {
   if (candidates_) candidates_->clear();
   if (pins_) pins_->clear();
-  uncached_free_.take_over(links_.data(), &passed_);
+  last_passed_ = kNullBlock;
 }
 
 void BlockPool::pin(const BlockId* ids, int64_t n) {
@@ -129,18 +119,12 @@ void BlockPool::unpin(const BlockId* ids, int64_t n) {
     fail(ids[i], "pinned fewer times than it is listed: expected a pinned block");
   }
   const Soundness::Change change = this->change("unpin");
-  bool is_back = false;
   for (int64_t i = 0; i < n; ++i) {
-    if (has_pin(blocks_[ids[i]])) continue;
-    is_back |= pins_->is_passed(ids[i]);
+    const Block& block = blocks_[ids[i]];
+    if (has_pin(block)) continue;
+    if (block.ref_count == 0) last_passed_ = kNullBlock;  // may be one of the passed blocks
     update_candidate(ids[i]);
   }
-  if (!is_back) return;
-  for (BlockId id = passed_.head(); id != kNullBlock; id = links_[id].next) {
-    pins_->set_passed(id, false);
-  }
-  passed_.take_over(links_.data(), &cached_free_);
-  std::swap(passed_, cached_free_);
 }
 
 void BlockPool::check_ids(const BlockId* ids, int64_t n) const {
@@ -264,13 +248,15 @@ void BlockPool::check_places() const {
     const Block& block = blocks_[id];
     num_pinned += has_pin(block);
     require(!has_pin(block) || is_cached(block), "a block that is not cached is pinned", id);
-    require(!pins_ || !pins_->is_passed(id) || has_pin(block), "passed over, but not pinned", id);
     if (!candidates_) continue;
     const bool may_go = is_cached(block) && block.ref_count == 0 && !has_pin(block) &&
                         candidates_->tree().is_leaf(id);
     require(candidates_->has(id) == may_go, "the policy has the wrong candidates", id);
   }
   require(num_pinned == this->num_pinned(), "num_pinned is wrong", 0);
+  for (BlockId id = last_passed_; id != kNullBlock; id = links_[id].prev) {
+    require(has_pin(blocks_[id]) && blocks_[id].ref_count == 0, "passed over, but not pinned", id);
+  }
   if (candidates_) candidates_->tree().check_invariants(published());
 }
 

@@ -7,8 +7,8 @@
 #include <memory>
 #include <utility>
 
-#include "core/eviction/eviction_policy.h"
 #include "core/pool/cache_tree.h"
+#include "core/pool/eviction_policy.h"
 
 namespace kvcache {
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <memory>
 
-#include "core/eviction/eviction_policy.h"
 #include "core/hash.h"
+#include "core/pool/eviction_policy.h"
 
 namespace kvcache {
 

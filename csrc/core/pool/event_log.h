@@ -26,10 +26,9 @@ class EventLog {
     Hash hash;
     // Fields for blocks stored on the device:
     Hash parent = {};
-    bool is_reused = false;  // the block was already stored and a request hit it
     int64_t first_token = 0;
     int64_t num_dropped = 0;  // for cleared events: number of events dropped since the last drain
-    // Labels of the request that computed or hit the block.
+    // Labels of the request that computed the block.
     std::shared_ptr<const void> labels = nullptr;
   };
   struct Drained {
@@ -41,11 +40,10 @@ class EventLog {
   explicit EventLog(size_t most_events = kMostEvents, size_t most_tokens = kMostTokens)
       : most_events_(most_events), most_tokens_(most_tokens) {}
 
-  // Records that block i of this content was stored or reused.
-  void stored(const Content& content, int64_t i, uint8_t group, bool is_reused) {
+  // Records that block i of this content was stored.
+  void stored(const Content& content, int64_t i, uint8_t group) {
     make_room();
     Event event{Kind::kStored, group, Tier::kDevice, content.hash(i), content.parent_of(i)};
-    event.is_reused = is_reused;
     const int64_t num_tokens = content.tokens_per_block;
     event.first_token = content.first_token + i * num_tokens;
     if (content.labels != nullptr) event.labels = *content.labels;

@@ -33,7 +33,6 @@ class Managed:
             max_model_len=256,
             num_preallocate_tokens=0,
             enable_events=True,
-            announce_reused=True,
             fence_frees=True,
             **options,
         )

@@ -11,8 +11,8 @@
 #include "core/eviction/learned/shadow_lru.h"
 #include "core/eviction/learned/shadow_worth.h"
 #include "core/eviction/learned/trials.h"
-#include "core/eviction/simulated_cache.h"
 #include "core/hash.h"
+#include "core/pool/simulated_cache.h"
 
 namespace kvcache {
 

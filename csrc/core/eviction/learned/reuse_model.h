@@ -8,11 +8,11 @@
 #include <cstring>
 #include <vector>
 
-#include "core/eviction/eviction_policy.h"
 #include "core/eviction/learned/ages.h"
 #include "core/eviction/learned/ghost_ring.h"
 #include "core/eviction/learned/hazards.h"
 #include "core/hash.h"
+#include "core/pool/eviction_policy.h"
 
 namespace kvcache {
 

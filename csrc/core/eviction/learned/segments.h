@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/eviction/eviction_policy.h"
 #include "core/eviction/learned/reuse_class.h"
 #include "core/hash.h"
+#include "core/pool/eviction_policy.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {

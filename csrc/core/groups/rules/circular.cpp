@@ -26,13 +26,13 @@ const BlockId* CircularRules::grow(Growth* growth, ServedRow* served, const Cach
   for (int64_t block = first, left = take.num_shared; left > 0; ++block) {
     const int64_t b = column_of(group, block);
     // The block is new or not shared.
-    if (b >= each.size() || !growth->holders.is_shared(each[b])) continue;
-    growth->c.plan->replace(served->row, group.id, b, *own);
+    if (b >= each.size() || !growth->is_shared(each[b])) continue;
+    growth->replace(served->row, group, b, *own);
     growth->replace_shared(served, group, b, *own++, /*copies=*/true);
     --left;
   }
-  if (take.num_new > 0 && each.size() == 0 && served->span.start > 0 && growth->c.plan->is_step()) {
-    for (int64_t i = 0; i < take.num_new; ++i) growth->c.plan->zero(own[i]);
+  if (take.num_new > 0 && each.size() == 0 && served->span.start > 0 && growth->is_step()) {
+    for (int64_t i = 0; i < take.num_new; ++i) growth->zero(own[i]);
     served->depends_from(0);
   }
   each.blocks.insert(each.blocks.end(), own, own + take.num_new);
@@ -54,7 +54,7 @@ bool CircularRules::can_resume(const CacheGroup& group, const RowBlocks&, const 
 }
 
 // Checks all blocks, because the row may write to every block of the buffer again.
-bool CircularRules::shares_from(const BlockHolders& holders, const CacheGroup&,
+bool CircularRules::shares_from(const SharedBlocks& holders, const CacheGroup&,
                                 const RowBlocks& held, int64_t) const {
   return std::any_of(held.blocks.begin(), held.blocks.end(),
                      [&](BlockId id) { return holders.is_shared(id); });

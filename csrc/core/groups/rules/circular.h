@@ -21,7 +21,7 @@ class CircularRules final : public PageRules {
   }
   const BlockId* grow(Growth* growth, ServedRow* served, const CacheGroup& group, const Take& take,
                       const BlockId* own) const override;
-  bool shares_from(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
+  bool shares_from(const SharedBlocks& holders, const CacheGroup& group, const RowBlocks& held,
                    int64_t start) const override;
   bool can_resume(const CacheGroup& group, const RowBlocks& held, const AdmissionInfo& info,
                   int64_t num_tokens) const override;

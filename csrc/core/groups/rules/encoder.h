@@ -29,7 +29,7 @@ class EncoderRules final : public PageRules {
   }
   const BlockId* grow(Growth* growth, ServedRow* served, const CacheGroup& group, const Take& take,
                       const BlockId* own) const override;
-  bool shares_from(const BlockHolders&, const CacheGroup&, const RowBlocks&,
+  bool shares_from(const SharedBlocks&, const CacheGroup&, const RowBlocks&,
                    int64_t) const override {
     return false;  // encoder blocks are not written again
   }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Helpers with which several page rules allocate blocks to rows.
+// The changes that page rules make to a row that is being served, and to the plan of the step. The
+// manager implements them.
 #pragma once
 
 #include <array>
@@ -7,9 +8,8 @@
 #include <vector>
 
 #include "core/groups/cache_group.h"
+#include "core/groups/row_blocks.h"
 #include "core/groups/rules/page_rules.h"
-#include "core/manager/block_holders.h"
-#include "core/manager/row_context.h"
 
 namespace kvcache {
 
@@ -25,32 +25,41 @@ struct ServedRow {
   }
 };
 
-// A state page that its row releases after all rows of the step have been served.
-struct LeftState {
-  int32_t row;
-  uint8_t group;
-  BlockId page;
-  int64_t num_tokens;   // tokens that the state summarizes
-  int64_t first_token;  // first token that depends on this state
-};
+class Growth {
+ public:
+  virtual RowBlocks& held(int32_t row, const CacheGroup& group) const = 0;
+  // See SharedBlocks.
+  virtual bool is_shared(BlockId id) const = 0;
+  // Whether a step builds a plan. Otherwise, the caller maintains its own tables.
+  virtual bool is_step() const = 0;
 
-struct Growth {
-  RowContext c;
-  BlockHolders holders;
-  std::vector<LeftState> left_states = {};
-  std::vector<BlockId> pages_before = {};  // scratch: a row's pages of states, as in its table
+  // Sections of the plan.
+  virtual void replace(int32_t row, const CacheGroup& group, int64_t column, BlockId id) = 0;
+  virtual void copy(BlockId source, BlockId target) = 0;
+  virtual void zero(BlockId page) = 0;
 
-  RowBlocks& held(int32_t row, const CacheGroup& group) const {
-    return c.rows->blocks(row)[group.id];
-  }
   // Loads a host page into a block, and takes over one reference to the page.
-  void onboard(ServedRow* served, const CacheGroup& group, int64_t column, BlockId page,
-               BlockId block, bool is_hit) const;
+  virtual void onboard(ServedRow* served, const CacheGroup& group, int64_t column, BlockId page,
+                       BlockId block, bool is_hit) = 0;
   // Replaces a shared block with `own`, and copies the content if `copies` is true.
-  void replace_shared(ServedRow* served, const CacheGroup& group, int64_t column, BlockId own,
-                      bool copies) const;
+  virtual void replace_shared(ServedRow* served, const CacheGroup& group, int64_t column,
+                              BlockId own, bool copies) = 0;
   // Copies the part of a hit that ends inside a block into the row's own block.
-  void copy_source(ServedRow* served, const CacheGroup& group, BlockId own) const;
+  virtual void copy_source(ServedRow* served, const CacheGroup& group, BlockId own) = 0;
+
+  // Records that the row no longer holds the block in this column.
+  virtual void note_dropped(int32_t row, const CacheGroup& group, int64_t column, BlockId id) = 0;
+  // Releases blocks that the row has dropped.
+  virtual void release(int32_t row, const std::vector<BlockId>& ids) = 0;
+  // Records a page in this column that contains the state after num_tokens tokens. The row releases
+  // the page after all rows of the step have been served.
+  virtual void leave(int32_t row, const CacheGroup& group, int64_t column, BlockId page,
+                     int64_t num_tokens) = 0;
+  // Removes the block's hash, because its content is about to be overwritten.
+  virtual void evict(BlockId id) = 0;
+
+ protected:
+  ~Growth() = default;
 };
 
 }  // namespace kvcache

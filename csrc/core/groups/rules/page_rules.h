@@ -4,9 +4,8 @@
 //
 // Each kind of content has one file with one stateless object. All differences between kinds of
 // content are methods or traits of this class. The default methods apply to pages that store the
-// tokens of the sequence, block by block. Rules read and change the records of rows
-// (core/manager/row_context.h). They are called by the components that serve, publish and release
-// rows.
+// tokens of the sequence, block by block. The components that serve, publish and
+// release rows call the rules. Rules change rows through `Growth` and `Publishing`.
 #pragma once
 
 #include <algorithm>
@@ -14,19 +13,16 @@
 #include <vector>
 
 #include "core/groups/cache_group.h"
+#include "core/groups/row.h"
 #include "core/groups/row_blocks.h"
+#include "core/groups/shared_blocks.h"
 #include "core/hashing/token_chain.h"
 #include "core/limits.h"
 
 namespace kvcache {
 
-class BlockHolders;
-class BlockPool;
-class Publisher;
-struct AdmissionInfo;
-struct Growth;
-struct PrefixHit;
-struct RowContext;
+class Growth;
+class Publishing;
 struct ServedRow;
 
 // Properties of a kind of content that do not depend on a row.
@@ -61,7 +57,7 @@ struct GroupDemand {
 // The state that is read to compute demands.
 struct DemandBasis {
   const BlockPool* pool;
-  const BlockHolders* holders;
+  const SharedBlocks* holders;
   bool frees_at_once;  // dropped blocks are free immediately, because no step can still read them
 };
 
@@ -108,7 +104,7 @@ class PageRules {
                                    const Span& first, const Span& span) const = 0;
 
   // Whether other rows hold a block in which the row may write token `start` or later tokens.
-  virtual bool shares_from(const BlockHolders& holders, const CacheGroup& group,
+  virtual bool shares_from(const SharedBlocks& holders, const CacheGroup& group,
                            const RowBlocks& held, int64_t start) const = 0;
 
   // Returns the number of tokens, including lookahead, up to which a row can be served without
@@ -116,9 +112,8 @@ class PageRules {
   // no block.
   virtual int64_t quiet_until(const CacheGroup&, const RowBlocks&, int64_t num_computed) const = 0;
 
-  // Removes the blocks that a new row does not take over from its hit. `held` contains the blocks
-  // of the hit that token `start` or later tokens read.
-  virtual void take_hit(RowBlocks*, const CacheGroup&, const PrefixHit&, int64_t /*start*/) const {}
+  // Called if a new row continues at the end of a hit whose last block is this host page.
+  virtual void take_host_page(RowBlocks*, BlockId /*page*/) const {}
 
   // The new blocks to allocate to a row, which cover at least its demand.
   struct Take {
@@ -127,7 +122,7 @@ class PageRules {
   };
   // Drops the blocks that a served row no longer needs. Blocks to preallocate beyond the demand are
   // subtracted from `num_spare`.
-  virtual Take prepare(const Growth&, const ServedRow&, const CacheGroup&, const GroupDemand& needs,
+  virtual Take prepare(Growth*, const ServedRow&, const CacheGroup&, const GroupDemand& needs,
                        int64_t* /*num_spare*/) const {
     return {needs.num_new, needs.num_shared, needs.moves};
   }
@@ -193,16 +188,19 @@ class PageRules {
 
   // Publishes the blocks within the first num_hashed hash blocks that have been filled since the
   // last call. Called for cached groups only.
-  virtual void publish(Publisher*, int32_t /*row*/, const CacheGroup&,
+  virtual void publish(Publishing*, int32_t /*row*/, const CacheGroup&,
                        int64_t /*num_hashed*/) const {}
   // Publishes a page that the row leaves. The page contains the state after num_tokens tokens.
-  virtual void publish_left(Publisher*, int32_t /*row*/, const CacheGroup&, int64_t /*num_tokens*/,
+  virtual void publish_left(Publishing*, int32_t /*row*/, const CacheGroup&, int64_t /*num_tokens*/,
                             BlockId) const {}
   // Whether a partly filled block that ends at a hash boundary may be published.
   virtual bool publishes_part(const AdmissionInfo&, int64_t /*num_tokens*/) const { return true; }
 
-  // Releases the blocks that do not move to the host. Called before the row's other blocks move.
-  virtual void leave_device(const RowContext&, int32_t /*row*/, const CacheGroup&) const {}
+  // Removes the blocks that do not move to the host. Called before the row's other blocks move.
+  // Returns the removed blocks that contain computed tokens.
+  virtual std::vector<BlockId> leave_device(const Row&, const CacheGroup&, RowBlocks*) const {
+    return {};
+  }
   // The host pages, starting at column `first`, that a swapped-out row needs for the span.
   // is_onboarded: whether each of these pages is loaded into a separate block.
   struct Returning {

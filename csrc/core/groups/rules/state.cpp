@@ -4,8 +4,7 @@
 #include <vector>
 
 #include "core/groups/rules/growth.h"
-#include "core/manager/prefix_finder.h"
-#include "core/manager/publisher.h"
+#include "core/groups/rules/publishing.h"
 
 namespace kvcache {
 
@@ -13,7 +12,7 @@ namespace {
 
 // Returns the number of pages that contain a state at the end of a block and that the row leaves,
 // because accepted drafts have moved past them.
-int64_t num_passed(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
+int64_t num_passed(const SharedBlocks& holders, const CacheGroup& group, const RowBlocks& held,
                    const Span& span, bool gives_up) {
   const int64_t before = span.start - span.num_accepted;
   if (!gives_up) return (span.start - 1) / group.block_size - (before - 1) / group.block_size;
@@ -24,20 +23,20 @@ int64_t num_passed(const BlockHolders& holders, const CacheGroup& group, const R
   return n;
 }
 
-// Starting at column `first`, replaces the entries that differ from the worker's table.
-void replace_changed(const Growth& growth, int32_t row, const CacheGroup& group, int64_t first) {
-  const RowBlocks& each = growth.held(row, group);
-  for (size_t i = 0; i < growth.pages_before.size(); ++i) {
+// Starting at column `first`, replaces the entries that differ from `before`, the worker's table.
+void replace_changed(Growth* growth, int32_t row, const CacheGroup& group, int64_t first,
+                     const std::vector<BlockId>& before) {
+  const RowBlocks& each = growth->held(row, group);
+  for (size_t i = 0; i < before.size(); ++i) {
     const int64_t column = first + static_cast<int64_t>(i);
-    if (each[column] == growth.pages_before[i]) continue;
-    growth.c.plan->replace(row, group.id, column, each[column]);
+    if (each[column] != before[i]) growth->replace(row, group, column, each[column]);
   }
 }
 
 }  // namespace
 
 // A row that gives up blocks stays in its current page unless another row shares that page.
-bool StateRules::moves(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
+bool StateRules::moves(const SharedBlocks& holders, const CacheGroup& group, const RowBlocks& held,
                        const Span& span, bool gives_up) {
   const bool has_any = held.num_alive() > 0;
   return leaves_page(group, span, has_any) &&
@@ -93,23 +92,15 @@ PageRules::ChunkDemand StateRules::chunk_demand(const CacheGroup& group, const R
   return {num_before + num_more, !begins + num_more, begins ? held.num_dropped : held.size()};
 }
 
-bool StateRules::shares_from(const BlockHolders& holders, const CacheGroup&, const RowBlocks& held,
+bool StateRules::shares_from(const SharedBlocks& holders, const CacheGroup&, const RowBlocks& held,
                              int64_t) const {
   return held.num_alive() > 0 && holders.is_shared(held[held.num_dropped]);
 }
 
-// A state that is on the host is loaded directly into the page in which the row continues.
-void StateRules::take_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit,
-                          int64_t start) const {
-  if (start != hit.num_tokens || hit.on_host[group.id].empty()) return;
-  held->host_source = hit.on_host[group.id].back().page;
-  held->num_dropped = held->num_published;
-}
-
-PageRules::Take StateRules::prepare(const Growth& growth, const ServedRow& served,
+PageRules::Take StateRules::prepare(Growth* growth, const ServedRow& served,
                                     const CacheGroup& group, const GroupDemand& needs,
                                     int64_t* num_spare) const {
-  RowBlocks& each = growth.held(served.row, group);
+  RowBlocks& each = growth->held(served.row, group);
   Take take{needs.num_new, needs.num_shared, needs.moves};
   if (!each.keeps_state) return take;
   each.keeps_state = false;
@@ -119,7 +110,7 @@ PageRules::Take StateRules::prepare(const Growth& growth, const ServedRow& serve
     return {needs.num_new + 1, 0, true};
   }
   // The next tokens overwrite the state, so later requests must no longer hit it.
-  growth.c.pool->evict(&each[each.num_dropped], 1);
+  growth->evict(each[each.num_dropped]);
   return take;
 }
 
@@ -130,14 +121,14 @@ const BlockId* StateRules::grow(Growth* growth, ServedRow* served, const CacheGr
   if (!settles && take.num_new + take.num_shared == 0) return own;
   RowBlocks& each = growth->held(served->row, group);
   const int64_t first = each.num_dropped;
-  growth->pages_before.assign(each.blocks.begin() + first, each.blocks.end());
+  const std::vector<BlockId> before(each.blocks.begin() + first, each.blocks.end());
   if (settles) settle(growth, served->row, group, served->span, /*keeps_passed=*/true);
   if (take.num_shared > 0) {
     growth->replace_shared(served, group, column_of(group, served->span), *own++, /*copies=*/true);
   }
   if (take.moves) move(growth, served, group, *own);
   each.blocks.insert(each.blocks.end(), own + take.moves, own + take.num_new);
-  replace_changed(*growth, served->row, group, first);
+  replace_changed(growth, served->row, group, first, before);
   return own + take.num_new;
 }
 
@@ -150,7 +141,7 @@ void StateRules::give_up(Growth* growth, ServedRow* served, const CacheGroup& gr
   }
   if (each.num_alive() == 0 || needs.moves || !leaves_page(group, span, /*has_page=*/true)) return;
   // The state continues in place.
-  growth->c.pool->evict(&each[each.num_dropped], 1);
+  growth->evict(each[each.num_dropped]);
   const std::vector<BlockId> pages(each.blocks.begin() + each.num_dropped, each.blocks.end());
   each.set_pages(column_of(group, span), pages[0], {pages.begin() + 1, pages.end()});
 }
@@ -166,21 +157,19 @@ void StateRules::accept_drafts(Growth* growth, int32_t row, const CacheGroup& gr
 void StateRules::settle(Growth* growth, int32_t row, const CacheGroup& group, const Span& span,
                         bool keeps_passed) {
   RowBlocks& each = growth->held(row, group);
-  const RowContext& c = growth->c;
   const int64_t first = each.num_dropped, current = first + span.num_accepted;
-  const int64_t first_token = c.rows->first_token(row, group, first);
   std::vector<BlockId> spare;
   for (int64_t b = first; b < each.size(); ++b) {
     const int64_t num_tokens = span.start - (current - b);
     if (b == current) continue;
     const bool ends_block = b < current && num_tokens % group.block_size == 0;
-    if (ends_block && (keeps_passed || growth->holders.is_shared(each[b]))) {
-      growth->left_states.push_back({row, group.id, each[b], num_tokens, first_token});
+    if (ends_block && (keeps_passed || growth->is_shared(each[b]))) {
+      growth->leave(row, group, b, each[b], num_tokens);
       continue;
     }
     if (b < current) {
-      c.note_dropped(row, group, first, each[b]);  // the row no longer holds the block
-      c.pool->evict(&each[b], 1);  // the page is overwritten, so it must no longer be hit
+      growth->note_dropped(row, group, b, each[b]);
+      growth->evict(each[b]);  // the page is overwritten, so it must no longer be hit
     }
     spare.push_back(each[b]);
   }
@@ -191,7 +180,6 @@ void StateRules::settle(Growth* growth, int32_t row, const CacheGroup& group, co
 // The state continues in this page, and the pages for drafts follow it.
 void StateRules::move(Growth* growth, ServedRow* served, const CacheGroup& group, BlockId page) {
   RowBlocks& each = growth->held(served->row, group);
-  const RowContext& c = growth->c;
   const int64_t column = column_of(group, served->span), first = each.num_dropped;
   const int64_t start = served->span.start;
   std::vector<BlockId> spare;
@@ -200,12 +188,11 @@ void StateRules::move(Growth* growth, ServedRow* served, const CacheGroup& group
     each.host_source = kNullBlock;
   } else if (each.source == kNullBlock) {  // a hit that ends inside a block is copied below
     if (each.num_alive() > 0) {
-      c.plan->copy(each[first], page);
-      growth->left_states.push_back({served->row, group.id, each[first], start,
-                                     c.rows->first_token(served->row, group, first)});
+      growth->copy(each[first], page);
+      growth->leave(served->row, group, first, each[first], start);
       spare.assign(each.blocks.begin() + first + 1, each.blocks.end());
-    } else if (start == 0 && c.plan->is_step()) {  // otherwise the state comes from another source
-      c.plan->zero(page);
+    } else if (start == 0 && growth->is_step()) {  // otherwise the state comes from another source
+      growth->zero(page);
     }
   }
   each.set_pages(column, page, spare);
@@ -214,26 +201,26 @@ void StateRules::move(Growth* growth, ServedRow* served, const CacheGroup& group
 }
 
 // Publishes the state after the last token that is not a draft, and states after known drafts.
-void StateRules::publish(Publisher* publisher, int32_t row, const CacheGroup& group,
+void StateRules::publish(Publishing* publishing, int32_t row, const CacheGroup& group,
                          int64_t /*num_hashed*/) const {
-  const Row& r = publisher->rows()[row];
-  const RowBlocks& each = publisher->rows().blocks(row)[group.id];
+  const Row& r = publishing->row(row);
+  const RowBlocks& each = publishing->held(row, group);
   if (each.num_alive() > 0) {
     const int64_t first = r.num_computed - r.num_drafts;
-    publish_left(publisher, row, group, first, each[each.num_dropped]);
+    publish_left(publishing, row, group, first, each[each.num_dropped]);
     for (int64_t n = (first / group.block_size + 1) * group.block_size; n <= r.num_computed;
          n += group.block_size) {
-      publish_left(publisher, row, group, n, each[each.num_dropped + n - first]);
+      publish_left(publishing, row, group, n, each[each.num_dropped + n - first]);
     }
   }
-  if (group.has_partial) keep(publisher, row, group);
+  if (group.has_partial) keep(publishing, row, group);
 }
 
 // A state at a block boundary is kept if a step or an accepted draft ended there.
-void StateRules::publish_left(Publisher* publisher, int32_t row, const CacheGroup& group,
+void StateRules::publish_left(Publishing* publishing, int32_t row, const CacheGroup& group,
                               int64_t num_tokens, BlockId page) const {
-  const Row& r = publisher->rows()[row];
-  RowBlocks& each = publisher->rows().blocks(row)[group.id];
+  const Row& r = publishing->row(row);
+  RowBlocks& each = publishing->held(row, group);
   if (r.next_publish == kUnbounded) return;
   const int64_t num_passed = num_tokens / group.block_size;
   if (num_tokens % group.block_size != 0) {
@@ -242,33 +229,33 @@ void StateRules::publish_left(Publisher* publisher, int32_t row, const CacheGrou
   }
   const auto num_known = static_cast<int64_t>(r.chain->known_hashes().size());
   if (num_passed <= each.num_published || num_passed * group.num_hashes > num_known) return;
-  if (group.may_be_hit(num_passed - 1, publisher->rows().info(row).retained)) {
-    publisher->publish_run(row, group, num_passed - 1, &page, 1);
+  if (group.may_be_hit(num_passed - 1, publishing->info(row).retained)) {
+    publishing->publish_run(row, group, num_passed - 1, &page, 1);
   }
   each.num_published = num_passed;
 }
 
 // A state inside a block is kept if a step of the prompt ended there at a hash boundary, unless it
 // is cached already. The row's next step then leaves the page.
-void StateRules::keep(Publisher* publisher, int32_t row, const CacheGroup& group) {
-  const Row& r = publisher->rows()[row];
-  RowBlocks& each = publisher->rows().blocks(row)[group.id];
+void StateRules::keep(Publishing* publishing, int32_t row, const CacheGroup& group) {
+  const Row& r = publishing->row(row);
+  RowBlocks& each = publishing->held(row, group);
   const int64_t hash_block_size = group.block_size / group.num_hashes;
   const int64_t num_hashed = r.num_computed / hash_block_size;
   if (r.num_drafts > 0) return;  // not a step of a prompt
   if (num_hashed > static_cast<int64_t>(r.chain->known_hashes().size())) return;
   if (r.next_publish == kUnbounded || num_hashed <= each.num_partial) return;
   each.num_partial = static_cast<int32_t>(num_hashed);
-  const AdmissionInfo& info = publisher->rows().info(row);
+  const AdmissionInfo& info = publishing->info(row);
   if (r.num_computed % hash_block_size != 0 || r.num_computed % group.block_size == 0 ||
       r.num_computed > info.num_prompt || !group.may_hit_part(r.num_computed, info.retained)) {
     return;
   }
   const Hash& hash = r.chain->known_hashes()[static_cast<size_t>(num_hashed - 1)];
-  if (publisher->pool().find_partial(hash, group.id) != kNullBlock) return;
-  publisher->publish_part(row, group, each.num_dropped, num_hashed - 1);
+  if (publishing->has_part(hash, group)) return;
+  publishing->publish_part(row, group, each.num_dropped, num_hashed - 1);
   each.keeps_state = true;
-  publisher->rows().disturb(row);
+  publishing->disturb(row);
 }
 
 bool StateRules::publishes_part(const AdmissionInfo& info, int64_t num_tokens) const {
@@ -276,16 +263,13 @@ bool StateRules::publishes_part(const AdmissionInfo& info, int64_t num_tokens) c
 }
 
 // Pages for drafts do not move to the host, because all tokens count as accepted.
-void StateRules::leave_device(const RowContext& context, int32_t row,
-                              const CacheGroup& group) const {
-  const Row& r = (*context.rows)[row];
-  RowBlocks& each = context.rows->blocks(row)[group.id];
-  if (each.num_alive() <= 1) return;
-  const int64_t first = each.num_dropped;
-  for (int64_t b = first; b < first + r.num_drafts; ++b) {
-    context.note_dropped(row, group, first, each[b]);  // the row no longer holds the block
-  }
-  each.set_pages((r.num_computed - 1) / group.block_size, each[first + r.num_drafts], {});
+std::vector<BlockId> StateRules::leave_device(const Row& row, const CacheGroup& group,
+                                              RowBlocks* held) const {
+  if (held->num_alive() <= 1) return {};
+  const auto first = held->blocks.begin() + held->num_dropped, current = first + row.num_drafts;
+  std::vector<BlockId> passed(first, current);
+  held->set_pages((row.num_computed - 1) / group.block_size, *current, {});
+  return passed;
 }
 
 }  // namespace kvcache

@@ -2,6 +2,8 @@
 // Pages with recurrent states: a page contains the state after the last token of its block.
 #pragma once
 
+#include <vector>
+
 #include "core/groups/rules/page_rules.h"
 
 namespace kvcache {
@@ -24,9 +26,12 @@ class StateRules final : public PageRules {
     const bool may_change = held.num_alive() == 0 || held.keeps_state || group.num_speculative > 0;
     return may_change ? 0 : ceil_div(num_computed, group.block_size) * group.block_size;
   }
-  void take_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit,
-                int64_t start) const override;
-  Take prepare(const Growth& growth, const ServedRow& served, const CacheGroup& group,
+  // The state is loaded directly into the page in which the row continues.
+  void take_host_page(RowBlocks* held, BlockId page) const override {
+    held->host_source = page;
+    held->num_dropped = held->num_published;
+  }
+  Take prepare(Growth* growth, const ServedRow& served, const CacheGroup& group,
                const GroupDemand& needs, int64_t* num_spare) const override;
   const BlockId* grow(Growth* growth, ServedRow* served, const CacheGroup& group, const Take& take,
                       const BlockId* own) const override;
@@ -40,7 +45,7 @@ class StateRules final : public PageRules {
   void fork(RowBlocks* held) const override {
     held->resize(std::min(held->size(), held->num_dropped + 1));  // drops the pages for drafts
   }
-  bool shares_from(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
+  bool shares_from(const SharedBlocks& holders, const CacheGroup& group, const RowBlocks& held,
                    int64_t start) const override;
   // A state contributes to all tokens computed since it entered its page, and to the next token.
   // Without the state, a row cannot continue at its position.
@@ -56,12 +61,13 @@ class StateRules final : public PageRules {
                   int64_t) const override {
     return false;  // it was updated in place
   }
-  void publish(Publisher* publisher, int32_t row, const CacheGroup& group,
+  void publish(Publishing* publishing, int32_t row, const CacheGroup& group,
                int64_t num_hashed) const override;
-  void publish_left(Publisher* publisher, int32_t row, const CacheGroup& group, int64_t num_tokens,
-                    BlockId page) const override;
+  void publish_left(Publishing* publishing, int32_t row, const CacheGroup& group,
+                    int64_t num_tokens, BlockId page) const override;
   bool publishes_part(const AdmissionInfo& info, int64_t num_tokens) const override;
-  void leave_device(const RowContext& context, int32_t row, const CacheGroup& group) const override;
+  std::vector<BlockId> leave_device(const Row& row, const CacheGroup& group,
+                                    RowBlocks* held) const override;
   // A state that continues in a new page is loaded into that page.
   Returning returning(const CacheGroup& group, const RowBlocks& held,
                       const Span& span) const override {
@@ -71,7 +77,7 @@ class StateRules final : public PageRules {
   bool may_share_onboard(const CacheGroup&, int64_t, int64_t) const override { return false; }
 
  private:
-  static void keep(Publisher* publisher, int32_t row, const CacheGroup& group);
+  static void keep(Publishing* publishing, int32_t row, const CacheGroup& group);
   // Returns the column of the row's first page.
   static int64_t column_of(const CacheGroup& group, const Span& span) {
     return (span.stop - span.num_drafts - 1) / group.block_size;
@@ -81,7 +87,7 @@ class StateRules final : public PageRules {
   static bool leaves_page(const CacheGroup& group, const Span& span, bool has_page) {
     return !has_page || column_of(group, span) >= ceil_div(span.start, group.block_size);
   }
-  static bool moves(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
+  static bool moves(const SharedBlocks& holders, const CacheGroup& group, const RowBlocks& held,
                     const Span& span, bool gives_up);
   static void settle(Growth* growth, int32_t row, const CacheGroup& group, const Span& span,
                      bool keeps_passed);

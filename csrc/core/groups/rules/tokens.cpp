@@ -1,36 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/groups/rules/tokens.h"
 
-#include "core/manager/publisher.h"
+#include "core/groups/rules/publishing.h"
 
 namespace kvcache {
 
-void TokenRules::drop(const Growth& growth, int32_t row, const CacheGroup& group, int64_t drop_to) {
-  const RowContext& c = growth.c;
-  RowBlocks& each = growth.held(row, group);
+void TokenRules::drop(Growth* growth, int32_t row, const CacheGroup& group, int64_t drop_to) {
+  RowBlocks& each = growth->held(row, group);
   std::vector<BlockId> dropped;
   for (int64_t b = each.num_dropped; b < drop_to; ++b) {
     dropped.push_back(each[b]);
-    c.note_dropped(row, group, b, each[b]);
+    growth->note_dropped(row, group, b, each[b]);
     each[b] = kNullBlock;
-    c.plan->replace(row, group.id, b, kNullBlock);
+    growth->replace(row, group, b, kNullBlock);
   }
   each.num_dropped = drop_to;
   std::reverse(dropped.begin(), dropped.end());  // tails are evicted before heads
-  c.note_access(row, dropped.data(), static_cast<int64_t>(dropped.size()));
-  c.frees->release_or_defer(dropped.data(), static_cast<int64_t>(dropped.size()));
+  growth->release(row, dropped);
 }
 
 const BlockId* TokenRules::grow(Growth* growth, ServedRow* served, const CacheGroup& group,
                                 const Take& take, const BlockId* own) const {
-  PlanBuilder* plan = growth->c.plan;
   RowBlocks& each = growth->held(served->row, group);
   const int64_t start = served->span.start;
   // A shared block is copied if it contains tokens of the row. Otherwise, it is replaced without a
   // copy.
   for (int64_t b = start / group.block_size, left = take.num_shared; left > 0; ++b) {
-    if (!growth->holders.is_shared(each[b])) continue;
-    plan->replace(served->row, group.id, b, *own);
+    if (!growth->is_shared(each[b])) continue;
+    growth->replace(served->row, group, b, *own);
     growth->replace_shared(served, group, b, *own++, /*copies=*/b * group.block_size < start);
     --left;
   }
@@ -38,9 +35,9 @@ const BlockId* TokenRules::grow(Growth* growth, ServedRow* served, const CacheGr
   // After a hit or external tokens, a group that is not cached has no KV of the earlier tokens, so
   // their blocks are zeroed.
   const int64_t token = each.size() * group.block_size;
-  if (!group.is_cached && plan->is_step() && token < start) {
+  if (!group.is_cached && growth->is_step() && token < start) {
     const int64_t num_before = ceil_div(start - token, group.block_size);
-    for (int64_t i = 0; i < std::min(num_before, take.num_new); ++i) plan->zero(own[i]);
+    for (int64_t i = 0; i < std::min(num_before, take.num_new); ++i) growth->zero(own[i]);
     served->depends_from(token);
   }
   each.append(own, take.num_new, group.max_blocks);
@@ -103,32 +100,32 @@ bool TokenRules::can_resume(const CacheGroup& group, const RowBlocks& held,
   return !needs_any || held.num_dropped <= group.first_needed_block(num_tokens);
 }
 
-void TokenRules::publish(Publisher* publisher, int32_t row, const CacheGroup& group,
+void TokenRules::publish(Publishing* publishing, int32_t row, const CacheGroup& group,
                          int64_t num_hashed) const {
-  RowBlocks& each = publisher->rows().blocks(row)[group.id];
+  RowBlocks& each = publishing->held(row, group);
   for (; group.has_partial && each.num_partial < num_hashed; ++each.num_partial) {
     const int64_t block = each.num_partial / group.num_hashes;
     const bool is_whole = (int64_t{each.num_partial} + 1) % group.num_hashes == 0;
     if (is_whole || block < each.num_dropped) continue;
     const int64_t end = (int64_t{each.num_partial} + 1) * group.block_size / group.num_hashes;
-    if (!group.may_hit_part(end, publisher->rows().info(row).retained)) continue;
-    publisher->publish_part(row, group, block, each.num_partial);
+    if (!group.may_hit_part(end, publishing->info(row).retained)) continue;
+    publishing->publish_part(row, group, block, each.num_partial);
   }
   // Blocks that no retained hit can read are not published, and are reused before all cached
   // blocks.
   const int64_t num_full = num_hashed / group.num_hashes;
   const int64_t first = std::max(each.num_published, each.num_dropped);
-  const RetainedEnds& retained = publisher->rows().info(row).retained;
+  const RetainedEnds& retained = publishing->info(row).retained;
   for (int64_t b = first; b < num_full; ++b) {
     const int64_t run = b;
     b = group.keeps_all ? num_full : b;
     while (b < num_full && group.may_be_hit(b, retained)) ++b;
-    if (b > run) publisher->publish_run(row, group, run, each.blocks.data() + run, b - run);
+    if (b > run) publishing->publish_run(row, group, run, each.blocks.data() + run, b - run);
   }
   each.num_published = std::max(each.num_published, num_full);
 }
 
-bool TokenRules::shares_from(const BlockHolders& holders, const CacheGroup& group,
+bool TokenRules::shares_from(const SharedBlocks& holders, const CacheGroup& group,
                              const RowBlocks& held, int64_t start) const {
   return num_shared(holders, group, held, start, held.size() * group.block_size) > 0;
 }

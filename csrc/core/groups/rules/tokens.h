@@ -38,9 +38,9 @@ class TokenRules final : public PageRules {
       *num_free += on.pool->ref_count(held[b]) == 1;
     }
   }
-  Take prepare(const Growth& growth, const ServedRow& served, const CacheGroup& group,
+  Take prepare(Growth* growth, const ServedRow& served, const CacheGroup& group,
                const GroupDemand& needs, int64_t* num_spare) const override {
-    RowBlocks& held = growth.held(served.row, group);
+    RowBlocks& held = growth->held(served.row, group);
     if (needs.num_skipped > 0) {
       held.resize(held.size() + needs.num_skipped);
       held.num_dropped = held.size();
@@ -77,15 +77,15 @@ class TokenRules final : public PageRules {
     const bool is_own = limit / group.block_size >= held.num_hits;
     return is_own ? limit : limit - limit % group.block_size;
   }
-  void publish(Publisher* publisher, int32_t row, const CacheGroup& group,
+  void publish(Publishing* publishing, int32_t row, const CacheGroup& group,
                int64_t num_hashed) const override;
-  bool shares_from(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
+  bool shares_from(const SharedBlocks& holders, const CacheGroup& group, const RowBlocks& held,
                    int64_t start) const override;
 
  private:
-  static void drop(const Growth& growth, int32_t row, const CacheGroup& group, int64_t drop_to);
+  static void drop(Growth* growth, int32_t row, const CacheGroup& group, int64_t drop_to);
   // Returns the number of shared blocks to which the KV of tokens [start, stop) is written.
-  static int64_t num_shared(const BlockHolders& holders, const CacheGroup& group,
+  static int64_t num_shared(const SharedBlocks& holders, const CacheGroup& group,
                             const RowBlocks& held, int64_t start, int64_t stop) {
     const int64_t last = std::min(ceil_div(stop, group.block_size), held.size());
     int64_t n = 0;

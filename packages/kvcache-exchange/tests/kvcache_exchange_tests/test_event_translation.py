@@ -583,16 +583,3 @@ def test_view_counts_blocks_as_a_publisher_with_duplicates_does():
             blocks[place] = max(blocks[place] - 1, 0)
         found = {(m, g, h) for m, g in view.places for h in view.hashes(m, g)}
         assert found == {each for each, count in blocks.items() if count}
-
-
-def test_reused_blocks_are_not_announced_to_readers_again():
-    manager = make(announce_reused=True)
-    translator, view = EventTranslator(SEED), CacheView()
-    for name in "ab":
-        manager.step(new=[request := Request(name, range(9))])
-        manager.free(request)
-        view.apply(translator.translate(manager.cache.drain_events()))
-        assert len(view) == 2
-    manager.cache.evict(manager.cache.find_prefix(Request("c", range(9))).block_ids)
-    view.apply(translator.translate(manager.cache.drain_events()))
-    assert len(view) == 0

@@ -53,8 +53,7 @@ class EventTranslator:
         translated: list[WireEvent] = []
         for i, event in enumerate(events):
             if isinstance(event, BlockStored):
-                if not event.is_reused:  # readers count how often a block was stored
-                    translated += self._stored(event)
+                translated += self._stored(event)
             elif isinstance(event, BlockRemoved):
                 translated += self._removed(event.group, wire_hashes(event), event.medium)
             else:

@@ -60,7 +60,7 @@ class WaitingBlocks:
             if event.medium == "gpu" and self._describes:
                 self._on_device |= {key: Described(event, i) for i, key in enumerate(keys)}
                 gone.difference_update(keys)
-            if event.medium == self._medium and not event.is_reused:
+            if event.medium == self._medium:
                 for key in keys:
                     self._add(key)
         for key in gone:

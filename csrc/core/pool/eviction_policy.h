@@ -10,9 +10,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/eviction/simulated_cache.h"
 #include "core/hash.h"
 #include "core/pool/published_blocks.h"
+#include "core/pool/simulated_cache.h"
 
 namespace kvcache {
 

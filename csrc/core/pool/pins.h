@@ -13,8 +13,7 @@ namespace kvcache {
 
 class Pins {
  public:
-  explicit Pins(int64_t num_blocks)
-      : counts_(static_cast<size_t>(num_blocks)), passed_(static_cast<size_t>(num_blocks)) {}
+  explicit Pins(int64_t num_blocks) : counts_(static_cast<size_t>(num_blocks)) {}
 
   bool has(BlockId id) const { return counts_[id] > 0; }
   int64_t num_pinned() const { return num_pinned_; }  // blocks
@@ -30,20 +29,14 @@ class Pins {
     num_broken_ += evicted;
   }
 
-  // Whether eviction has skipped the block. Skipped blocks are in a separate free list.
-  bool is_passed(BlockId id) const { return passed_[id] != 0; }
-  void set_passed(BlockId id, bool passed) { passed_[id] = passed; }
-
   void clear() {
     counts_.zero();
-    passed_.zero();
     num_pinned_ = 0;
   }
-  size_t num_bytes() const { return counts_.num_bytes() + passed_.num_bytes(); }
+  size_t num_bytes() const { return counts_.num_bytes(); }
 
  private:
   ZeroedArray<int32_t> counts_;
-  ZeroedArray<uint8_t> passed_;
   int64_t num_pinned_ = 0;
   int64_t num_broken_ = 0;
 };

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "ops/host_device.h"
+#include "worker/host_device.h"
 
 namespace kvcache {
 
