@@ -89,11 +89,6 @@ class Fleet:
         """Return the cache groups."""
         return parse_groups(self.groups, self.block_size)
 
-    @property
-    def all_replicas(self) -> int:
-        """Number of replicas in all pools."""
-        return self.replicas + self.decode_replicas
-
 
 def fleet_size(fleet: dict[str, Any]) -> str:
     """Return the numbers of replicas of a fleet as text."""

@@ -55,7 +55,6 @@ class Generation:
     cache_salt: str | None
     free: Callable[[Request], object] | None = None
     samples: list[Sample] = field(default_factory=list)
-    num_sequences: int = 0  # sequences created so far
 
     @property
     def is_finished(self) -> bool:

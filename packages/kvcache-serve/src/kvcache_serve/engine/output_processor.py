@@ -81,8 +81,7 @@ class OutputProcessor:
         self, generation: Generation, token_ids: np.ndarray, num_rows: int = 1
     ) -> Sample:
         """Create the next sequence of a request, without scheduling it."""
-        params, number = generation.params, generation.num_sequences
-        generation.num_sequences += 1
+        params, number = generation.params, len(generation.samples)
         name = f"sequence-{next(_NUMBERS)}"
         return Sample(
             Request(name, token_ids, cache_salt=generation.cache_salt),
