@@ -66,12 +66,8 @@ def tell_lies(how: str) -> None:
             start(self, {"op": "taken"})
         if how == "id" and header["op"] == "start":
             header = {**header, "id": header["id"] + 1}
-        if how == "tag" and header["op"] == "start":
-            header = {**header, "tag": header["tag"] + 2}
         if how == "twice" and header["op"] == "start":
             start(self, header, *parts, **body)
-        if how == "landed" and header["op"] == "accept":
-            header = {**header, "op": "landed"}
         if how == "op" and header["op"] == "start":
             header = {**header, "op": "begin"}
         start(self, header, *parts, **body)
@@ -96,20 +92,19 @@ def attempt(
     pool: np.ndarray,
     timeout_s: float,
     *,
-    kind: str,
     metadata: str,
     address: int,
     size: int,
     source: int,
 ) -> dict:
-    """Connect if necessary, and transfer the first bytes of `pattern(source)`."""
+    """Connect if necessary, and read the first bytes of `pattern(source)`."""
     begin, error, is_right = time.monotonic(), None, None
     at = np.random.default_rng(0).permutation(size // _FRAGMENT) * _FRAGMENT
-    pool[:size] = pattern(source)[:size] if kind == "write" else 0
+    pool[:size] = 0
     try:
         peer = transport.connect(metadata.encode(), timeout_s=timeout_s)
-        move = getattr(transport, kind)
-        move(peer, pool.ctypes.data + at, address + at, np.full(len(at), _FRAGMENT)).wait(timeout_s)
+        length = np.full(len(at), _FRAGMENT)
+        transport.read(peer, pool.ctypes.data + at, address + at, length).wait(timeout_s)
         is_right = bool((pool[:size] == pattern(source)[:size]).all())
     except (ConnectionError, base.TransferError, ValueError) as raised:
         error = str(raised)
@@ -159,15 +154,10 @@ def serve(
                     time.sleep(0.01)
                     found += transport.notifications()
                 answer(found=[(peer, message.decode()) for peer, message in found])
-            case "busy":  # keeps the main thread busy until this byte of the pool is written
-                at, end = command["byte"], time.monotonic() + command["seconds"]
-                was = pool[at]
+            case "busy":  # keeps the main thread busy until the next command
                 answer(begun=True)
-                while pool[at] == was and time.monotonic() < end:
+                while not commands.poll():
                     pass
-                is_written = bool(pool[at] != was)
-                pool[at] = was
-                answer(is_written=is_written)
             case "pool":
                 answer(hex=pool[command["first"] : command["last"]].tobytes().hex())
             case "connect":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transport interface: registered memory, peers, and reads and writes with deadlines."""
+"""The transport interface: registered memory, peers, and reads with deadlines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TransferError(RuntimeError):
 
 
 class Transfer(ABC):
-    """A read or write in flight.
+    """A read in flight.
 
     Every transfer ends: it either completes, or fails no later than `timeout_s` after its start.
 
@@ -87,8 +87,8 @@ class Transport(ABC):
     """Moves bytes between the registered memory of this process and that of its peers.
 
     Only one thread at a time may call the methods of a transport, except for `connect`, which any
-    thread may call. Until `close`, the transport's own threads serve the peers' reads and writes,
-    even while the calling thread is busy.
+    thread may call. Until `close`, the transport's own threads serve the peers' reads, even while
+    the calling thread is busy.
 
     Transfers are not ordered with the caller's CUDA streams. On both sides, work that accesses the
     memory must have finished before a transfer starts. Work launched on any stream after the
@@ -116,7 +116,7 @@ class Transport(ABC):
 
     @abstractmethod
     def register(self, memory: Pages | Sequence[tuple[int, int]]) -> None:
-        """Register memory that reads and writes, started by either side, may access.
+        """Register memory that reads, started by either side, may access.
 
         Register memory before calling `metadata`, which reports the memory to peers. Registering
         memory again is allowed. Each fragment of a transfer must lie in a single region: it must
@@ -204,31 +204,9 @@ class Transport(ABC):
                 written twice. Nothing was transferred.
             TransferError: The peer is no longer connected.
         """
-        spans = self._joined(peer, local, remote, length)
-        return self._begin("pull", peer, *spans, notify, timeout_s)
-
-    def write(
-        self,
-        peer: str,
-        local: np.ndarray,
-        remote: np.ndarray,
-        length: np.ndarray,
-        *,
-        notify: bytes = b"",
-        timeout_s: float | None = None,
-    ) -> Transfer:
-        """Start copying local memory into the peer's memory. See `read`.
-
-        `notify` is delivered after all bytes have arrived.
-        """
-        spans = self._joined(peer, local, remote, length)
-        return self._begin("push", peer, *spans, notify, timeout_s)
-
-    def _joined(
-        self, peer: str, local: np.ndarray, remote: np.ndarray, length: np.ndarray
-    ) -> tuple[Spans, Spans]:
         mine = Spans.of(local, length, "local")
-        return joined(mine, mine.beside(remote, "remote"), self._borders(peer))
+        spans = joined(mine, mine.beside(remote, "remote"), self._borders(peer))
+        return self._begin(peer, *spans, notify, timeout_s)
 
     def _borders(self, peer: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the start addresses of the local and the remote registered regions.
@@ -240,17 +218,13 @@ class Transport(ABC):
     @abstractmethod
     def _begin(
         self,
-        kind: str,
         peer: str,
         local: Spans,
         remote: Spans,
         notify: bytes,
         timeout_s: float | None,
     ) -> Transfer:
-        """Start a "pull" or "push" of matching local and remote spans.
-
-        `Spans.checked` has validated the spans.
-        """
+        """Start a read of matching spans, which `Spans.checked` has validated."""
 
     def read_spans(
         self,
@@ -265,7 +239,7 @@ class Transport(ABC):
         same run lengths.
         """
         check_match(local, remote)
-        return self._begin("pull", peer, local, remote, notify, timeout_s)
+        return self._begin(peer, local, remote, notify, timeout_s)
 
     @abstractmethod
     def send(self, peer: str, message: bytes) -> None:

@@ -323,14 +323,11 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "Transport.register.memory": lambda w: [(np.zeros(64, np.uint8).ctypes.data, 64)],
     "Transport.read.local": lambda w: w.get("transfer memory").ctypes.data + np.array([0]),
     "Transport.read.remote": lambda w: w.get("transfer memory").ctypes.data + np.array([4096]),
-    "Transport.write.local": lambda w: w.get("transfer memory").ctypes.data + np.array([0]),
-    "Transport.write.remote": lambda w: w.get("transfer memory").ctypes.data + np.array([4096]),
     "Transport.read.length": lambda w: np.array([64]),
-    "Transport.write.length": lambda w: np.array([64]),
     **{
-        f"Transport.{call}_spans.{side}": lambda w, at=at: transfer.Spans.of(
+        f"Transport.read_spans.{side}": lambda w, at=at: transfer.Spans.of(
             w.get("transfer memory").ctypes.data + np.array([at]), np.array([64]), "spans")
-        for call in ("read", "write") for side, at in (("local", 0), ("remote", 4096))
+        for side, at in (("local", 0), ("remote", 4096))
     },
     "message": lambda w: b"hello",
     "agent": lambda w: "agent",

@@ -89,8 +89,8 @@ class Sides:
     def __exit__(self, *_):
         self.stack.close()
 
-    def move(self, kind, local_ids, remote_ids, size=None):
-        """Start a read or write of the first bytes of these pages in both layers."""
+    def read(self, local_ids, remote_ids, size=None):
+        """Start a read of the first bytes of these pages in both layers."""
         at = [
             np.concatenate(
                 [pages.base + pages.offsets[r] + np.array(ids) * pages.strides[r] for r in range(2)]
@@ -98,7 +98,7 @@ class Sides:
             for (_, pages, _), ids in zip(self.sides, (local_ids, remote_ids))
         ]
         length = np.full(len(at[0]), size or self.page_bytes)
-        return getattr(self.sides[0][0], kind)(self.peer, *at, length)
+        return self.sides[0][0].read(self.peer, *at, length)
 
     def contents(self, number):
         return torch.stack([layer.cpu() for layer in self.sides[number][2]])
@@ -107,18 +107,16 @@ class Sides:
 HERE, THERE = [3, 9, 4, 60, 11, 1], [7, 2, 64, 5, 33, 8]
 
 
-@pytest.mark.parametrize("kind", ["read", "write"])
 @pytest.mark.parametrize(
     "devices", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")], ids="-".join
 )
 @pytest.mark.parametrize("page_bytes", [96, 4096, 300 << 10])
 @pytest.mark.parametrize("name", NAMES)
-def test_pages_move_between_devices(name, page_bytes, devices, kind):
+def test_pages_move_between_devices(name, page_bytes, devices):
     with side_stream(), Sides(name, devices, page_bytes) as both:
         expected = [both.contents(number) for number in range(2)]
-        (to, at), (source, there) = ((0, HERE), (1, THERE))[:: 1 if kind == "read" else -1]
-        expected[to][:, at] = expected[source][:, there]
-        both.move(kind, HERE, THERE).wait(20)
+        expected[0][:, HERE] = expected[1][:, THERE]
+        both.read(HERE, THERE).wait(20)
         assert all(torch.equal(both.contents(number), expected[number]) for number in range(2))
 
 
@@ -127,7 +125,7 @@ def test_pages_move_between_devices(name, page_bytes, devices, kind):
 )
 def test_device_memory_moves_directly_alongside_registered_host_memory(page_bytes, path):
     with Sides("nixl", ("cuda", "cuda"), page_bytes) as both:
-        move = both.move("read", HERE, THERE)
+        move = both.read(HERE, THERE)
         move.wait(20)
         assert type(move) is path
         if path is DirectTransfer:
@@ -144,7 +142,7 @@ def test_remote_device_memory_moves_directly_from_8_kib(monkeypatch, size):
     told = iter([Reach("here", True), Reach("there", True)])
     monkeypatch.setattr(Reach, "of_this", lambda: next(told))
     with Sides("nixl", ("cuda", "cuda"), size) as both:
-        move = both.move("read", HERE, THERE)
+        move = both.read(HERE, THERE)
         move.wait(20)
         assert type(move) is (DirectTransfer if size >= 8 << 10 else StagedTransfer)
 
@@ -211,7 +209,7 @@ def test_staged_transfers_make_the_expected_calls(name, num_fragments):
 
         def read():
             if num_fragments == 32:
-                return both.move("read", ids, ids[::-1])
+                return both.read(ids, ids[::-1])
             ends = [pages.base + each for (_, pages, _), each in zip(both.sides, (at, at[::-1]))]
             return both.sides[0][0].read(both.peer, *ends, np.full(num_fragments, 16))
 
@@ -258,7 +256,7 @@ def test_staging_does_not_affect_a_capture():
         graph.capture_begin(capture_error_mode="global")
         try:
             x.add_(1)
-            both.move("read", HERE, THERE).wait(20)
+            both.read(HERE, THERE).wait(20)
             x.add_(1)
         finally:
             graph.capture_end()
@@ -285,8 +283,8 @@ def entered(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_transport_threads_set_the_current_device(name, entered):
     with Sides(name, ("cuda", "cuda"), 256 << 10) as both:
-        both.move("read", HERE, THERE).wait(20)
-        both.move("read", HERE, THERE, 16).wait(20)
+        both.read(HERE, THERE).wait(20)
+        both.read(HERE, THERE, 16).wait(20)
         assert {"kvcache greeting", "kvcache bytes to a", "kvcache bytes from b"} <= entered
         assert ("kvcache direct b" in entered) == (name == "nixl")
         assert threading.current_thread().name not in entered

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from tests.machinery.network import DEVICE, Faults, Network, why_not
-from tests.machinery.transport_peer import Peer, pattern
+from tests.machinery.transport_peer import Peer
 
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -44,7 +44,7 @@ FAULTS = {
 
 
 class Two:
-    """Two transports, one per namespace. The first one reads from the second and writes to it."""
+    """Two transports, one per namespace. The first one reads from the second."""
 
     def __init__(self, network, name, digest=False, timeout_s=TIMEOUT_S):
         self.timeout_s = timeout_s
@@ -62,15 +62,15 @@ class Two:
         for each in self.sides:
             each.__exit__()
 
-    def attempt(self, kind):
-        """Attempt a transfer, and return whether its bytes arrived.
+    def attempt(self):
+        """Attempt a read, and return whether its bytes arrived.
 
         Bytes that arrive must be correct, and a failed transfer must raise an error. The transfer
         must complete or fail in time.
         """
         reader, server = self.sides
         said = reader.ask(
-            "attempt", kind=kind, metadata=server.metadata.decode(), address=server.address,
+            "attempt", metadata=server.metadata.decode(), address=server.address,
             size=SIZE, source=2, timeout_s=90,
         )  # fmt: skip
         assert said["seconds"] < 2 * self.timeout_s + GRACE_S, said
@@ -78,17 +78,14 @@ class Two:
             assert said["is_right"] is None
             return False
         assert said["is_right"], said
-        if kind == "write":
-            got = bytes.fromhex(server.ask("pool", first=0, last=SIZE)["hex"])
-            assert got == pattern(2)[:SIZE].tobytes()
         return True
 
 
-def come(two, kind, within_s=60.0):
-    """Retry until a transfer succeeds."""
+def come(two, within_s=60.0):
+    """Retry until a read succeeds."""
     deadline = time.monotonic() + within_s
-    while not two.attempt(kind):
-        assert time.monotonic() < deadline, f"no {kind} succeeds any more"
+    while not two.attempt():
+        assert time.monotonic() < deadline, "no read succeeds any more"
 
 
 @pytest.mark.slow
@@ -98,35 +95,33 @@ def test_faulty_network_gives_correct_bytes_or_an_error(name, faults):
     are_all_right = faults in ("none", "delay and reordering", "repetition")
     timeout_s = RELIABLE_S if are_all_right else TIMEOUT_S
     with Network(*AGENTS) as network, Two(network, name, timeout_s=timeout_s) as two:
-        come(two, "read")
+        come(two)
         before = network.num_packets
         network.faults = FAULTS[faults]
-        found = [two.attempt(kind) for kind in ("read", "write", "read")]
+        found = [two.attempt() for _ in range(3)]
         # Shows that the bytes passed through this network.
         assert network.num_packets - before > SIZE // 9000
         assert all(found) or not are_all_right
         network.faults = Faults()
-        come(two, "read")
-        come(two, "write")
+        come(two)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["read", "write"])
 @pytest.mark.parametrize("name", NAMES)
-def test_partition_raises_in_time(name, kind):
+def test_partition_raises_in_time(name):
     with Network(*AGENTS) as network, Two(network, name) as two:
-        come(two, kind)
+        come(two)
         network.faults = Faults(is_cut=True)
-        assert not two.attempt(kind)
+        assert not two.attempt()
         network.faults = Faults()
-        come(two, kind)
+        come(two)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_partition_during_transfer_gives_no_wrong_bytes(name):
     with Network(*AGENTS) as network, Two(network, name) as two:
-        come(two, "read")
+        come(two)
         for seconds in (0.01, 0.05, 0.2):
             network.faults = Faults(delay_s=(0.01, 0.03))
             cut = threading.Timer(seconds, lambda: setattr(network, "faults", Faults(is_cut=True)))
@@ -138,8 +133,8 @@ def test_partition_during_transfer_gives_no_wrong_bytes(name):
             heal = threading.Timer(1.0, healed)
             cut.start()
             heal.start()
-            two.attempt("read")
-            two.attempt("write")
+            two.attempt()
+            two.attempt()
             cut.join()
             heal.join()
-        come(two, "read")
+        come(two)

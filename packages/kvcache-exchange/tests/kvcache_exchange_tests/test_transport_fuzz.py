@@ -83,7 +83,7 @@ def mutated(rng, value):
         if how < 0.15:
             del changed[key]
         elif how < 0.25:
-            changed[rng.choice(["more", "op", "id", "tag"])] = rng.choice(JUNK)
+            changed[rng.choice(["more", "op", "id", "bytes"])] = rng.choice(JUNK)
         else:
             changed[key] = mutated(rng, changed[key])
         return changed
@@ -198,16 +198,9 @@ def drawn_spans(rng, address):
 
 
 OPS = {
-    **{
-        "pull": ["id"],
-        "push": ["id", "message"],
-        "accept": ["id"],
-        "start": ["id", "tag", "bytes"],
-    },
-    **{"done": ["id"], "landed": ["id"], "refused": ["id", "reason"], "taken": []},
-    **{"end": ["tag"], "piece": ["tag", "bytes", "digest"], "spoiled": ["id"], "cancel": ["id"]},
-    **{"cancelled": ["id"], "message": [], "ready": [], "lane": ["slots", "direct", "reach"]},
-    **{"begin": ["id"]},
+    **{"pull": ["id"], "start": ["id", "bytes"], "piece": ["id", "bytes", "digest"], "end": ["id"]},
+    **{"done": ["id"], "refused": ["id", "reason"], "cancel": ["id"], "taken": [], "message": []},
+    **{"ready": [], "lane": ["slots", "direct", "reach"], "begin": ["id"]},
 }
 
 
@@ -218,7 +211,7 @@ def drawn_frame(rng, address):
     for key in OPS[op]:
         header[key] = rng.choice([0, 1, 2, 3, 8, rng.choice(JUNK)])
     payload = b""
-    if op in ("pull", "push"):
+    if op == "pull":
         payload = drawn_spans(rng, address)
     elif rng.random() < 0.3:
         payload = rng.randbytes(rng.choice([1, 16, 4096]))

@@ -111,7 +111,6 @@ class Pair:
         (THERE, {"direct_bytes": "64 KiB"}, 1024, StagedTransfer),
         (HERE, {"direct_bytes": None}, 64 << 10, StagedTransfer),
         (HERE, {"digest": True}, 64 << 10, StagedTransfer),
-        (HERE, {"accepts_writes": False}, 64 << 10, StagedTransfer),
     ],
 )
 def test_direct_path_is_used_if_faster(monkeypatch, other, options, size, path):
@@ -282,20 +281,20 @@ def test_pieces_arrive_in_order_at_slow_receiver(name, num_pieces):
 
 
 @needs_nixl
-def test_close_ends_threads_after_a_failed_write(monkeypatch):
+def test_close_ends_threads_after_a_failed_read(monkeypatch):
     """Regression: pieces in flight kept NIXL's agent and its threads alive."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     before = _threads()
     with Pair(64 << 20) as pair:
-        _, incoming = next(iter(pair.sides[1]._connections.values()))._flows
+        _, incoming = pair.sides[0]._connections[pair.peer]._flows
         incoming._say = lambda op, **values: None  # the receiver no longer frees space
         begins = pair.mine.ctypes.data, pair.theirs.ctypes.data
         at = np.arange(0, 64 << 20, 4096)
-        move = pair.sides[0].write(
+        move = pair.sides[0].read(
             pair.peer, begins[0] + at, begins[1] + at[::-1], np.full(len(at), 4096)
         )
         time.sleep(0.05)
-        pair.sides[0].disconnect(pair.peer)
+        pair.sides[1].disconnect("a")
         with pytest.raises(TransferError):
             move.wait(20)
     _wait_for_ends_of_threads(before)
@@ -310,17 +309,17 @@ def test_close_while_a_piece_starts_ends_threads(monkeypatch):
     gc.disable()
     try:
         with Pair(1 << 20, direct_bytes=None) as pair:
-            lane = pair.sides[0]._connections[pair.peer].lane
+            lane = pair.sides[1]._connections["a"].lane
             start = lane._agent.begin
 
             def begin(*args):
                 handle = start(*args)
-                pair.sides[0].disconnect(pair.peer)
+                pair.sides[1].disconnect("a")
                 return handle
 
             monkeypatch.setattr(lane._agent, "begin", begin)
             at = pair.mine.ctypes.data, pair.theirs.ctypes.data
-            move = pair.sides[0].write(pair.peer, *map(np.atleast_1d, at), np.array([1 << 20]))
+            move = pair.sides[0].read(pair.peer, *map(np.atleast_1d, at), np.array([1 << 20]))
             with pytest.raises(TransferError):
                 move.wait(20)
             monkeypatch.undo()

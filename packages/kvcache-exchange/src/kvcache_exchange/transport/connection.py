@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MOST_MESSAGE = 1 << 20  # maximum size of a message in bytes
 MOST_NOTIFICATIONS = 1 << 16  # maximum number of messages that `notifications` has not returned yet
-_MOST_WAITING = 1 << 12  # maximum number of a peer's reads, and of its writes, that wait to start
+_MOST_WAITING = 1 << 12  # maximum number of a peer's reads in flight
 _MOST_TIMES = 4  # maximum mean number of times that a request may reference a registered byte
 _MOST_ID = 1 << 28
 
@@ -37,7 +37,6 @@ class LocalSide:
     timeout_s: float
     piece_bytes: int
     digest: bool
-    accepts_writes: bool
 
 
 class StagedTransfer(Transfer):
@@ -124,15 +123,12 @@ class Connection:
 
     - `pull` (id, spans): the peer reads. Answered with `start` (id), then pieces, then `done` (id,
       message).
-    - `push` (id, spans): the peer writes. Answered with `accept` (id), then `start`, pieces, and
-      `landed`.
     - `refused` (id, reason): the request is refused; sent instead of another response.
-    - `piece` (tag, bytes): a transfer's next piece is in the next slot, or follows (`Lane`).
+    - `piece` (id, bytes): a read's next piece is in the next slot, or follows (`Lane`).
     - `taken`: the slot of the earliest piece is free again.
-    - `end` (tag): no further piece of a canceled transfer will be sent.
-    - If digests are enabled, `pull`, `push`, `piece` and every frame (`Channel`) carry a digest. If
-      a piece's digest is wrong, `spoiled` (id) is sent instead of `landed`.
-    - `cancel` (id): the peer has canceled its own transfer. Answered with `cancelled` for a push.
+    - `end` (id): no further piece of a canceled read will be sent.
+    - `cancel` (id): the peer has canceled its read. Answered with `end` unless all pieces were sent.
+    - If digests are enabled, `pull`, `piece` and every frame (`Channel`) carry a digest.
     - `message`: a notification.
     - `lane`: a frame that is passed to the lane while it opens.
     - `ready`: sent once by the listener when its lane is open. `connect` returns only after this
@@ -153,15 +149,12 @@ class Connection:
         self._peer_is_open = not is_caller
         self._local, self.is_caller = local, is_caller
         self._lock = threading.Lock()
-        self._ordering = threading.Lock()  # keeps a write's `start` before its `cancel`
         self._ids = itertools.count()
-        self._transfers: dict[int, tuple[StagedTransfer, Spans, str, bytes]] = {}
+        self._transfers: dict[int, tuple[StagedTransfer, Spans | None, bytes]] = {}
         # Failed transfers that the peer has not released: when each transfer failed, by ID.
         self._given_up: dict[int, float] = {}
-        # The peer's accepted writes that have not started, by ID.
-        self._pushes: dict[int, tuple[Spans, bytes, str]] = {}
         self._pulls: dict[int, Job] = {}  # the peer's reads, by ID
-        self._incoming: dict[int, Job] = {}  # receiving jobs, by tag
+        self._incoming: dict[int, Job] = {}  # this side's reads that have started, by ID
         self._messages: deque[bytes] = deque()
         self.lane: Lane | None = None
         self.channel: Channel | None = None
@@ -238,10 +231,8 @@ class Connection:
         """Whether messages have not been taken yet, or threads are running."""
         return bool(self._messages) or any(thread.is_alive() for thread in self.threads)
 
-    def begin(
-        self, kind: str, local: Spans, remote: Spans, notify: bytes, timeout_s: float
-    ) -> StagedTransfer:
-        """Start a transfer of validated spans. `kind`: "pull" or "push"."""
+    def begin(self, local: Spans, remote: Spans, notify: bytes, timeout_s: float) -> StagedTransfer:
+        """Start a read of validated spans."""
         transfer = StagedTransfer(self, local.num_bytes, timeout_s)
         if local.num_fragments == 0:
             transfer.finish()
@@ -249,19 +240,15 @@ class Connection:
                 self.put({"op": "message"}, notify)
             return transfer
         payload = remote.to_bytes()
-        number = self.track(transfer, local, kind, notify)
-        header = {"op": kind, "id": number}
-        message = notify if kind == "push" else b""
-        if kind == "push":
-            header["message"] = len(message)
+        number = self.track(transfer, local, notify)
+        header = {"op": "pull", "id": number}
         if self.has_digest:
-            tag = self._tag(number, mine=True)
-            transfer.request = digest_of_request(kind, tag, payload, message)
+            transfer.request = digest_of_request(number, payload)
             header["digest"] = transfer.request
-        self.put(header, payload + message)
+        self.put(header, payload)
         return transfer
 
-    def track(self, transfer: StagedTransfer, local: Spans, kind: str, notify: bytes) -> int:
+    def track(self, transfer: StagedTransfer, local: Spans | None, notify: bytes) -> int:
         """Assign an ID to a new transfer, and track the transfer so that it fails if the connection
         ends.
 
@@ -271,7 +258,7 @@ class Connection:
             if self.reason is not None:
                 raise TransferError(f"agent {self.peer.agent!r} is not connected: {self.reason}")
             number = transfer.number = next(self._ids) % _MOST_ID
-            self._transfers[number] = (transfer, local, kind, notify)
+            self._transfers[number] = (transfer, local, notify)
         return number
 
     def untrack(self, number: int) -> None:
@@ -285,13 +272,12 @@ class Connection:
 
         Other transfers continue if the peer releases the failed transfer in time.
         """
-        with self._ordering:
-            with self._lock:
-                if transfer.number not in self._transfers:
-                    return
-                self._given_up[transfer.number] = time.monotonic()
-            with suppress(TransferError):  # the connection has ended
-                self.put({"op": "cancel", "id": transfer.number})
+        with self._lock:
+            if transfer.number not in self._transfers:
+                return
+            self._given_up[transfer.number] = time.monotonic()
+        with suppress(TransferError):  # the connection has ended
+            self.put({"op": "cancel", "id": transfer.number})
 
     def check_alive(self) -> None:
         """End the connection if the peer has not released a transfer in time."""
@@ -357,23 +343,17 @@ class Connection:
         if op == "taken":
             self._flows[0].taken()
             return
-        if op in ("piece", "end"):
-            self._on_piece(op, header)
-            return
         number = header.get("id")
         if type(number) is not int or not 0 <= number < _MOST_ID:
             raise ValueError(f"id is {shown(number)}: expected 0 to {_MOST_ID - 1}")
         handler = {
             "pull": self._on_pull,
-            "push": self._on_push,
-            "accept": self._on_accept,
             "start": self._on_start,
             "done": self._on_done,
-            "landed": self._on_landed,
-            "spoiled": self._on_spoiled,
             "refused": self._on_refused,
+            "piece": self._on_piece,
+            "end": self._on_end,
             "cancel": self._on_cancel,
-            "cancelled": self._on_cancelled,
         }.get(op)
         if handler is None:
             raise ValueError(f"op is {shown(op)}: expected an op of this version")
@@ -388,61 +368,27 @@ class Connection:
                 self.is_ready.set()
 
     def _on_pull(self, number: int, header: dict, payload: bytes) -> None:
-        request = self._digest("pull", number, header, payload, b"")
+        request = self._digest(number, header, payload)
         spans = None if request is None else self._checked(number, payload)
         if spans is None:
             return
         if number in self._pulls:
             raise ValueError(f"id of a pull is {number}: expected an id that is not in use")
-        if self._are_too_many(self._pulls, number):
-            return
-        tag = self._tag(number, mine=False)
-        job = Job(spans, tag, self.piece_bytes, request=request)
-        self._pulls[number] = job
-        self._start(number, job)
-
-    def _on_push(self, number: int, header: dict, payload: bytes) -> None:
-        size = header.get("message")
-        if type(size) is not int or not 0 <= size <= min(len(payload), MOST_MESSAGE):
-            raise ValueError(f"message of a push is {shown(size)}: expected its size in bytes")
-        if not self._local.accepts_writes:
-            reason = "accepts_writes of this agent is False: expected only reads"
+        if len(self._pulls) >= _MOST_WAITING:
+            reason = f"{len(self._pulls)} reads are waiting: expected fewer than {_MOST_WAITING}"
             self.put({"op": "refused", "id": number, "reason": reason})
             return
-        end = len(payload) - size
-        request = self._digest("push", number, header, payload[:end], payload[end:])
-        spans = None if request is None else self._checked(number, payload[:end])
-        if spans is None:
-            return
-        if number in self._pushes:
-            raise ValueError(f"id of a push is {number}: expected an id that is not in use")
-        if self._are_too_many(self._pushes, number):
-            return
-        self._pushes[number] = (spans, payload[end:], request)
-        self.put({"op": "accept", "id": number})
+        job = self._pulls[number] = Job(spans, number, self.piece_bytes, request=request)
+        self.put({"op": "start", "id": number, "bytes": spans.num_bytes})
+        self._flows[0].put(job)
 
-    def _are_too_many(self, waiting: dict, number: int) -> bool:
-        """Refuse a request if too many requests of its kind are waiting.
-
-        Returns whether it was refused.
-        """
-        if len(waiting) < _MOST_WAITING:
-            return False
-        reason = (
-            f"{len(waiting)} requests of this kind are waiting: expected fewer than {_MOST_WAITING}"
-        )
-        self.put({"op": "refused", "id": number, "reason": reason})
-        return True
-
-    def _digest(
-        self, kind: str, number: int, header: dict, payload: bytes, message: bytes
-    ) -> str | None:
+    def _digest(self, number: int, header: dict, payload: bytes) -> str | None:
         """Verify a received request and return its digest ("" without digests), or None if the
         request was refused.
         """
         if not self.has_digest:
             return ""
-        found = digest_of_request(kind, self._tag(number, mine=False), payload, message)
+        found = digest_of_request(number, payload)
         if header.get("digest") == found:
             return found
         reason = "the request differs from what was sent: the digests differ"
@@ -467,73 +413,41 @@ class Connection:
             return None
         return spans
 
-    def _on_accept(self, number: int, header: dict, payload: bytes) -> None:
-        transfer, local = self._transfer(number, "push")
-        tag = self._tag(number, mine=True)
-        job = Job(local, tag, self.piece_bytes, request=transfer.request)
-        with self._ordering:  # the peer ends a write if `cancel` precedes `start`
-            if number in self._given_up:
-                return  # `cancel` is already queued
-            transfer.job = job
-            self._start(number, job)
-
-    def _start(self, number: int, job: Job) -> None:
-        """Queue a job that sends bytes. Called only by the thread that reads frames.
-
-        Because only one thread calls this method, jobs are queued in the order in which they are
-        announced to the peer.
-        """
-        self.put({"op": "start", "id": number, "tag": job.tag, "bytes": job.spans.num_bytes})
-        self._flows[0].put(job)
-
     def _on_start(self, number: int, header: dict, payload: bytes) -> None:
-        tag, size = header.get("tag"), header.get("bytes")
-        most = self.piece_bytes
-        if tag == self._tag(number, mine=True):  # a read that this side started
-            transfer, local = self._transfer(number, "pull")
-            job = transfer.job = Job(
-                local, tag, most, lambda: self._have_read(number), transfer.request
-            )
-        elif tag == self._tag(number, mine=False) and number in self._pushes:
-            spans, message, request = self._pushes.pop(number)
-            job = Job(spans, tag, most, lambda: self._have_landed(number, message), request)
-        else:
-            raise ValueError(f"start has id {number} and tag {shown(tag)}: expected a transfer")
-        if size != job.spans.num_bytes:
-            raise ValueError(f"start announces {shown(size)} bytes: expected {job.spans.num_bytes}")
-        self._incoming[tag] = job
+        size = header.get("bytes")
+        transfer, local, _ = self._transfers.get(number, (None, None, b""))
+        if local is None or transfer.job is not None:
+            raise ValueError(f"id of a start is {number}: expected the id of a new transfer")
+        if size != local.num_bytes:
+            raise ValueError(f"start announces {shown(size)} bytes: expected {local.num_bytes}")
+        transfer.job = self._incoming[number] = Job(
+            local, number, self.piece_bytes, lambda: self._have_read(number), transfer.request
+        )
 
     def _say(self, op: str, **values: object) -> None:
         self.put({"op": op, **values})
 
-    def _on_piece(self, op: str, header: dict) -> None:
-        tag = header.get("tag")
-        job = self._incoming.get(tag) if type(tag) is int else None
-        if job is None:
-            raise ValueError(f"tag is {shown(tag)}: expected the tag of a transfer in progress")
-        if op == "piece":
-            self._flows[1].receive(job, header)
-            return
-        is_mine = tag % 2 == self.is_caller
-        if is_mine and tag // 2 not in self._given_up:
-            raise ValueError(f"the data of pull {tag // 2} ended early: expected all bytes")
-        self._flows[1].end(job)
+    def _on_piece(self, number: int, header: dict, payload: bytes) -> None:
+        self._flows[1].receive(self._started(number), header)
+
+    def _on_end(self, number: int, header: dict, payload: bytes) -> None:
+        if number not in self._given_up:
+            raise ValueError(f"the data of pull {number} ended early: expected all bytes")
+        self._flows[1].end(self._started(number))
+
+    def _started(self, number: int) -> Job:
+        if (job := self._incoming.get(number)) is None:
+            raise ValueError(f"id of a piece is {number}: expected the id of a read in progress")
+        return job
 
     def _have_read(self, number: int) -> None:
-        transfer, _, _, notify = self._transfers[number]
-        if self._incoming.pop(self._tag(number, mine=True)).is_spoiled:
+        transfer, _, notify = self._transfers[number]
+        if self._incoming.pop(number).is_spoiled:
             transfer.fail("the received bytes differ from the sent bytes: their digests differ")
         transfer.finish(
             lambda is_done: self.put({"op": "done", "id": number}, notify if is_done else b"")
         )
         self.untrack(number)
-
-    def _have_landed(self, number: int, message: bytes) -> None:
-        job = self._incoming.pop(self._tag(number, mine=False))
-        op = "spoiled" if job.is_spoiled else "cancelled" if job.is_stopped else "landed"
-        self.put({"op": op, "id": number})
-        if message and op == "landed":
-            self._notify(message)
 
     def _on_done(self, number: int, header: dict, payload: bytes) -> None:
         if self._pulls.pop(number, None) is None:
@@ -541,34 +455,10 @@ class Connection:
         if payload:
             self._notify(payload)
 
-    def _on_landed(self, number: int, header: dict, payload: bytes) -> None:
-        self._written(number).finish()
-
-    def _on_spoiled(self, number: int, header: dict, payload: bytes) -> None:
-        self._written(number).fail(
-            "the bytes that the peer received differ from the sent bytes: their digests differ"
-        )
-
-    def _written(self, number: int) -> StagedTransfer:
-        transfer, _, kind, _ = self._transfers.get(number, (None,) * 4)
-        if kind != "push" or transfer.job is None:
-            raise ValueError(f"transfer {number} has landed, but it was never started")
-        self.untrack(number)
-        return transfer
-
     def _on_cancel(self, number: int, header: dict, payload: bytes) -> None:
-        if number in self._pulls:
-            self._pulls[number].stop()
-        elif self._pushes.pop(number, None) is not None:
-            self.put({"op": "cancelled", "id": number})
-        elif (job := self._incoming.get(self._tag(number, mine=False))) is not None:
+        # If the read no longer exists, it has completed.
+        if (job := self._pulls.get(number)) is not None:
             job.stop()
-        # If the job no longer exists, the response is already in flight.
-
-    def _on_cancelled(self, number: int, header: dict, payload: bytes) -> None:
-        if number not in self._given_up or self._transfers[number][2] != "push":
-            raise ValueError(f"cancelled has id {number}: expected the id of a canceled transfer")
-        self.untrack(number)
 
     def _on_refused(self, number: int, header: dict, payload: bytes) -> None:
         transfer = self._transfers.get(number, (None,))[0]
@@ -576,16 +466,6 @@ class Connection:
             raise ValueError(f"id of a refusal is {number}: expected the id of a new transfer")
         self.untrack(number)
         transfer.fail(f"the peer refused: {str(header.get('reason'))[:1000]}")
-
-    def _transfer(self, number: int, kind: str) -> tuple[StagedTransfer, Spans]:
-        known = self._transfers.get(number)
-        if known is None or known[2] != kind or known[0].job is not None:
-            raise ValueError(f"id of an answer is {number}: expected the id of a new {kind}")
-        return known[:2]
-
-    def _tag(self, number: int, *, mine: bool) -> int:
-        """Return a tag that is unique among this connection's transfers."""
-        return 2 * number + (self.is_caller == mine)
 
     def _notify(self, message: bytes) -> None:
         if len(message) > MOST_MESSAGE or len(self._messages) >= MOST_NOTIFICATIONS:

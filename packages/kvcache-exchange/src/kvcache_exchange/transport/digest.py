@@ -26,10 +26,9 @@ def digest_of(piece: torch.Tensor) -> str:
     return core.xxh3_128(b"".join(parts)).hex()
 
 
-def digest_of_request(kind: str, tag: int, payload: bytes, message: bytes) -> str:
-    """Return a request's digest, which covers its kind, tag, serialized spans and message."""
-    head = f"{kind} {tag} {len(payload)} {len(message)} ".encode()
-    return core.xxh3_128(head + payload + message).hex()
+def digest_of_request(number: int, payload: bytes) -> str:
+    """Return a request's digest, which covers its ID and serialized spans."""
+    return core.xxh3_128(f"{number} ".encode() + payload).hex()
 
 
 def digest_of_answer(request: str, number: int, piece: str) -> str:

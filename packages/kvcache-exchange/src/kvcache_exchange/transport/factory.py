@@ -36,9 +36,6 @@ def make_transport(
               transfer.
             - `advertise`: address that peers use to connect (None: `host`). Required if `host`
               stands for all addresses of the machine.
-            - `accepts_writes`: whether peers may write (True). With NIXL, False also routes all
-              bytes through staging memory, as with `direct_bytes=None`, because a peer could
-              otherwise write to registered pages.
             - `direct_bytes`: with NIXL, the minimum size of fragments that are not packed ("auto").
               See docs/transports.md.
 

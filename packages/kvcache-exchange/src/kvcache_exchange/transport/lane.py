@@ -91,7 +91,7 @@ class Job:
 
     Args:
         spans: The fragments.
-        tag: Tag that all of the job's pieces carry.
+        number: ID of the transfer.
         piece_bytes: Maximum size of a piece.
         on_done: Called after all pieces have been received, by the thread that copied them.
         request: Digest of the request, if digests are enabled.
@@ -100,18 +100,18 @@ class Job:
     def __init__(
         self,
         spans: Spans,
-        tag: int,
+        number: int,
         piece_bytes: int,
         on_done: Callable[[], None] = lambda: None,
         request: str = "",
     ) -> None:
-        self.spans, self.tag, self.on_done, self._request = spans, tag, on_done, request
+        self.number, self.on_done, self._request = number, on_done, request
         # The pieces, which are the same on both sides. Short jobs are also split, so that one piece
         # is gathered or scattered while another piece is in flight.
         part = -(-spans.num_bytes // PIECES_AHEAD)
         self.tiles = spans.tiles(min(piece_bytes, max(part, _LEAST_PART)))
         self.bytes_left = spans.num_bytes  # not yet received
-        self._number = 0  # of the next piece that is digested
+        self._piece = 0  # number of the next piece that is digested
         self._copying = threading.Lock()
         self.is_stopped = False
         self.is_spoiled = False  # whether the received bytes differ from the sent bytes
@@ -135,8 +135,8 @@ class Job:
 
     def next_digest(self, piece: torch.Tensor) -> str:
         """Compute the digest of the next piece."""
-        self._number += 1
-        return digest_of_answer(self._request, self._number - 1, digest_of(piece))
+        self._piece += 1
+        return digest_of_answer(self._request, self._piece - 1, digest_of(piece))
 
     def check(self, piece: torch.Tensor, told: object) -> None:
         """Verify the digest of the next piece, and stop the job on a mismatch."""
@@ -238,9 +238,9 @@ class Outgoing(Flow):
             piece = self._lane.outgoing[slot, : tile.num_bytes]
             if not job.copy(lambda t=tile, p=piece: self._memory.gather(t, p, self._streams)):
                 announce(self._timeout_s)
-                self._say("end", tag=job.tag)
+                self._say("end", id=job.number)
                 return
-            header = {"op": "piece", "tag": job.tag, "bytes": tile.num_bytes}
+            header = {"op": "piece", "id": job.number, "bytes": tile.num_bytes}
             if self._has_digest:
                 header["digest"] = job.next_digest(piece)
             announce(self._timeout_s)

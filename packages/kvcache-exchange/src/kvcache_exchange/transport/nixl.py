@@ -62,8 +62,6 @@ class NixlTransport(StagedTransport):
         self._agent: Agent | None = None  # agent for new connections
         self._host = host
         super().__init__(agent, host=host, port=port, **options)
-        if not self.accepts_writes:
-            self._direct_bytes = None
         try:
             self._agent = Agent(self.incarnation, host)
         except BaseException:
@@ -141,7 +139,6 @@ class NixlTransport(StagedTransport):
     def _start(
         self,
         connection: Connection,
-        kind: str,
         local: Spans,
         remote: Spans,
         notify: bytes,
@@ -149,8 +146,8 @@ class NixlTransport(StagedTransport):
     ) -> Transfer:
         kinds = self._direct_kinds(connection, local, remote)
         if kinds is None:
-            return super()._start(connection, kind, local, remote, notify, timeout_s)
-        transfer = DirectTransfer(connection, kind, local, remote, kinds, notify, timeout_s)
+            return super()._start(connection, local, remote, notify, timeout_s)
+        transfer = DirectTransfer(connection, local, remote, kinds, notify, timeout_s)
         connection.lane.direct.put(transfer)
         return transfer
 

@@ -35,7 +35,7 @@ def least_direct_bytes(local_kind: str, remote_kind: str, *, is_beside: bool) ->
 
 
 class DirectTransfer(StagedTransfer):
-    """A transfer without staging memory, in which NIXL reads and writes pages directly.
+    """A read without staging memory, in which NIXL accesses pages directly.
 
     `kinds`: NIXL's memory kind and the device number, for the local and the remote side.
     """
@@ -43,7 +43,6 @@ class DirectTransfer(StagedTransfer):
     def __init__(
         self,
         connection: Connection,
-        kind: str,
         local: Spans,
         remote: Spans,
         kinds: tuple[tuple[str, int], tuple[str, int]],
@@ -51,10 +50,9 @@ class DirectTransfer(StagedTransfer):
         timeout_s: float,
     ) -> None:
         super().__init__(connection, local.num_bytes, timeout_s)
-        self.operation = "READ" if kind == "pull" else "WRITE"
         self.spans, self.kinds, self.notify = (local, remote), kinds, notify
         self.is_touching = False  # NIXL may access pages; set by the flow's thread
-        connection.track(self, local, "direct", notify)
+        connection.track(self, None, notify)
 
     def cancel(self, reason: str) -> None:
         self.fail(reason)  # only the thread that runs the transfer releases it
@@ -128,9 +126,7 @@ class DirectFlow:
                 transfer.is_touching = False
                 return
             try:
-                handle = self._agent.begin(
-                    transfer.operation, self._connection.peer.incarnation, sides, length
-                )
+                handle = self._agent.begin("READ", self._connection.peer.incarnation, sides, length)
             except BaseException:
                 transfer.is_touching = False
                 raise

@@ -64,7 +64,7 @@ class _Known(NamedTuple):
 
 
 class RegisteredMemory:
-    """The memory that both sides' reads and writes may access."""
+    """The memory that both sides' reads may access."""
 
     def __init__(self) -> None:
         self._known = _Known.of([])

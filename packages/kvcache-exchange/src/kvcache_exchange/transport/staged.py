@@ -80,7 +80,6 @@ class StagedTransport(Transport):
         piece_bytes: int = _PIECE_BYTES,
         digest: bool = False,
         advertise: str | None = None,
-        accepts_writes: bool = True,
     ) -> None:
         self.agent = check_agent(agent)
         if not isinstance(secret, bytes):
@@ -92,14 +91,11 @@ class StagedTransport(Transport):
         if self.piece_bytes > MOST_PIECE:
             raise ValueError(f"piece_bytes is {piece_bytes}: expected at most {MOST_PIECE}")
         self.digest = flag(digest, "digest")
-        self.accepts_writes = flag(accepts_writes, "accepts_writes")
         self.address = _address(host, advertise)
         self._secret = secret
         self.incarnation = secrets.token_hex(16)
         self.memory = RegisteredMemory()
-        self._side = LocalSide(
-            self.memory, self.timeout_s, self.piece_bytes, self.digest, self.accepts_writes
-        )
+        self._side = LocalSide(self.memory, self.timeout_s, self.piece_bytes, self.digest)
         self._connections: dict[str, Connection] = {}
         # Ended connections with untaken messages or running threads, and the names of their peers.
         self._ended: list[tuple[str, Connection]] = []
@@ -424,7 +420,6 @@ class StagedTransport(Transport):
 
     def _begin(
         self,
-        kind: str,
         peer: str,
         local: Spans,
         remote: Spans,
@@ -436,26 +431,23 @@ class StagedTransport(Transport):
         timeout_s = self.timeout_s if timeout_s is None else seconds(timeout_s, "timeout_s")
         self.memory.check(local, "local")
         check_within(remote, *connection.bounds, "remote")
-        if kind == "pull":
-            check_apart(local, "local")
-        size = 8 * (2 + len(remote.bases) + 2 * len(remote.length)) + len(notify)
-        if size > MOST_PAYLOAD:
+        check_apart(local, "local")
+        if 8 * (2 + len(remote.bases) + 2 * len(remote.length)) > MOST_PAYLOAD:
             raise ValueError(
                 f"remote has {len(remote.length)} runs: expected at most {MOST_PAYLOAD // 16}"
             )
-        return self._start(connection, kind, local, remote, notify, timeout_s)
+        return self._start(connection, local, remote, notify, timeout_s)
 
     def _start(
         self,
         connection: Connection,
-        kind: str,
         local: Spans,
         remote: Spans,
         notify: bytes,
         timeout_s: float,
     ) -> Transfer:
-        """Start a transfer of validated spans."""
-        return connection.begin(kind, local, remote, notify, timeout_s)
+        """Start a read of validated spans."""
+        return connection.begin(local, remote, notify, timeout_s)
 
     def _of_peer(self, peer: str) -> Connection:
         self._check_open()
