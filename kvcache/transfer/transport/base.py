@@ -99,7 +99,7 @@ class Transport(ABC):
         agent: The name by which peers know this side.
 
     Example:
-        >>> from kvcache_exchange.transport.factory import make_transport
+        >>> from kvcache_exchange.transport import make_transport
         >>> a, b = make_transport("a", "tcp"), make_transport("b", "tcp")
         >>> mine, theirs = np.zeros(64, np.uint8), np.arange(64, dtype=np.uint8)
         >>> a.register([(mine.ctypes.data, 64)]); b.register([(theirs.ctypes.data, 64)])

@@ -4,45 +4,37 @@
 Torch is required only for verification.
 """
 
-from kvcache_lab.chat import ChatShape, chat_workload
-from kvcache_lab.comparison import COMPARED, Comparison, compare, comparison_table, optimum
-from kvcache_lab.curve import CURVE_POLICIES, HitRateCurve, curve_table, hit_rate_curve
-from kvcache_lab.mismatch import Mismatch
-from kvcache_lab.replayer import Replayer, Series
-from kvcache_lab.report import ReplayReport
-from kvcache_lab.service import Service
-from kvcache_lab.traces import (
-    TraceError,
-    read_block_ids,
-    read_mooncake,
-    read_trace,
-    register_trace_form,
-    trace_forms,
-)
-from kvcache_lab.workload import WorkloadRequest
+from __future__ import annotations
 
-__all__ = [
-    "COMPARED",
-    "CURVE_POLICIES",
-    "ChatShape",
-    "Comparison",
-    "HitRateCurve",
-    "Mismatch",
-    "ReplayReport",
-    "Replayer",
-    "Series",
-    "Service",
-    "TraceError",
-    "WorkloadRequest",
-    "chat_workload",
-    "compare",
-    "comparison_table",
-    "curve_table",
-    "hit_rate_curve",
-    "optimum",
-    "read_block_ids",
-    "read_mooncake",
-    "read_trace",
-    "register_trace_form",
-    "trace_forms",
-]
+from kvcache.lazy import lazy_names
+
+# Imported on first use, so that `kvcache --help` is fast.
+_HOME = {
+    "COMPARED": "kvcache_lab.comparison",
+    "CURVE_POLICIES": "kvcache_lab.curve",
+    "ChatShape": "kvcache_lab.chat",
+    "Comparison": "kvcache_lab.comparison",
+    "HitRateCurve": "kvcache_lab.curve",
+    "Mismatch": "kvcache_lab.mismatch",
+    "ReplayReport": "kvcache_lab.report",
+    "Replayer": "kvcache_lab.replayer",
+    "Series": "kvcache_lab.replayer",
+    "Service": "kvcache_lab.service",
+    "TraceError": "kvcache_lab.traces",
+    "WorkloadRequest": "kvcache_lab.workload",
+    "chat_workload": "kvcache_lab.chat",
+    "compare": "kvcache_lab.comparison",
+    "comparison_table": "kvcache_lab.comparison",
+    "curve_table": "kvcache_lab.curve",
+    "hit_rate_curve": "kvcache_lab.curve",
+    "optimum": "kvcache_lab.comparison",
+    "read_block_ids": "kvcache_lab.traces",
+    "read_mooncake": "kvcache_lab.traces",
+    "read_trace": "kvcache_lab.traces",
+    "register_trace_form": "kvcache_lab.traces",
+    "trace_forms": "kvcache_lab.traces",
+}
+
+__all__ = [*_HOME]  # noqa: PLE0604
+
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -55,5 +55,5 @@ def make_transport(
     if name == "nixl":
         from kvcache_exchange.transport.nixl import NixlTransport as Chosen
     else:
-        from kvcache.transfer.transport.tcp import TcpTransport as Chosen
+        from kvcache_exchange.transport.tcp import TcpTransport as Chosen
     return Chosen(agent, host=host, port=port, **options)
