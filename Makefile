@@ -170,6 +170,7 @@ wheel: setup
 	  $(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel dist/*.tar.gz
 	$(MAKE) repair-wheel WHEEL="$$(echo build/wheel/*.whl)" DIST=dist AUDITWHEEL=$(BIN)/auditwheel
 	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist packages/*
+	rm -rf packages/*/build
 
 # Build all libraries once, in build/prebuilt/kvcache. Wheels for other Python versions reuse the op
 # libraries in this folder (KVCACHE_PREBUILT).

@@ -57,7 +57,7 @@ class BuildNative(build_ext):
             for extension in self.extensions
         )
         write = lambda line: self.announce(line, level=logging.INFO)  # noqa: E731 (not with -q)
-        self.progress = compiler.Progress(num_steps, write)
+        self.progress = compiler.BuildProgress(num_steps, write)
         try:
             super().build_extensions()
         except RuntimeError as error:

@@ -27,7 +27,7 @@ from kvcache.native import build
 FILES_PER_UNIT = 4  # also in CMakeLists.txt
 
 
-class Progress:
+class BuildProgress:
     """Writes "[2/9] text" for each of the steps of a build.
 
     Args:
@@ -64,7 +64,7 @@ def build_library(
     root: Path,
     folder: Path,
     out: Path,
-    progress: Progress,
+    progress: BuildProgress,
     archs: Sequence[str] = (),
 ) -> None:
     """Compile what has changed, and link the library.

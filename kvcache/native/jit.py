@@ -118,7 +118,7 @@ def _cached(
             try:
                 _check_requirements(name)
                 _write(f"no built {name} found, building it in {folder} ...")
-                progress = compiler.Progress(len(compiler.units(sources)) + 1, _write)
+                progress = compiler.BuildProgress(len(compiler.units(sources)) + 1, _write)
                 compiler.build_library(name, sources, root, folder, folder / file, progress, archs)
             except RuntimeError as error:
                 raise BuildError(f"building {name} failed: {error}") from error

@@ -34,7 +34,7 @@ def built(root):
     """Build the library, and return its progress: the subject of each step, without its number."""
     lines = []
     sources = [root / "core" / name for name in NAMES]
-    progress = compiler.Progress(len(compiler.units(sources)) + 1, lines.append)
+    progress = compiler.BuildProgress(len(compiler.units(sources)) + 1, lines.append)
     folder = root.parent / "objects"
     compiler.build_library("_core", sources, root, folder, root.parent / "out.so", progress)
     assert sorted(line.partition(" ")[0] for line in lines) == ["[1/3]", "[2/3]", "[3/3]"]

@@ -20,6 +20,7 @@ NO_TORCH = """
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find(name, *rest)
 """
+NO_LIBRARIES = "os.environ.pop('KVCACHE_CUDA', None); os.environ['KVCACHE_PREBUILT'] = 'x'"
 OLD_TORCH = "import importlib.metadata; importlib.metadata.version = lambda name: '2.9.1+cpu'"
 
 
@@ -37,7 +38,7 @@ def setup(without, *command):
         (OLD_TORCH, "torch is 2.9.1+cpu: expected 2.10 or newer; `pip install -U torch`"),
         ("os.environ |= {'PATH': '/none', 'CXX': ''}", "no C++ compiler (g++ or clang++ is not on"),
         ("os.environ['KVCACHE_CUDA'] = 'yes'", "KVCACHE_CUDA is 'yes': expected 0 or 1"),
-        ("os.environ['KVCACHE_PREBUILT'] = 'x'", "KVCACHE_PREBUILT is 'x': expected a folder with"),
+        (NO_LIBRARIES, "KVCACHE_PREBUILT is 'x': expected a folder with"),
     ],
     ids=["Python", "no torch", "torch", "compiler", "KVCACHE_CUDA", "KVCACHE_PREBUILT"],
 )
