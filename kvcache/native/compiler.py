@@ -130,11 +130,17 @@ def compile_if_changed(compiler: list[str], flags: list[str], obj: Path) -> str:
     record.unlink(missing_ok=True)
     started = time.time()
     printed = _run([*command, "-MD", "-MF", str(depends)])
-    files = shlex.split(depends.read_text().replace("\\\n", " "))[1:]  # "unit.o: file file ..."
+    files = _dependencies(depends.read_text())
     # A file that was edited meanwhile may have been read before or after that.
     if all(os.stat(path).st_mtime < started for path in files):
         record.write_text("\n".join([_digest(made_from, files), *files]))
     return "\n" + printed if printed else ""
+
+
+def _dependencies(rule: str) -> list[str]:
+    """Return the files in a rule for make: "unit.o: file ...", or "unit.o : file ..." by nvcc."""
+    words = shlex.split(rule.replace("\\\n", " "))
+    return [word for word in words[1:] if word != ":"]
 
 
 def _digest(parts: list[str], files: list[str]) -> str:

@@ -75,6 +75,12 @@ def test_file_that_is_edited_during_a_build_is_compiled_again(root):
     assert built(root) == {f"{FIRST} (unchanged)", SECOND, LINK}
 
 
+@pytest.mark.parametrize("target", ["unit.o:", "unit.o :"])  # written by g++ and by nvcc
+def test_rules_of_compilers_are_read(target):
+    rule = f"{target} a.cpp \\\n  my\\ folder/b.h\n"
+    assert compiler._dependencies(rule) == ["a.cpp", "my folder/b.h"]
+
+
 # Compiles one unit, then stops until it is interrupted.
 COMPILER = """#!/bin/sh
 for word in "$@"; do
