@@ -207,6 +207,7 @@ def instances(
 Count: TypeAlias = int  # 0 to 2**31 - 1
 Size: TypeAlias = int  # 1 to 2**31 - 1
 Name: TypeAlias = str  # not empty
+Text: TypeAlias = str  # can be encoded as UTF-8
 
 _OF_ANNOTATION = {
     "int": lambda value, name: integer(value, name, 0, MAX_INT64),
@@ -214,7 +215,8 @@ _OF_ANNOTATION = {
     "Size": lambda value, name: integer(value, name, 1),
     "float": number,
     "bool": flag,
-    "str": lambda value, name: text(value, name),
+    "str": lambda value, name: instance(value, str, name) or value,
+    "Text": lambda value, name: text(value, name),
     "Name": lambda value, name: check_name(value, name) or value,
 }
 

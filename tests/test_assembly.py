@@ -221,7 +221,7 @@ def test_parts_match_the_plan():
     cache = kvcache.build(
         plan,
         max_num_reqs=3,
-        swap_options={"layers_per_event": 1},
+        swap_options={"method": "kernel"},
         num_host_blocks=9,
         backend="TRITON_ATTN",
     )
@@ -229,7 +229,6 @@ def test_parts_match_the_plan():
     assert cache.pages.page_bytes == plan.page_bytes
     assert cache.pages.num_blocks == plan.num_pages and cache.host_pages.num_blocks == 9
     assert cache.worker.pages is cache.pages and cache.worker.host is cache.host_pages
-    assert cache.worker.engine.layers_per_event == 1
     for spec in plan.layers:
         group = cache.group(spec.name)
         index = plan.groups[group].layers.index(spec.name)
@@ -444,8 +443,8 @@ def test_invalid_calls_are_reported():
         (lambda: kvcache.build(plan, max_num_reqs=1, swap_options={"way": 1}), TypeError,
          "swap_options has 'way': expected some of method, "),
         (lambda: kvcache.build(plan, max_num_reqs=1, num_host_blocks=9,
-                               swap_options={"layers_per_event": "x"}), TypeError,
-         "layers_per_event is 'x': expected an integer"),
+                               swap_options={"staging_bytes": "x"}), TypeError,
+         "staging_bytes is 'x': expected an integer"),
         (lambda: kvcache.build(plan, max_num_reqs=1, kernel_sizes=4), TypeError,
          r"kernel_sizes is 4: expected a list of candidates, such as \[4\]"),
         (lambda: kvcache.build(plan, max_num_reqs=1, kernel_sizes=["4"]), TypeError,

@@ -23,6 +23,7 @@ from kvcache.checks import (
     MAX_LAYERS,
     Count,
     Size,
+    Text,
     check_range,
     dtype_name,
     instance,
@@ -238,7 +239,7 @@ class CacheDescription(EngineDescription):
         True
     """
 
-    engine_id: str
+    engine_id: Text
     num_layers: Size
     total_num_kv_heads: Size
     head_size: Size  # K elements per head
@@ -256,7 +257,7 @@ class CacheDescription(EngineDescription):
     scale_bytes_per_head: Count = 0
     k_scale: tuple[tuple[float, ...], ...] | None = None
     v_scale: tuple[tuple[float, ...], ...] | None = None
-    hash_algorithm: str = "sha256_cbor"
+    hash_algorithm: Text = "sha256_cbor"
     version: int = DESCRIPTION_VERSION
 
     def __post_init__(self) -> None:

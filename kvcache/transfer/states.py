@@ -20,6 +20,7 @@ import numpy as np
 from kvcache.checks import (
     MAX_LAYERS,
     Size,
+    Text,
     as_array,
     dtype_name,
     integer,
@@ -157,7 +158,7 @@ class StateDescription(EngineDescription):
         True
     """
 
-    engine_id: str
+    engine_id: Text
     num_layers: Size
     tensors: tuple[StateTensor, ...]
     tp_size: Size = 1

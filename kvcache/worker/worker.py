@@ -91,18 +91,6 @@ class PendingStep:
         until(lambda: self.poll() is not None, timeout_s, names)
         return self._report
 
-    def wait_layer(self, layer: int) -> None:
-        """Make the current stream wait until the step's swap-ins for one layer have arrived.
-
-        If the worker was created with `layers_per_event`, call this method before computing each
-        layer. Otherwise, `Worker.start` has already made the stream wait for all layers.
-
-        Args:
-            layer: The layer that is about to be computed.
-        """
-        if self._in is not None:
-            self._engine.before_read(self._in, layer)
-
     def may_wait(self) -> bool:
         """Return whether copies in flight may still delay the report."""
         return self._report is None and bool(self._earlier or self._out or self._in)
@@ -373,8 +361,7 @@ class Worker:
             return
         self._note("swap_in", moves.swap_in)
         step._in = self.engine.swap_in(moves.swap_in)
-        if not self.engine.layers_per_event:
-            self.engine.before_read(step._in)
+        self.engine.before_read(step._in)
 
     def _note(self, section: str, pages: np.ndarray) -> None:
         if self.on_move is not None:

@@ -100,8 +100,7 @@ def test_located_regions_are_not_queried_again(ops):
     assert device.view(2, PAGES, 8)[:, 1, 0].tolist() == [11, 15]
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_regions_are_queried_until_a_kernel_has_copied_them(monkeypatch, by_layer):
+def test_regions_are_queried_until_a_kernel_has_copied_them(monkeypatch):
     asked = []
 
     def copy_blocks(*args):
@@ -113,7 +112,7 @@ def test_regions_are_queried_until_a_kernel_has_copied_them(monkeypatch, by_laye
     fails = False
     device = Pages.allocate(4, [[8], [8]], device="meta")
     host = Pages.over([torch.zeros(4, 8, dtype=torch.uint8), torch.zeros(4, 8, dtype=torch.uint8)])
-    page_copy = PageCopy(device, host, by_layer=by_layer)
+    page_copy = PageCopy(device, host)
     one, none = np.array([[1, 2]]), np.zeros((0, 2), np.int64)
     fails = True
     with pytest.raises(RuntimeError):
@@ -122,17 +121,11 @@ def test_regions_are_queried_until_a_kernel_has_copied_them(monkeypatch, by_laye
     del asked[:]
     page_copy.copy(none)  # an empty copy and a copy engine do not query regions
     page_copy.copy(one, engine=kvcache.ops.COPY_ENGINE)
-    if by_layer:
-        page_copy.copy(one, layers=slice(0, 1))
-        page_copy.copy(one, layers=slice(0, 1))
-        page_copy.copy(one)
-        assert asked == [True, True, True, False, True]
-    else:
-        page_copy.copy(one)
-        assert asked == [True, True, True]
+    page_copy.copy(one)
+    assert asked == [True, True, True]
     page_copy.copy(one)
     assert asked[-1] is False
-    PageCopy(device, host, by_layer=by_layer).copy(one)  # another object may be for other memory
+    PageCopy(device, host).copy(one)  # another object may be for other memory
     assert asked[-1] is True
 
 

@@ -197,8 +197,6 @@ def test_page_of_a_packed_storage_is_one_fragment():
         "side by side": 4, "heads first": 1, "kv, heads, layers": 1, "scales, side by side": 4,
         "mla": 4, "mla, block-major": 1, "mla of one part": 4,
     }  # fmt: skip
-    kv = storage("block-major", "NHD", num_layers=4)
-    assert len(PageCopy(kv.pages, kv.pages.on_host(3), by_layer=True).regions) == 4
 
 
 # --- an engine's own tensors ----------------------------------------------------------------------
@@ -522,20 +520,6 @@ def test_pages_of_another_dtype_shape_or_order_are_rejected(other):
     mine, others = Pages.over([torch.zeros(6, 4, 2, 8).half()]), Pages.over([other])
     with pytest.raises(ValueError, match=r"tensor 0 has blocks of .dtype, shape, dimensions from"):
         PageCopy(mine, others).copy(np.array([[1, 2]]))
-
-
-def test_single_layer_copies_require_by_layer():
-    kv = storage("block-major", "NHD")
-    fill(kv)
-    host = kv.pages.on_host(3)
-    with pytest.raises(
-        ValueError, match="layers is given: expected None, unless PageCopy was created with by"
-    ):
-        PageCopy(kv.pages, host).copy(np.array([[1, 2]]), layers=slice(1, 2))
-    host.memory.zero_()
-    PageCopy(kv.pages, host, by_layer=True).copy(np.array([[1, 2]]), layers=slice(1, 2))
-    held = [bool(host.layer(layer)[2].any()) for layer in range(3)]
-    assert held == [False, True, False]
 
 
 # --- storages of a plan ---------------------------------------------------------------------------

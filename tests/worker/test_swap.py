@@ -22,15 +22,12 @@ from tests.machinery.simulated_device import SimulatedStreams
 LAYERS = 3
 # With this calibration, single pages use the kernel, and several pages use staging.
 MIXED = Calibration("a test", *[((0, ((0, "kernel"),)), (2 * LAYERS + 1, ((0, "staging"),)))] * 2)
-ALL_LAYERS = range(LAYERS)
 FORMS = {
     "kernel": {"method": "kernel"},
     "copy engine": {"method": "copy_engine"},
     "staging of one page": {"method": "staging", "staging_bytes": 1},
     "staging": {"method": "staging"},
     "now staging, now the kernel": {"calibration": MIXED, "staging_bytes": 1},
-    "layer by layer": {"method": "kernel", "layers_per_event": 1},
-    "two layers at a time": {"method": "kernel", "layers_per_event": 2},
 }
 
 
@@ -52,7 +49,6 @@ class Race:
         self.pages = Pages.allocate(12, [[8, 8]] * LAYERS)
         self.host_pages = self.pages.on_host(10)
         self.engine = SwapEngine(self.pages, self.host_pages, streams=self.streams, **form)
-        self.by_layer = form.get("layers_per_event", 0) > 0
         self.device = dict.fromkeys(range(1, 12), 0)
         self.host: dict[int, int] = {}
         self.arriving = {}  # page -> swap-in job for which no call has waited yet
@@ -76,15 +72,15 @@ class Race:
                 self.streams.compute, lambda page=page, number=self.number: self._put(page, number)
             )
 
-    def compute_read(self, pages=None, layers=ALL_LAYERS):
+    def compute_read(self, pages=None):
         for page in pages or self.random.sample(sorted(self.device), 4):
-            if layers == ALL_LAYERS and page in self.arriving:
+            if page in self.arriving:
                 self.engine.before_read(self.arriving.pop(page))
             expected = self.device[page] % 251
 
             def look(page=page, expected=expected):
                 self.reads += 1
-                for region in np.flatnonzero(np.isin(self.pages.layers, list(layers))):
+                for region in range(len(self.pages.sizes)):
                     self.wrong += int((self.pages.fragment(region)[page] != expected).any())
 
             self.streams.launch(self.streams.compute, look)
@@ -107,10 +103,6 @@ class Race:
         moves = pairs(*zip(chosen, targets))
         job = self.engine.swap_in(moves, expedited=self.random.random() < 0.4)
         self.arriving |= dict.fromkeys(targets, job)
-        if self.by_layer:
-            for layer in range(LAYERS):
-                self.engine.before_read(job, layer)
-                self.compute_read(targets, [layer])
 
     def run(self, num_calls):
         calls = [self.compute_write, self.compute_read, self.swap_out, self.swap_in]
@@ -151,7 +143,7 @@ def without_before_write(monkeypatch):
 
 
 def without_before_read(monkeypatch):
-    monkeypatch.setattr(SwapEngine, "before_read", lambda self, job, layer=None: None)
+    monkeypatch.setattr(SwapEngine, "before_read", lambda self, job: None)
 
 
 def without_order_of_the_lanes(monkeypatch):
@@ -425,20 +417,18 @@ def test_page_reused_in_its_swap_out_plan_is_read_first(method):
 
 def test_swapped_in_pages_are_ready_for_the_step():
     for seed in range(30):
-        for by_layer in (0, 1):
-            worker, streams = simulated_worker(seed, layers_per_event=by_layer)
-            worker.host.memory.fill_(5)
-            seen = []
+        worker, streams = simulated_worker(seed)
+        worker.host.memory.fill_(5)
+        seen = []
 
-            def look(layer, w=worker, seen=seen):
-                seen.append(bool((w.storages[0].pages.fragment(2 * layer)[3] == 5).all()))
+        def look(layer, w=worker, seen=seen):
+            seen.append(bool((w.storages[0].pages.fragment(2 * layer)[3] == 5).all()))
 
-            step = worker.start(plan(swap_in=pairs((1, 3)), **taking(3)))
-            for layer in range(LAYERS):
-                step.wait_layer(layer)
-                streams.launch(streams.compute, lambda layer=layer, look=look: look(layer))
-            streams.advance()
-            assert seen == [True] * LAYERS
+        worker.start(plan(swap_in=pairs((1, 3)), **taking(3)))
+        for layer in range(LAYERS):
+            streams.launch(streams.compute, lambda layer=layer, look=look: look(layer))
+        streams.advance()
+        assert seen == [True] * LAYERS
 
 
 @pytest.mark.parametrize("failing", [1, 2])
@@ -725,15 +715,6 @@ def test_invalid_pages_move_nothing(call, given, message):
     assert (e.device.memory == 3).all() and (e.host.memory == 4).all()
 
 
-@pytest.mark.parametrize("layer", [-1, 2])
-def test_unknown_layer_is_reported(layer):
-    e = engine(layers_per_event=1)
-    job = e.swap_in(pairs((1, 3)))
-    e.before_read(job, 1)
-    with pytest.raises(ValueError, match=f"layer is {layer}: expected 0 to 1"):
-        e.before_read(job, layer)
-
-
 def test_invalid_options_are_reported():
     with pytest.raises(
         ValueError, match="method is 'dma': expected None or one of kernel, copy_eng"
@@ -741,8 +722,8 @@ def test_invalid_options_are_reported():
         engine(method="dma")
     with pytest.raises(TypeError, match="calibration is 'fast': expected a Calibration or None"):
         engine(calibration="fast")
-    with pytest.raises(ValueError, match="layers_per_event is -1: expected 0 to"):
-        engine(layers_per_event=-1)
+    with pytest.raises(ValueError, match="staging_bytes is -1: expected 0 to"):
+        engine(staging_bytes=-1)
     pages = Pages.allocate(6, [[16]] * 2)
     with pytest.raises(
         ValueError, match="source's pages have 2 fragments in 2 layers, but the dest"

@@ -551,8 +551,8 @@ def test_swap_options_without_host_pages_are_reported():
     table = BlockTable(
         block_size=4, max_num_reqs=1, max_num_blocks_per_req=2, max_num_batched_tokens=8
     )
-    with pytest.raises(TypeError, match="layers_per_event is given without host pages"):
-        Worker(storage, table, layers_per_event=2)
+    with pytest.raises(TypeError, match="staging_bytes is given without host pages"):
+        Worker(storage, table, staging_bytes=2)
 
 
 # --- order of plans -------------------------------------------------------------------------------

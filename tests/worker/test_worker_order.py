@@ -25,7 +25,6 @@ class Plans:
     def __init__(self, seed: int, **form) -> None:
         self.random = random.Random(seed)
         self.worker, self.streams = simulated_worker(seed, **form)
-        self.by_layer = form.get("layers_per_event", 0) > 0
         self.pages = self.worker.pages
         self.pages.memory.zero_()
         self.device = dict.fromkeys(range(1, NUM_PAGES), 0)
@@ -75,12 +74,7 @@ class Plans:
         self.device = after
         transfer = self.worker.start(given)
         arrived = [target for _, target in back]
-        for layer in range(LAYERS) if self.by_layer else ():
-            if self.random.random() < 0.7:
-                transfer.wait_layer(layer)
-                for page in arrived:
-                    self._compute(self._look, page, after[page], [layer])
-        for page in () if self.by_layer else arrived:
+        for page in arrived:
             self._compute(self._look, page, after[page], range(LAYERS))
         others = [page for page in after if page not in arrived]
         for page in self.random.sample(others, 3):
@@ -204,15 +198,6 @@ def test_missing_stream_dependency_is_detected(monkeypatch, missing):
 def test_dependencies_between_swap_directions_are_detected(monkeypatch, missing):
     MISSING[missing](monkeypatch)
     assert any(Race(seed, method="kernel").run(60) for seed in range(400))
-
-
-@pytest.mark.slow
-def test_layerwise_swap_in_is_complete_in_next_plan(monkeypatch):
-    """Applying the next plan waits for the layers for which no other call has waited."""
-    form = FORMS["layer by layer"]
-    assert sum(Plans(seed, **form).run() for seed in range(8)) == 0
-    monkeypatch.setattr(SwapEngine, "order_after_swap_ins", lambda self: None)
-    assert any(Plans(seed, **form).run() for seed in range(100))
 
 
 def test_staged_page_may_be_overwritten_before_reaching_host():

@@ -15,13 +15,10 @@ class PageCopy:
     """Copies pages within a pool or between two pools. The region table for `ops.copy_blocks` is
     built once.
 
-    Regions that are contiguous on both sides are merged. With `by_layer`, regions are merged only
-    within a layer, so that individual layers can be copied.
+    Regions that are contiguous on both sides are merged.
     """
 
-    def __init__(
-        self, source: PageMemory, destination: PageMemory, *, by_layer: bool = False
-    ) -> None:
+    def __init__(self, source: PageMemory, destination: PageMemory) -> None:
         if len(source.sizes) != len(destination.sizes):
             raise ValueError(
                 f"the source's pages have {len(source.sizes)} fragments in {source.num_layers} "
@@ -41,17 +38,16 @@ class PageCopy:
         _check_formats(source, destination)
         self.source, self.destination = source, destination
         self._within = source is destination or _share_memory(source, destination)
-        table, self._layers = _merged(source, destination, by_layer)
+        table = _merged(source, destination)
         self.regions = torch.from_numpy(table)
         # Whether consecutive pages are contiguous on both sides.
         self.is_dense = bool(((table[:, 1] == table[:, 4]) & (table[:, 3] == table[:, 4])).all())
         on_host = source if source.device.type == "cpu" else destination
         self._pages_per_run = on_host.pages_per_chunk
-        # Regions in host memory pinned by others that a kernel has copied, which are thus pinned. This
-        # object keeps their memory alive, so no other memory can take over their addresses.
+        # Host memory that others pinned is known to be pinned once a kernel has copied it. This object
+        # keeps the memory alive, so no other memory can take over its addresses.
         is_asked = source.device.type != destination.device.type and self._pages_per_run == 0
-        self._is_located = np.zeros(len(table), bool) if is_asked else None
-        self._by_layer = by_layer
+        self._must_locate, self._is_located = is_asked, False
         self._others = destination.others if self._within else source.others + destination.others
 
     def copy(
@@ -60,28 +56,14 @@ class PageCopy:
         *,
         engine: int = ops.KERNEL,
         num_thread_blocks: int = 0,
-        layers: slice | None = None,
     ) -> None:
-        """Copy pages in all layers or, with `by_layer`, in the given layers.
-
-        See `ops.copy_blocks`.
-        """
-        regions, part = self.regions, slice(None)
-        if layers is not None and not self._by_layer:
-            raise ValueError(
-                "layers is given: expected None, unless PageCopy was created with by_layer"
-            )
-        if layers is not None:
-            part = slice(*np.searchsorted(self._layers, [layers.start, layers.stop]))
-            regions = regions[part]
-        pages_per_run = self._pages_per_run
-        if self._is_located is not None and self._is_located[part].all():
-            pages_per_run = ops.LOCATED
+        """Copy pages in all layers. See `ops.copy_blocks`."""
+        pages_per_run = ops.LOCATED if self._is_located else self._pages_per_run
         source, destination = self.source, self.destination
         ops.copy_blocks(
             None if self._within else source.memory,
             destination.memory,
-            regions,
+            self.regions,
             pairs_tensor(pairs),
             source.num_blocks,
             destination.num_blocks,
@@ -90,8 +72,8 @@ class PageCopy:
             num_thread_blocks,
             self._others,
         )
-        if self._is_located is not None and engine == ops.KERNEL and len(pairs) > 0:
-            self._is_located[part] = True
+        if self._must_locate and engine == ops.KERNEL and len(pairs) > 0:
+            self._is_located = True
 
     def zero(self, ids: np.ndarray) -> None:
         """Zero whole pages in the destination. `ids`: int32[n]."""
@@ -122,10 +104,8 @@ def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _merged(
-    source: PageMemory, destination: PageMemory, by_layer: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the op's table of merged regions, int64[r, 5], and the first layer in each region."""
+def _merged(source: PageMemory, destination: PageMemory) -> np.ndarray:
+    """Return the op's table of merged regions, int64[r, 5]."""
     table = np.stack(
         [source.offsets, source.strides, destination.offsets, destination.strides, source.sizes], 1
     )
@@ -135,13 +115,11 @@ def _merged(
         & (table[:-1, 1] == table[1:, 1])
         & (table[:-1, 3] == table[1:, 3])
     )
-    if by_layer:
-        joined &= source.layers[:-1] == source.layers[1:]
     first = np.flatnonzero(np.concatenate([np.ones(min(len(table), 1), bool), ~joined]))
     merged = table[first]
     if len(first):
         merged[:, 4] = np.add.reduceat(table[:, 4], first)
-    return merged, source.layers[first]
+    return merged
 
 
 def _check_formats(source: PageMemory, destination: PageMemory) -> None:

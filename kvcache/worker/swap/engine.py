@@ -75,9 +75,6 @@ class SwapEngine:
             machine or, if there is none, the built-in calibration.
         staging_bytes: Bytes of device memory for staging, per direction. One half is filled while
             the other half is emptied.
-        layers_per_event: If positive, swapped-in layers can be used while later layers are still
-            arriving; an event is recorded after this many layers. Method "staging" does not support
-            this, because it transfers whole pages.
         streams: The streams to use. None: the default streams for the device.
 
     Raises:
@@ -100,7 +97,6 @@ class SwapEngine:
         method: str | None = None,
         calibration: Calibration | None = None,
         staging_bytes: int = 64 << 20,
-        layers_per_event: int = 0,
         streams: CudaStreams | CpuStreams | None = None,
     ) -> None:
         instance(device, Pages, "device")
@@ -117,7 +113,6 @@ class SwapEngine:
             raise TypeError(
                 f"streams is {shown(streams)}: expected CudaStreams, CpuStreams or None"
             )
-        layers_per_event = integer(layers_per_event, "layers_per_event")
         staging_bytes = integer(staging_bytes, "staging_bytes", most=MAX_INT64)
         on_cuda = device.device.type == "cuda"
         if method == KERNEL and on_cuda and not host.is_pinned:
@@ -131,8 +126,6 @@ class SwapEngine:
         self._method = method
         self._is_cpu = isinstance(self._streams, CpuStreams)  # the CPU has only one method
         self._kernel_reaches_host = host.is_pinned or not on_cuda
-        self.layers_per_event = layers_per_event
-        by_layer = layers_per_event > 0
         if isinstance(self._streams, CudaStreams):
             ops.warm_up(device.device)
         # The engine owns its streams. The finalizer keeps the pages alive until the streams' work
@@ -141,8 +134,8 @@ class SwapEngine:
         weakref.finalize(self, _close, self._streams, self._own_streams, kept)
         self._swap_streams = {
             OUT: SwapStream(device, host, self._new_stream()),
-            IN: SwapStream(host, device, self._new_stream(), by_layer=by_layer),
-            _EXPEDITED: SwapStream(host, device, self._new_stream(), by_layer=by_layer),
+            IN: SwapStream(host, device, self._new_stream()),
+            _EXPEDITED: SwapStream(host, device, self._new_stream()),
         }
         for direction in DIRECTIONS:
             if self._may_stage(direction):
@@ -208,26 +201,18 @@ class SwapEngine:
         for swap_stream in self._swap_ins:
             self._after(stream, swap_stream.last_writing(pages), "done")
 
-    def before_read(self, job: SwapJob, layer: int | None = None) -> None:
-        """Make the current stream wait until a swapped-in layer has arrived.
+    def before_read(self, job: SwapJob) -> None:
+        """Make the current stream wait until the pages of a swap-in have arrived.
 
         Args:
             job: A swap-in.
-            layer: The layer. None: all layers.
 
         Raises:
-            ValueError: The layer is out of range.
             RuntimeError: A CUDA graph is being captured on the current stream.
         """
         instance(job, SwapJob, "job")
-        if layer is not None:
-            layer = integer(layer, "layer", most=self.device.num_layers - 1)
         self.check_not_captured("before_read")
-        event = job.done
-        if layer is not None and job.error is None:
-            event = next((event for end, event in job.layers if layer < end), job.done)
-        if event is not None:
-            self._streams.wait(self._streams.current(), event)
+        self._after(self._streams.current(), job, "done")
 
     def order_after_swap_ins(self) -> None:
         """Make the current stream wait for all swap-ins started so far.
@@ -306,14 +291,12 @@ class SwapEngine:
         fragment_bytes = len(pairs) * self.device.page_bytes / num_fragments
         method = self.calibration.method(direction, fragment_bytes, num_fragments)
         swap_stream = self._swap_streams[direction]
-        by_layer = direction == IN and self.layers_per_event > 0
         # Staging transfers whole pages, so it does not help if a page is already a single fragment.
-        if method == STAGING and (
-            by_layer or swap_stream.staging is None or len(swap_stream.page_copy.regions) == 1
-        ):
+        no_staging = swap_stream.staging is None
+        if method == STAGING and (no_staging or len(swap_stream.page_copy.regions) == 1):
             method = KERNEL
         if method == KERNEL and not self._kernel_reaches_host:
-            method = COPY_ENGINE if by_layer or swap_stream.staging is None else STAGING
+            method = COPY_ENGINE if no_staging else STAGING
         return method
 
     @property
@@ -479,12 +462,6 @@ class SwapEngine:
                 self._copy(stream, page_copy, pairs, engine)
 
             job.released = swap_stream.staging.carry(job.pairs, copy)
-        elif direction == IN and self.layers_per_event:
-            engine = self._engine(method, settled)
-            for first in range(0, self.device.num_layers, self.layers_per_event):
-                layers = slice(first, first + self.layers_per_event)
-                self._copy(swap_stream.stream, swap_stream.page_copy, job.pairs, engine, layers)
-                job.layers.append((layers.stop, self._streams.record(swap_stream.stream)))
         else:
             engine = self._engine(method, settled)
             self._copy(swap_stream.stream, swap_stream.page_copy, job.pairs, engine)
@@ -497,19 +474,12 @@ class SwapEngine:
             return ops.KERNEL
         return ops.COPY_ENGINE_SETTLED if settled else ops.COPY_ENGINE
 
-    def _copy(
-        self,
-        stream: object,
-        page_copy: PageCopy,
-        pairs: np.ndarray,
-        engine: int,
-        layers: slice | None = None,
-    ) -> None:
+    def _copy(self, stream: object, page_copy: PageCopy, pairs: np.ndarray, engine: int) -> None:
         on_bus = "cpu" in (page_copy.source.device.type, page_copy.destination.device.type)
         blocks = self.calibration.num_thread_blocks if on_bus else _STAGING_THREAD_BLOCKS
         self._streams.launch(
             stream,
-            lambda: page_copy.copy(pairs, engine=engine, num_thread_blocks=blocks, layers=layers),
+            lambda: page_copy.copy(pairs, engine=engine, num_thread_blocks=blocks),
         )
 
 

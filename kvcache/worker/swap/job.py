@@ -44,8 +44,6 @@ class SwapJob:
         # The event after which the sources may be overwritten, and the event after which all pages have
         # arrived.
         self.released = self.done = None
-        # Pairs of a number of leading layers and the event after which these layers have arrived.
-        self.layers: list[tuple[int, object]] = []
 
     def poll(self) -> bool:
         """Return whether all pages have arrived or the job has failed (see `error`)."""
@@ -85,11 +83,9 @@ class SwapStream:
     Jobs complete and release their source pages in the order of their numbers.
     """
 
-    def __init__(
-        self, source: Pages, destination: Pages, stream: object, *, by_layer: bool = False
-    ) -> None:
+    def __init__(self, source: Pages, destination: Pages, stream: object) -> None:
         self.source, self.destination, self.stream = source, destination, stream
-        self.page_copy = PageCopy(source, destination, by_layer=by_layer)
+        self.page_copy = PageCopy(source, destination)
         self.staging: SwapStaging | None = None
         self.begin = self.end = stream  # streams on which the last job starts and ends
         self.in_flight: dict[int, SwapJob] = {}  # jobs in flight by number, in stream order

@@ -401,7 +401,6 @@ def _(device: str) -> object:
     for number, options in enumerate(
         (
             {},
-            {"layers_per_event": 2},
             {"method": "staging", "staging_bytes": 4096},
             {"method": "copy_engine"},
             {"method": "kernel"},

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 # Valid values by annotation, for annotations that are not classes of the package.
 PLAIN: dict[str, Callable[[], object]] = {
-    "int": lambda: 1,
+    **dict.fromkeys(("int", "Count", "Size"), lambda: 1),
     "float": lambda: 1.0,
     "bool": lambda: True,
-    "str": lambda: "a",
+    **dict.fromkeys(("str", "Name", "Text"), lambda: "a"),
     "bytes": lambda: b"a",
     "object": object,
     "Any": object,
