@@ -35,8 +35,8 @@ PAIRS = (  # policies of the device and of the host
     ("learned", "learned"),
     ("learned", "lru"),
 )
-WRITES = ("back", "through", "selective:1", "selective:2")
-GAINS = ("back", "learned:0", "learned:0.02", "learned:0.05", "learned:0.1", "learned:0.2")
+WRITES = ("back", "through")
+GAINS = ("back", "back:0", "back:0.02", "back:0.05", "back:0.1", "back:0.2")
 WRITES_TO = 30_000
 
 

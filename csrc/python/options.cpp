@@ -20,7 +20,7 @@ namespace {
 
 using Binding = py::class_<ManagerOptions>;
 
-void bind_size(Binding& binding, const char* name, int64_t ManagerOptions::* field) {
+void bind_size(Binding& binding, const char* name, int64_t ManagerOptions::*field) {
   binding.def_property(
       name, [field](const ManagerOptions& self) { return self.*field; },
       [field, name](ManagerOptions& self, const py::object& value) {
@@ -29,7 +29,7 @@ void bind_size(Binding& binding, const char* name, int64_t ManagerOptions::* fie
 }
 
 // Binds a size that, if not set, is None in Python and 0 in C++.
-void bind_optional_size(Binding& binding, const char* name, int64_t ManagerOptions::* field) {
+void bind_optional_size(Binding& binding, const char* name, int64_t ManagerOptions::*field) {
   binding.def_property(
       name,
       [field](const ManagerOptions& self) -> py::object {
@@ -74,11 +74,6 @@ void bind_options(py::module_& m) {
           py::arg("policy"), py::arg("options"))
       .def_readonly("policy", &Eviction::policy)
       .def_readonly("options", &Eviction::options);
-  py::enum_<HostWrite>(m, "HostWrite")
-      .value("BACK", HostWrite::kBack)
-      .value("THROUGH", HostWrite::kThrough)
-      .value("SELECTIVE", HostWrite::kSelective)
-      .value("LEARNED", HostWrite::kLearned);
   Binding options(m, "ManagerOptions");
   def_init(options, [] {
     return std::make_unique<ManagerOptions>();
@@ -108,15 +103,20 @@ void bind_options(py::module_& m) {
   bind_size(options, "watermark_blocks", &ManagerOptions::watermark_blocks);
   bind_optional_size(options, "explain_misses", &ManagerOptions::explain_misses);
   bind_size(options, "num_host_blocks", &ManagerOptions::num_host_blocks);
-  bind_size(options, "num_hits_to_write", &ManagerOptions::num_hits_to_write);
   options.def_readwrite("enable_caching", &ManagerOptions::enable_caching)
       .def_readwrite("fence_frees", &ManagerOptions::fence_frees)
       .def_readwrite("enable_events", &ManagerOptions::record_events)
       .def_readwrite("prefault", &ManagerOptions::prefault)
       .def_readwrite("eviction", &ManagerOptions::eviction)
       .def_readwrite("host_eviction", &ManagerOptions::host_eviction)
-      .def_readwrite("host_write", &ManagerOptions::host_write)
-      .def_readwrite("min_gain_to_write", &ManagerOptions::min_gain_to_write)
+      .def_property(
+          "writes_through", [](const ManagerOptions& self) { return self.host_writes.is_through; },
+          [](ManagerOptions& self, bool value) { self.host_writes.is_through = value; })
+      .def_property(
+          "min_gain_to_write", [](const ManagerOptions& self) { return self.host_writes.min_gain; },
+          [](ManagerOptions& self, std::optional<double> value) {
+            self.host_writes.min_gain = value;
+          })
       .def_readwrite("engine_copies_states", &ManagerOptions::engine_copies_states);
 }
 

@@ -137,13 +137,11 @@ class ManagerDriver {
       options.num_host_blocks = 2 + below(60);
       const std::vector<std::string> for_host = host_eviction_names();
       options.host_eviction.policy = for_host[below(for_host.size())];
-      options.host_write = static_cast<HostWrite>(below(3));
+      options.host_writes.is_through = below(2) == 0;
       if (options.host_eviction.policy == "learned") {
         options.eviction.policy = "learned";
-        options.host_write = static_cast<HostWrite>(below(4));
-        options.min_gain_to_write = 0.1 * static_cast<double>(below(4));
+        if (below(2) == 0) options.host_writes.min_gain = 0.1 * static_cast<double>(below(4));
       }
-      options.num_hits_to_write = 1 + below(2);
     }
     options.explain_misses = below(3);
     return options;

@@ -71,7 +71,7 @@ TEST(without_a_host_tier_there_is_one_pool) {
 TEST(queued_blocks_are_offloaded_by_the_next_step) {
   for (bool fences : {false, true}) {
     ManagerOptions more{};
-    more.host_write = HostWrite::kThrough;
+    more.host_writes.is_through = true;
     more.fence_frees = fences;
     Fixture f(options_with(5, more));
     const Ids ids = f.cache(1);

@@ -10,6 +10,8 @@ using Ids = std::vector<BlockId>;
 
 namespace {
 
+const HostWrites kBack{}, kThrough{/*is_through=*/true, /*min_gain=*/{}};
+
 struct Fixture {
   BlockPool device{9};
   std::vector<CacheGroup> groups = full_groups(4);
@@ -18,8 +20,8 @@ struct Fixture {
   std::vector<Hash> hashes = hashes_from(1, 3);
   Ids ids = take(&device, 3);
 
-  explicit Fixture(HostWrite mode, int64_t num_host_blocks = 5)
-      : host(std::make_unique<BlockPool>(num_host_blocks), {&device, &groups, &plan}, {mode}) {
+  explicit Fixture(HostWrites writes, int64_t num_host_blocks = 5)
+      : host(std::make_unique<BlockPool>(num_host_blocks), {&device, &groups, &plan}, writes) {
     device.set_eviction_listener(&host);
     plan.begin(0);
     publish();
@@ -38,7 +40,7 @@ struct Fixture {
 };
 
 TEST(write_back_offloads_blocks_in_the_plan_that_evicts_them) {
-  Fixture f(HostWrite::kBack);
+  Fixture f(kBack);
   release(&f.device, {f.ids[2], f.ids[1], f.ids[0]});
   f.host.offload_queued(f.host.num_queued(), false);
   take(&f.device, 6);
@@ -52,7 +54,7 @@ TEST(write_back_offloads_blocks_in_the_plan_that_evicts_them) {
 }
 
 TEST(outside_of_a_step_nothing_is_offloaded) {
-  Fixture f(HostWrite::kBack);
+  Fixture f(kBack);
   f.plan.end();
   release(&f.device, f.ids);
   take(&f.device, 8);
@@ -61,7 +63,7 @@ TEST(outside_of_a_step_nothing_is_offloaded) {
 }
 
 TEST(write_through_offloads_published_blocks_in_the_next_plan) {
-  Fixture f(HostWrite::kThrough);
+  Fixture f(kThrough);
   f.host.offload_queued(f.host.num_queued(), /*holds_blocks=*/true);
   CHECK_EQ(f.device.ref_count(f.ids[0]), 2);
   CHECK(f.plan.take_held() == Ids({f.ids[2], f.ids[1], f.ids[0]}));  // tails first
@@ -77,31 +79,15 @@ TEST(write_through_offloads_published_blocks_in_the_next_plan) {
 }
 
 TEST(queued_blocks_that_lost_their_hash_are_not_offloaded) {
-  Fixture f(HostWrite::kThrough);
+  Fixture f(kThrough);
   f.device.evict(f.ids.data(), 1);
   f.host.offload_queued(f.host.num_queued(), false);
   CHECK_EQ(f.plan.end().swap_out.size(), 4);
   f.host.publish_offloaded();
 }
 
-TEST(selective_offloads_blocks_with_enough_hits) {
-  Fixture f(HostWrite::kSelective);
-  f.host.on_hit(f.ids.data(), 2);
-  f.host.on_hit(f.ids.data() + 1, 1);
-  f.host.offload_queued(f.host.num_queued(), false);
-  CHECK(f.plan.end().swap_out == Ids({f.ids[1], 1}));
-  f.host.publish_offloaded();
-  f.plan.begin(1);
-  release(&f.device, f.ids);
-  // Evicts all three blocks. Only one of them was hit twice, and that block is already on the host.
-  take(&f.device, 8);
-  CHECK(f.plan.end().swap_out.empty());
-  f.host.publish_offloaded();
-  f.check();
-}
-
 TEST(after_clear_nothing_is_found_or_offloaded) {
-  Fixture f(HostWrite::kThrough);
+  Fixture f(kThrough);
   f.host.offload_queued(f.host.num_queued(), false);
   f.host.publish_offloaded();
   f.host.on_published(f.ids.data(), 3);
@@ -114,7 +100,7 @@ TEST(after_clear_nothing_is_found_or_offloaded) {
 }
 
 TEST(duplicate_blocks_are_offloaded_once) {
-  Fixture f(HostWrite::kThrough);
+  Fixture f(kThrough);
   const Ids twins = take(&f.device, 3);
   publish_chain(&f.device, twins, f.hashes);
   f.host.on_published(twins.data(), 3);
@@ -125,7 +111,7 @@ TEST(duplicate_blocks_are_offloaded_once) {
 }
 
 TEST(offloads_without_a_free_page_are_counted) {
-  Fixture f(HostWrite::kThrough, /*num_host_blocks=*/3);
+  Fixture f(kThrough, /*num_host_blocks=*/3);
   f.host.offload_queued(f.host.num_queued(), false);
   CHECK_EQ(f.host.counts().written_blocks, 2);
   CHECK_EQ(f.host.counts().unwritten_blocks, 1);
@@ -133,7 +119,7 @@ TEST(offloads_without_a_free_page_are_counted) {
 }
 
 TEST(an_onboarded_page_and_its_block_are_held_until_arrival) {
-  Fixture f(HostWrite::kBack);
+  Fixture f(kBack);
   BlockId page, block = take(&f.device, 1)[0];
   f.host.pages().allocate(1, &page);
   f.host.onboard({/*step_id=*/0, page, block, /*column=*/0, /*group=*/0, nullptr});
@@ -149,7 +135,7 @@ TEST(an_onboarded_page_and_its_block_are_held_until_arrival) {
 }
 
 TEST(onboards_of_aborted_steps_are_not_published) {
-  Fixture f(HostWrite::kBack);
+  Fixture f(kBack);
   const Ids blocks = take(&f.device, 2);
   Ids pages(2);
   f.host.pages().allocate(2, pages.data());
@@ -164,7 +150,7 @@ TEST(onboards_of_aborted_steps_are_not_published) {
 }
 
 TEST(an_onboarded_hit_is_published_unless_its_page_lost_its_hash) {
-  Fixture f(HostWrite::kBack);
+  Fixture f(kBack);
   auto tokens = std::make_shared<TokenIds>();
   const std::vector<int32_t> ids(4, 7);
   tokens->append(ids.data(), 4);

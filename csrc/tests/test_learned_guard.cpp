@@ -78,7 +78,7 @@ class OneOrder : public Learned {
 struct Setup {
   std::vector<std::shared_ptr<const AttentionKind>> kinds;
   int64_t num_host_blocks = 0, retention_interval = -1;
-  HostWrite host_write = HostWrite::kBack;
+  HostWrites host_writes = {};
   int64_t max_host_blocks = kMaxSize;  // of the hit of one request
   bool ends_at_checkpoints = true;     // whether steps end where states are kept
   int64_t last_block_size = 4;         // of the last group
@@ -93,7 +93,7 @@ ManagerOptions options_of(const Setup& setup, Compared* compared) {
   options.num_blocks = 180;
   options.max_model_len = 400;
   options.num_host_blocks = setup.num_host_blocks;
-  options.host_write = setup.host_write;
+  options.host_writes = setup.host_writes;
   options.retention_interval = setup.retention_interval;
   options.eviction.make = [=, order = setup.order](int64_t n) {
     return std::make_unique<OneOrder>(n, order, compared);
@@ -246,13 +246,12 @@ TEST(requests_that_limit_their_host_blocks_are_compared_on_the_device) {
 }
 
 TEST(only_a_host_to_which_all_evicted_blocks_are_written_is_simulated) {
-  for (const HostWrite write : {HostWrite::kThrough, HostWrite::kSelective}) {
-    check_alike({{full, window}, 200, 0, write}, 0.03);
-    Compared compared;
-    const Setup setup{{full}, 200, -1, write};
-    Conversations(setup, &compared, 1).serve(10);
-    CHECK_EQ(compared.num_requests, 0);  // compared block by block
-  }
+  const HostWrites through{/*is_through=*/true, /*min_gain=*/{}};
+  check_alike({{full, window}, 200, 0, through}, 0.03);
+  Compared compared;
+  const Setup setup{{full}, 200, -1, through};
+  Conversations(setup, &compared, 1).serve(10);
+  CHECK_EQ(compared.num_requests, 0);  // compared block by block
 }
 
 TEST(hits_are_counted_in_blocks_of_full_attention) {

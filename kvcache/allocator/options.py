@@ -12,12 +12,7 @@ from kvcache.allocator.hashing import hash_seed as first_parent
 from kvcache.checks import MAX_INT64, flag, integer, num_entries, number, shown, text
 from kvcache.native.load import core
 
-HOST_WRITES = {
-    "back": core.HostWrite.BACK,
-    "through": core.HostWrite.THROUGH,
-    "selective": core.HostWrite.SELECTIVE,
-    "learned": core.HostWrite.LEARNED,
-}
+HOST_WRITES = ("back", "through")
 
 
 class PolicyArguments(TypedDict, total=False):
@@ -43,8 +38,7 @@ class PolicyArguments(TypedDict, total=False):
     host_eviction: str
     host_eviction_options: Mapping[str, float] | None
     host_write: str
-    num_hits_to_write: int
-    min_gain_to_write: float
+    min_gain_to_write: float | None
 
 
 class CacheArguments(PolicyArguments, total=False):
@@ -200,22 +194,16 @@ class CacheOptions:
 
     host_write: str = "back"
     """When a cached block is written to the host (no effect without a host tier). "back": when the
-    device evicts the block.
-    "through": in the plan after the one that filled the block. "selective": after
-    `num_hits_to_write` hits. "learned": when the device evicts the block, but only if enough hits
-    are expected on the host (`min_gain_to_write`); requires "learned" for `eviction` and
-    `host_eviction`. In every mode, a block that meets the mode's condition is also written when it is
-    evicted, unless the host already has it.
+    device evicts the block. "through": in the plan after the one that filled the block, and when the
+    device evicts it, unless the host already has it.
     """
 
-    num_hits_to_write: int = 2
-    """Number of hits for `host_write="selective"`, at least 1. No effect in other modes."""
-
-    min_gain_to_write: float = 0.05
-    """For `host_write="learned"`, the minimum gain in expected hits for a block to be written to the
-    host, from 0 to 1. The gain is the number of hits expected for the block on the host minus the number
-    expected for other blocks if they used the page. A higher value reduces the number of bytes moved per
-    hit, but also the number of hits.
+    min_gain_to_write: float | None = None
+    """Minimum gain in expected hits for a block to be written to the host, from 0 to 1, such as 0.05.
+    None: every block is written. The gain is the number of hits expected for the block on the host
+    minus the number expected for other blocks if they used the page. A higher value reduces the number
+    of bytes moved per hit, but also the number of hits. Requires "learned" for `eviction` and
+    `host_eviction`.
     """
 
     def __post_init__(self) -> None:
@@ -291,9 +279,13 @@ class CacheOptions:
             "host_eviction",
             make=core.Eviction.for_host,
         )
-        native.host_write = _host_write(self.host_write)
-        native.num_hits_to_write = self._integer("num_hits_to_write")
-        native.min_gain_to_write = number(self.min_gain_to_write, "min_gain_to_write")
+        if not isinstance(self.host_write, str) or self.host_write not in HOST_WRITES:
+            raise ValueError(
+                f"host_write is {shown(self.host_write)}: expected one of {', '.join(HOST_WRITES)}"
+            )
+        native.writes_through = self.host_write == "through"
+        if self.min_gain_to_write is not None:
+            native.min_gain_to_write = number(self.min_gain_to_write, "min_gain_to_write")
         return native
 
     def _integer(self, name: str) -> int:
@@ -333,14 +325,6 @@ def _eviction(
             value, f"{name}_options[{option!r}]"
         )
     return make(policy, numbers)
-
-
-def _host_write(host_write: str) -> core.HostWrite:
-    if not isinstance(host_write, str) or host_write not in HOST_WRITES:
-        raise ValueError(
-            f"host_write is {shown(host_write)}: expected one of {', '.join(HOST_WRITES)}"
-        )
-    return HOST_WRITES[host_write]
 
 
 def checked_session(session: str) -> str:

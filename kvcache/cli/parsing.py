@@ -27,9 +27,8 @@ def add_policy_options(sub: argparse.ArgumentParser) -> None:
         (
             "--host-write",
             "MODE",
-            "when cached blocks are written to the host: back (default; on eviction), through (at once), "
-            "selective[:N] (after N hits, default 2), or learned[:G] (on eviction, if at least "
-            "G hits are expected, default 0.05)",
+            "when cached blocks are written to the host: back (default; on eviction) or through (at "
+            "once); with :G, such as back:0.05, only if G hits or more are expected",
         ),
     ):
         sub.add_argument(option, metavar=metavar, help=text)

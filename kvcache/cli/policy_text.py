@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from kvcache.allocator import eviction_names, host_eviction_names
 from kvcache.allocator.options import HOST_WRITES
-from kvcache.checks import MAX_INT32
 from kvcache.cli.option_text import quoted, split_options
 from kvcache.native.load import core
 
@@ -39,29 +38,22 @@ def parse_host_eviction(text: str) -> tuple[str, dict[str, float]]:
     return _parse_policy(text, host_eviction_names(), core.Eviction.for_host)
 
 
-def parse_host_write(text: str) -> dict[str, str | int | float]:
-    """Parse `back`, `through`, `selective[:N]` or `learned[:G]` into options of `KVCacheManager`.
+def parse_host_write(text: str) -> dict[str, str | float]:
+    """Parse `back[:G]` or `through[:G]` into options of `KVCacheManager`.
 
     Raises:
         ValueError: The text has any other form.
 
     Example:
-        >>> parse_host_write("selective:3")
-        {'host_write': 'selective', 'num_hits_to_write': 3}
+        >>> parse_host_write("back:0.05")
+        {'host_write': 'back', 'min_gain_to_write': 0.05}
     """
-    mode, colon, count = text.partition(":")
-    if mode not in HOST_WRITES or (colon and mode not in ("selective", "learned")):
-        raise ValueError(
-            f"{quoted(text)}: expected back, through, selective, selective:N, learned or learned:G"
-        )
+    mode, colon, gain = text.partition(":")
+    if mode not in HOST_WRITES:
+        raise ValueError(f"{quoted(text)}: expected back, back:G, through or through:G")
     if not colon:
         return {"host_write": mode}
-    if mode == "learned":
-        return {"host_write": mode, "min_gain_to_write": _parse_gain(count, text)}
-    number = int(count) if count.isdecimal() and len(count) <= len(str(MAX_INT32)) else 0
-    if not 1 <= number <= MAX_INT32:
-        raise ValueError(f"{quoted(text)}: expected selective:N with N from 1 to {MAX_INT32}")
-    return {"host_write": mode, "num_hits_to_write": number}
+    return {"host_write": mode, "min_gain_to_write": _parse_gain(gain, text)}
 
 
 def _parse_policy(
@@ -85,7 +77,7 @@ def _parse_gain(value: str, text: str) -> float:
     except ValueError:
         number = -1.0
     if not 0 <= number <= 1:
-        raise ValueError(f"{quoted(text)}: expected learned:G with G from 0 to 1")
+        raise ValueError(f"{quoted(text)}: expected a gain G from 0 to 1")
     return number
 
 

@@ -132,12 +132,11 @@ class Simulation:
             tiers |= {
                 "num_host_blocks": choose.integer(4, 40) * len(kinds),
                 "host_eviction": choose.pick(host_eviction_names()),
-                "host_write": choose.pick(["back", "through", "selective"]),
-                "num_hits_to_write": 1,
+                "host_write": choose.pick(["back", "through"]),
             }
             if tiers["host_eviction"] == "learned":
                 tiers["eviction"] = "learned"
-                tiers["host_write"] = choose.pick(["back", "through", "selective", "learned"])
+                tiers["min_gain_to_write"] = choose.pick([None, None, 0.0, 0.05])
         self.manager = KVCacheManager.for_groups(
             specs,
             choose.integer(8, 24) * len(kinds),

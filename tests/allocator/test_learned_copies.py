@@ -107,7 +107,7 @@ class Driver:
         self.host_model.retain(pages)
         new = self.allocate(len(nodes) - num_hit)
         self.publish(nodes[num_hit:], new, group)
-        # If the block is not moved, both copies are kept, as with host_write="learned".
+        # If the block is not moved, both copies are kept, as with min_gain_to_write.
         is_moved = self.random.random() < 0.7
         for page in pages:
             self.num_loaded += 1

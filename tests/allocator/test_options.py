@@ -42,8 +42,7 @@ OTHERS = {
     "num_host_blocks": 11,
     "host_eviction": "learned",
     "host_eviction_options": {},
-    "host_write": "selective",
-    "num_hits_to_write": 3,
+    "host_write": "through",
     "min_gain_to_write": 0.25,
 }
 ELSEWHERE = {
@@ -74,13 +73,15 @@ def test_arguments_equal_the_fields():
 
 @pytest.mark.parametrize("name", sorted(set(OTHERS) - ELSEWHERE))
 def test_each_field_reaches_the_native_options(name):
+    learned = {"num_host_blocks": 11, "eviction": "learned"}
     needed = {
-        "host_eviction": {"num_host_blocks": 11, "eviction": "learned"},
+        "host_eviction": learned,
+        "min_gain_to_write": {**learned, "host_eviction": "learned"},
     }
     needed = needed.get(name, {})
     default, other = CacheOptions(), CacheOptions(**{name: OTHERS[name]}, **needed)
     assert getattr(default, name) != OTHERS[name] == getattr(other, name)
-    name = {"watermark": "watermark_blocks"}.get(name, name)
+    name = {"watermark": "watermark_blocks", "host_write": "writes_through"}.get(name, name)
     before, after = getattr(native_of(default), name), getattr(native_of(other), name)
     if isinstance(before, core.Eviction):
         before, after = before.policy, after.policy
@@ -177,7 +178,7 @@ def test_error_for_an_unknown_option_lists_the_known_options(make):
             r"eviction_options\['tenant_share'\] is 'x': expected a number",
         ),
         ("hash_seed", 3, TypeError, "hash_seed is 3: expected a string"),
-        ("host_write", "up", ValueError, "host_write is 'up': expected one of back, through, sel"),
+        ("host_write", "up", ValueError, "host_write is 'up': expected one of back, through"),
     ],
 )
 def test_invalid_value_is_reported_at_construction(name, value, error, message):

@@ -70,11 +70,9 @@ def test_another_salt_hits_nothing_on_the_device_and_shares_no_hash(groups, mine
     assert run(manager, "mine again", mine) > 0
 
 
-@pytest.mark.parametrize("host_write", ["back", "through", "selective"])
+@pytest.mark.parametrize("host_write", ["back", "through"])
 def test_another_salt_loads_nothing_from_the_host(host_write):
-    manager = make(
-        GROUPS["full"], num_blocks=8, num_host_blocks=60, host_write=host_write, num_hits_to_write=1
-    )
+    manager = make(GROUPS["full"], num_blocks=8, num_host_blocks=60, host_write=host_write)
     for name in ("mine", "mine again"):
         run(manager, name, "a")
     run(manager, "evicts", "a", range(100, 124))

@@ -61,7 +61,7 @@ def test_only_blocks_expected_to_be_reused_are_written():
     # Class 0 has answers shorter than 100 tokens, and class 1 has longer ones.
     reached[0] = reached[1] = 1000
     used[1] = 500
-    learned = dict.fromkeys(("eviction", "host_eviction", "host_write"), "learned")
+    learned = dict.fromkeys(("eviction", "host_eviction"), "learned")
     engine = Engine(num_blocks=9, min_gain_to_write=0.3, **learned)
     manager = engine.manager
     manager.cache.learn_from(LearnedReuse(reached, used))
@@ -177,15 +177,6 @@ def test_write_through_writes_in_the_next_plan():
     assert engine.step().swap_out.tolist() == [[2, 1], [1, 2]]  # the last blocks are written first
     assert len(engine.step().swap_out) == 0
     assert engine.manager.cache.stats.host.written_blocks == 2
-
-
-def test_selective_writes_a_block_after_the_configured_number_of_hits():
-    engine = Engine(host_write="selective", num_hits_to_write=2)
-    engine.run("a", range(9))
-    engine.run("a2", range(9))
-    assert len(engine.step().swap_out) == 0
-    engine.run("a3", range(9))
-    assert engine.step().swap_out.tolist() == [[2, 1], [1, 2]]
 
 
 def test_fenced_page_written_to_the_host_is_not_reallocated_before_the_report():
@@ -550,7 +541,6 @@ def test_swaps_are_rejected_without_a_host_tier():
             "host_write is 'sometimes': expected one of back",
         ),
         ({"host_write": ["x"]}, ValueError, "host_write is "),
-        ({"num_hits_to_write": 0}, ValueError, "num_hits_to_write is 0: expected 1 to"),
         ({"eviction": None}, TypeError, "eviction is None: expected the name of a policy"),
         ({"eviction_options": [1]}, TypeError, "eviction_options is .1.: expected a dict"),
         (
@@ -594,9 +584,9 @@ def test_swaps_are_rejected_without_a_host_tier():
             "host_eviction is 'learned', and eviction is 'lru': expected 'learned' for both, be",
         ),
         (
-            {"eviction": "learned", "host_write": "learned", "num_host_blocks": 9},
+            {"eviction": "learned", "min_gain_to_write": 0.5, "num_host_blocks": 9},
             ValueError,
-            "host_write is 'learned', and host_eviction is 'lru': expected 'learned' for both",
+            "min_gain_to_write is 0.5.*, and host_eviction is 'lru': expected 'learned'",
         ),
         (
             {

@@ -402,13 +402,13 @@ def test_replay_with_a_host_tier_is_verified_and_reported(capsys):
         "--concurrency", "3", "--chunk-tokens", "64",
         "--groups", "full_attention,sliding_window:window=64,recurrent",
         "--eviction", "learned:tenant_share=0.2", "--host-eviction", "learned",
-        "--host-write", "selective:1",
+        "--host-write", "back:0.01",
     )  # fmt: skip
     assert (found["mismatches"], found["verified_tokens"]) == (0, found["prompt_tokens"])
     assert (found["eviction"], found["host_eviction"]) == (
         "learned:tenant_share=0.2", "learned",
     )  # fmt: skip
-    assert (found["host_blocks"], found["host_write"]) == (2000, "selective:1")
+    assert (found["host_blocks"], found["host_write"]) == (2000, "back:0.01")
     assert found["hit_tokens"] > found["host_hit_tokens"] > 0
     assert found["written_blocks"] > 0 < found["loaded_blocks"]
 
@@ -479,14 +479,11 @@ def test_table_has_a_host_section(capsys):
         *(
             (["--host-blocks", "9", "--host-write", value], f"--host-write is {value!r}: expected {says}")
             for value, says in (
-                ("never", "back, through, selective, selective:N, learned or learned:G"),
-                ("back:2", "back, through, selective, selective:N, learned or learned:G"),
-                ("learned:x", "learned:G with G from 0 to 1"),
-                ("learned:1.1", "learned:G with G from 0 to 1"),
-                ("learned:nan", "learned:G with G from 0 to 1"),
-                ("selective:", "selective:N with N from 1 to 2147483647"),
-                ("selective:0", "selective:N with N from 1 to 2147483647"),
-                ("selective:1.5", "selective:N with N from 1 to 2147483647"),
+                ("never", "back, back:G, through or through:G"),
+                ("back:", "a gain G from 0 to 1"),
+                ("through:x", "a gain G from 0 to 1"),
+                ("back:1.1", "a gain G from 0 to 1"),
+                ("back:nan", "a gain G from 0 to 1"),
             )
         ),
         (

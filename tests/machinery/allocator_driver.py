@@ -227,8 +227,7 @@ class Driver:
         if choose.chance(2):
             options |= {
                 "num_host_blocks": choose.integer(2, 30) * len(kinds),
-                "host_write": choose.pick(["back", "back", "through", "selective"]),
-                "num_hits_to_write": choose.integer(1, 2),
+                "host_write": choose.pick(["back", "back", "through"]),
             }
         self.algorithm = choose.pick([DEFAULT_ALGORITHM, "xxh3_128_cbor", ENGINE])
         self.hash_bytes = choose.pick([5, 16, 31, 32]) if self.algorithm == ENGINE else None

@@ -480,8 +480,10 @@ TABLE: dict[str, Row] = {
     "CacheOptions.host_write": Row(
         of_build, {"host_write": "through"}, {"num_host_blocks": 9}, same=WHEN
     ),
-    "CacheOptions.num_hits_to_write": Row(of_build, {"num_hits_to_write": 3}, same=WHEN),
-    "CacheOptions.min_gain_to_write": Row(of_build, {"min_gain_to_write": 0.1}, same=WHEN),
+    "CacheOptions.min_gain_to_write": Row(
+        of_build, {"min_gain_to_write": 0.1},
+        {"num_host_blocks": 9, "eviction": "learned", "host_eviction": "learned"}, same=WHEN
+    ),
     "fingerprint.manager": Row(of_identity, same="covered by the groups and options above"),
     "fingerprint.pages": Row(of_identity, {"pages": Pages.allocate(9, [[2048, 2048]])}),
     "fingerprint.model": Row(of_identity, {"model": "n"}),
@@ -621,8 +623,7 @@ ACCEPTED: dict[str, str] = {
             *("CacheOptions.hash_block_size", "CacheOptions.retention_interval"),
             *("CacheOptions.eviction", "CacheOptions.eviction_options"),
             *("CacheOptions.host_eviction", "CacheOptions.host_eviction_options"),
-            *("CacheOptions.host_write", "CacheOptions.num_hits_to_write"),
-            "CacheOptions.min_gain_to_write",
+            *("CacheOptions.host_write", "CacheOptions.min_gain_to_write"),
         ],
         HITS,
     ),

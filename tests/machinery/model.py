@@ -150,7 +150,6 @@ class ModelPool:
         self.content: dict[int, tuple[int, tuple | None, list[tuple]]] = {}
         self.published: list[tuple[int, tuple, int]] = []  # (group, tokens, block), oldest first
         self.partial: list[tuple[int, tuple, int]] = []
-        self.hits: dict[int, int] = {}  # cached block -> number of hits
         self.medium, self.events = medium, events
         self.on_eviction = None
 
@@ -205,7 +204,6 @@ class ModelPool:
         self.published.append((g, prefix, block))
         partial = self.content[block][2] if block in self.content else []
         self.content[block] = (g, prefix, partial)
-        self.hits[block] = 0
 
     def publish_partial(self, block, g, prefix):
         self.partial.append((g, prefix, block))
@@ -251,7 +249,6 @@ class ModelManager:
         enable_caching=True,
         num_host_blocks=0,
         host_write="back",
-        num_hits_to_write=2,
         retention_interval=None,
     ):
         self.groups = groups
@@ -263,7 +260,7 @@ class ModelManager:
             sizes = {g: group.block_size for g, group in enumerate(groups) if group.keeps_all}
             self.host = ModelPool(num_host_blocks, "cpu", self.events, sizes)
             self.pool.on_eviction = self._on_eviction
-        self.host_write, self.num_hits_to_write = host_write, num_hits_to_write
+        self.host_write = host_write
         self.num_blocks = num_blocks
         self.max_model_len = max_model_len
         self.max_num_reqs = max_num_reqs
@@ -1223,10 +1220,9 @@ class ModelManager:
     def _take_hits(self, state):
         """Retain the hit blocks and load those on the host."""
         for each in state.held:
-            taken = [block for block in each.blocks if block > 0]
-            for block in taken:
-                self.pool.retain(block)
-            self._count_hits(taken)
+            for block in each.blocks:
+                if block > 0:
+                    self.pool.retain(block)
             for page in [-block for block in each.blocks if block < 0] + [each.host_source]:
                 if page:
                     self.host.retain(page)
@@ -1235,13 +1231,6 @@ class ModelManager:
                 if block < 0:
                     each.blocks[column] = self.pool.take()
                     self._load(state, g, column, -block, each.blocks[column], is_hit=True)
-
-    def _count_hits(self, blocks):
-        for block in blocks:
-            if self.host and self.host_write == "selective":
-                self.pool.hits[block] = min(self.pool.hits[block] + 1, self.num_hits_to_write)
-                if self.pool.hits[block] == self.num_hits_to_write:
-                    self._write_later(block)
 
     def _allocate_blocks(
         self, state, row, start, after, lookahead, needs, room, shared=(), stays=()
@@ -1553,11 +1542,8 @@ class ModelManager:
         return True
 
     def _on_eviction(self, block):
-        if self.step_answer is None:
-            return
-        if self.host_write == "selective" and self.pool.hits[block] < self.num_hits_to_write:
-            return
-        self._write(block)
+        if self.step_answer is not None:
+            self._write(block)
 
     def _write(self, block):
         """Write a cached block to the host. Return whether a new host page was allocated."""
@@ -2053,10 +2039,9 @@ class ModelManager:
             if group.pages == ENCODER:
                 held[g] = state.held[g]
                 continue
-            taken = [block for block in held[g].blocks if block]
-            for block in taken:
-                self.pool.retain(block)
-            self._count_hits(taken)
+            for block in held[g].blocks:
+                if block:
+                    self.pool.retain(block)
         state.held = held
         state.on_host = state.on_host and state.request.num_encoder_tokens > 0
         state.forked = False

@@ -28,7 +28,7 @@ struct HitCount {
 struct TierCount {
   int64_t written_blocks = 0;      // cached blocks written to the host
   int64_t unwritten_blocks = 0;    // not written because no host page was free
-  int64_t declined_blocks = 0;     // for kLearned: not written because too few hits were expected
+  int64_t declined_blocks = 0;     // not written because too few hits were expected
   int64_t loaded_blocks = 0;       // blocks loaded from the host for hits
   int64_t swapped_out_blocks = 0;  // blocks of swapped-out rows
   int64_t swapped_in_blocks = 0;

@@ -24,8 +24,8 @@ std::unique_ptr<BlockPool> pages_of(const ManagerOptions& options, const BlockPo
 
 std::unique_ptr<HostTier> host_of(const ManagerOptions& options, const HostTier::Context& context) {
   if (options.num_host_blocks == 0) return nullptr;
-  const HostWrites writes{options.host_write, options.num_hits_to_write, options.min_gain_to_write};
-  return std::make_unique<HostTier>(pages_of(options, *context.device), context, writes);
+  return std::make_unique<HostTier>(pages_of(options, *context.device), context,
+                                    options.host_writes);
 }
 
 bool asks_for_time(const ManagerOptions& options, const BlockPool& pool, const BlockPool* pages) {
@@ -62,9 +62,11 @@ CacheTiers::CacheTiers(const ManagerSetup* setup, Steps* steps)
     pool_.emit_to(&events_, Tier::kDevice);
     if (host_ != nullptr) host_->pages().emit_to(&events_, Tier::kHost);
   }
-  // With other write modes, the policy is compared on the device alone.
+  // If not all evicted blocks and only these are written, the policy is compared on the device
+  // alone.
+  const HostWrites& writes = setup->options.host_writes;
   const int64_t num_host_blocks =
-      setup->options.host_write == HostWrite::kBack ? setup->options.num_host_blocks : 0;
+      writes.is_through || writes.min_gain ? 0 : setup->options.num_host_blocks;
   if (num_host_blocks > 0 || has_side_groups(setup->groups)) {
     pool_.compare_requests(num_host_blocks);
   }

@@ -15,7 +15,6 @@ HostTier::HostTier(std::unique_ptr<BlockPool> pages, const Context& context,
       plan_(context.plan),
       writes_(writes),
       is_queued_(device_->num_blocks()),
-      num_hits_(writes.mode == HostWrite::kSelective ? device_->num_blocks() : 0),
       num_onboards_(device_->num_blocks()) {}
 
 Copied HostTier::content_of(BlockId id) const {
@@ -35,7 +34,7 @@ bool HostTier::offload(BlockId id) {
   if (offloading != offloading_.end() && (offloading->second >> content.group & 1) != 0) {
     return false;
   }
-  if (writes_.mode == HostWrite::kLearned && pages_->gain_of_copy(content) < writes_.min_gain) {
+  if (writes_.min_gain && pages_->gain_of_copy(content) < *writes_.min_gain) {
     ++counts_.declined_blocks;
     return false;
   }
@@ -59,23 +58,11 @@ void HostTier::add_row_page(BlockId page, BlockId block) {
 }
 
 void HostTier::on_published(const BlockId* ids, int64_t n) {
-  for (int64_t i = 0; i < n && !num_hits_.empty(); ++i) num_hits_[ids[i]] = 0;
-  for (int64_t i = 0; i < n && writes_.mode == HostWrite::kThrough; ++i) queue(ids[i]);
+  for (int64_t i = 0; i < n && writes_.is_through; ++i) queue(ids[i]);
 }
 
-void HostTier::count_hits(const BlockId* ids, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    int32_t& count = num_hits_[ids[i]];
-    if (count < writes_.num_hits) ++count;
-    if (count == writes_.num_hits) queue(ids[i]);
-  }
-}
-
-// In every mode, an eligible block that is not on the host is written when it is evicted.
 void HostTier::on_eviction(BlockId id) {
-  if (!plan_->is_step()) return;  // outside of steps, no plan can contain the write
-  if (!num_hits_.empty() && num_hits_[id] < writes_.num_hits) return;
-  offload(id);
+  if (plan_->is_step()) offload(id);  // outside of steps, no plan can contain the write
 }
 
 void HostTier::queue(BlockId id) {
@@ -157,9 +144,9 @@ bool HostTier::may_publish(const Onboard& onboard) const {
 }
 
 void HostTier::note_loaded(const Onboard& onboard) {
-  // With kLearned, the policy is not notified: evicting loaded pages first would gain hits, but
-  // keeping them avoids writing them again.
-  if (writes_.mode != HostWrite::kLearned) pages_->notify_load(onboard.page);
+  // With a minimum gain, the policy is not notified: evicting loaded pages first would gain hits,
+  // but keeping them avoids writing them again.
+  if (!writes_.min_gain) pages_->notify_load(onboard.page);
 }
 
 void HostTier::finish(const std::vector<Onboard>& over) {

@@ -26,12 +26,6 @@
 
 namespace kvcache {
 
-struct HostWrites {
-  HostWrite mode = HostWrite::kBack;
-  int64_t num_hits = 2;    // kSelective
-  double min_gain = 0.05;  // kLearned
-};
-
 class HostTier : public EvictionListener {
  public:
   struct Onboard {  // a load of a host page that has not arrived
@@ -56,16 +50,12 @@ class HostTier : public EvictionListener {
   const TierCount& counts() const { return counts_; }
   TierCount* mutable_counts() { return &counts_; }
 
-  // Handle events of the device pool: blocks were published, were hit, or are about to be evicted
-  // within a step. Depending on the mode, the blocks are offloaded by the current or a later plan.
+  // Handle events of the device pool: blocks were published, or are about to be evicted within a
+  // step. Published blocks are offloaded by a later plan, evicted ones by the current plan.
   void on_published(const BlockId* ids, int64_t n);
-  void on_hit(const BlockId* ids, int64_t n) {
-    if (!num_hits_.empty()) count_hits(ids, n);
-  }
   void on_eviction(BlockId id) override;
 
-  // Number of blocks that earlier steps published or hit often enough and that wait to be
-  // offloaded.
+  // Number of blocks that earlier steps published and that wait to be offloaded.
   size_t num_queued() const { return queue_.size(); }
   // Offloads the first n queued blocks. Blocks without a hash are skipped. Blocks that this step
   // fills stay queued. With `holds_blocks`, the plan holds the offloaded blocks, because nothing
@@ -116,7 +106,6 @@ class HostTier : public EvictionListener {
   bool offload(BlockId id);
   void add_offload(BlockId page, const Copied& content, bool is_row);
   void queue(BlockId id);
-  void count_hits(const BlockId* ids, int64_t n);
 
   std::unique_ptr<BlockPool> pages_;
   BlockPool* device_;
@@ -126,7 +115,6 @@ class HostTier : public EvictionListener {
   TierCount counts_;
   std::vector<BlockId> queue_;  // cached blocks that the next step offloads
   PerBlock<uint8_t> is_queued_;
-  PerBlock<int32_t> num_hits_;     // kSelective: hits per cached block; otherwise empty
   std::vector<Offload> offloads_;  // offloads of the current step
   // Maps each hash in offloads_ to its groups, as a bit mask.
   std::unordered_map<Hash, uint32_t, HashOf> offloading_;

@@ -32,15 +32,16 @@ void check_optional(const ManagerOptions& options) {
                                 "': expected only with a host tier (num_host_blocks of 2 or more)");
   }
   check_host_eviction_beside(options.host_eviction.policy, options.eviction.policy);
-  checked_size("num_hits_to_write", options.num_hits_to_write, 1);
-  if (options.host_write == HostWrite::kLearned && options.host_eviction.policy != "learned") {
-    throw std::invalid_argument("host_write is 'learned', and host_eviction is '" +
-                                options.host_eviction.policy + "': expected 'learned' for both");
-  }
-  if (!(options.min_gain_to_write >= 0 && options.min_gain_to_write <= 1)) {
-    throw std::invalid_argument("min_gain_to_write is " +
-                                std::to_string(options.min_gain_to_write) +
+  if (!options.host_writes.min_gain) return;
+  const double gain = *options.host_writes.min_gain;
+  if (!(gain >= 0 && gain <= 1)) {
+    throw std::invalid_argument("min_gain_to_write is " + std::to_string(gain) +
                                 ": expected 0 to 1 hits per block");
+  }
+  if (options.host_eviction.policy != "learned") {
+    throw std::invalid_argument("min_gain_to_write is " + std::to_string(gain) +
+                                ", and host_eviction is '" + options.host_eviction.policy +
+                                "': expected 'learned'");
   }
 }
 

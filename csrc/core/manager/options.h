@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,12 +16,10 @@
 
 namespace kvcache {
 
-// When a cached block is written to the host.
-enum class HostWrite : uint8_t {
-  kBack,       // when the device evicts it
-  kThrough,    // by the step after the step that filled it
-  kSelective,  // by the step after its n-th hit
-  kLearned,    // when the device evicts it, if its copy is expected to be hit often enough
+// Which cached blocks are written to the host.
+struct HostWrites {
+  bool is_through = false;         // by the step after the step that filled them
+  std::optional<double> min_gain;  // only with as many expected hits (EvictionPolicy::gain_of_copy)
 };
 
 struct GroupOptions {
@@ -63,9 +62,7 @@ struct ManagerOptions {  // all sizes are at most 2**31 - 1
   int64_t explain_misses = 0;  // records one of this many blocks that leave the cache; 0: none
   Eviction eviction, host_eviction;
   int64_t num_host_blocks = 0;  // including the null block; 0: no host tier
-  HostWrite host_write = HostWrite::kBack;
-  int64_t num_hits_to_write = 2;    // for kSelective: hits before a block is written
-  double min_gain_to_write = 0.05;  // for kLearned: minimum expected number of hits
+  HostWrites host_writes;
   // Allows groups of recurrent states in calls outside of steps. The engine itself then copies a
   // state from the row's old page to the new page. The old page is kept until the last issued step
   // is reported as done.

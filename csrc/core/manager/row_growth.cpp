@@ -76,7 +76,6 @@ void RowGrowth::take_hit_on_host(int32_t row, const CacheGroup& group, const Pre
 void RowGrowth::note_hits(const BlockId* ids, int64_t n) {
   if (n == 0) return;
   c_.pool->hit(ids, n);
-  if (c_.host != nullptr) c_.host->on_hit(ids, n);
 }
 
 // Allocates and loads blocks for the part of a hit that is on the host.

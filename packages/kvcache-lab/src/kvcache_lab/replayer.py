@@ -650,10 +650,9 @@ class Replayer:
         report.host_blocks = self.manager.host_pool.num_blocks
         options = self.manager.options
         report.host_write = options.host_write
-        if options.host_write == "selective":
-            report.host_write += f":{options.num_hits_to_write}"
-        if options.host_write == "learned":
+        if options.min_gain_to_write is not None:
             report.host_write += f":{options.min_gain_to_write:g}"
+            report.declined_blocks = counts.declined_blocks
         report.host_eviction = join_options(
             options.host_eviction, options.host_eviction_options or {}
         )
@@ -661,8 +660,6 @@ class Replayer:
         report.host_evicted_blocks = counts.evicted_blocks
         report.written_blocks = counts.written_blocks
         report.unwritten_blocks = counts.unwritten_blocks
-        if options.host_write == "learned":
-            report.declined_blocks = counts.declined_blocks
         report.loaded_blocks = counts.loaded_blocks
 
     def _add_times(self, report: ReplayReport) -> None:

@@ -52,7 +52,7 @@ class ReplayReport:
             loaded from the host.
         written_blocks: Blocks written to the host.
         unwritten_blocks: Blocks not written because no host page was free.
-        declined_blocks: Blocks not written because `host_write="learned"` predicted too few hits.
+        declined_blocks: Blocks not written because `min_gain_to_write` expected too few hits.
         loaded_blocks: Blocks loaded from the host for hits.
         store_blocks: Size of the simulated store.
         store_hit_tokens: The part of `hit_tokens` that follows the hit in the other tiers and was

@@ -26,7 +26,7 @@ from kvcache_lab_tests.test_replay import TRACE, as_workload, plant_in_step, wor
 from tests.machinery.shared import sampled, shared_file, spread
 
 POLICIES = [*eviction_names(), "learned:tenant_share=0.3", "priority:default_priority=0"]
-WRITES = ["back", "through", "selective:1", "selective:3", "learned", "learned:0.3"]
+WRITES = ["back", "through", "back:0", "through:0.05", "back:0.05", "back:0.3"]
 
 
 def tiered(
@@ -38,7 +38,7 @@ def tiered(
     `specs` contains groups, or is the block size of a single full-attention group. Policies are
     given in command-line syntax.
     """
-    if host_write.startswith("learned"):
+    if ":" in host_write:
         host_eviction = "learned"
     if host_eviction == "learned":
         eviction = "learned"
@@ -110,12 +110,14 @@ def test_small_host_increases_hits_and_evicts():
     assert some.loaded_blocks <= some.host_hit_tokens // 16 <= some.hit_blocks
 
 
-def test_selective_writes_fewer_blocks():
-    through, once, often = (
-        tiered(16, 300, 1_000, host_write=mode, verify=False).run(chat_workload(200, 3))
-        for mode in ("through", "selective:1", "selective:4")
+def test_higher_gain_writes_fewer_blocks():
+    every, some, few = (
+        tiered(16, 300, 1_000, host_eviction="learned", host_write=mode, verify=False)
+        .run(chat_workload(200, 3))
+        .written_blocks
+        for mode in ("back", "back:0.05", "back:0.5")
     )
-    assert through.written_blocks > once.written_blocks > often.written_blocks > 0
+    assert every > some > few
 
 
 def test_report_without_host_has_no_host_section():
@@ -126,12 +128,12 @@ def test_report_without_host_has_no_host_section():
 
 def test_report_contains_the_options():
     replayer = tiered(
-        16, 150, 200, eviction="learned:tenant_share=0.25", host_write="selective", verify=False
+        16, 150, 200, eviction="learned:tenant_share=0.25", host_write="through", verify=False
     )
     report = replayer.run(chat_workload(20)).to_dict()
     assert report["eviction"] == "learned:tenant_share=0.25"
     assert (report["host_blocks"], report["host_eviction"]) == (200, "lru")
-    assert report["host_write"] == "selective:2"
+    assert report["host_write"] == "through"
 
 
 # --- a store below the tiers -----------------------------------------------------------------------
@@ -368,10 +370,7 @@ def test_policies_are_parsed():
     for text in POLICIES:
         assert join_options(*parse_eviction(text)) == text
     assert parse_host_write("through") == {"host_write": "through"}
-    assert parse_host_write("selective") == {"host_write": "selective"}
-    assert parse_host_write("selective:7") == {"host_write": "selective", "num_hits_to_write": 7}
-    assert parse_host_write("learned") == {"host_write": "learned"}
-    assert parse_host_write("learned:0.2") == {"host_write": "learned", "min_gain_to_write": 0.2}
+    assert parse_host_write("back:0.2") == {"host_write": "back", "min_gain_to_write": 0.2}
 
 
 @pytest.mark.exhaustive

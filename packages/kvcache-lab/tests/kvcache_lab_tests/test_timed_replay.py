@@ -182,7 +182,7 @@ def test_timed_chats_verify(chunk_tokens):
         num_host_blocks=900,
         eviction="learned",
         host_eviction="learned",
-        host_write="learned",
+        min_gain_to_write=0.05,
     )
     report = replayer.run(chat_workload(150, seed=1))
     assert report.mismatches == 0 and report.verified_tokens == report.prompt_tokens > 0
