@@ -14,7 +14,6 @@
 #include "core/manager/cache_stats.h"
 #include "core/manager/host_tier.h"
 #include "core/manager/options.h"
-#include "core/manager/prefix_finder.h"
 #include "core/manager/row_table.h"
 #include "core/manager/step_journal.h"
 #include "core/pool/block_pool.h"
