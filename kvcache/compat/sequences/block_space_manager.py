@@ -271,12 +271,14 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         for seq in seqs_of(seq_group):
             if status_of(seq) != RUNNING:
                 continue
-            each = self._known(seq)
-            num_new, start = self._num_new(each, seq), each.num_tokens
-            if start + num_new > self._max_model_len:
+            each, stop = self._known(seq), length_of(seq)
+            start = each.num_tokens
+            if stop < start:
+                self._fail_length(each, seq, stop)
+            if stop > self._max_model_len:
                 is_too_long = True
-            if num_new or lookahead:
-                num_touched += (start + num_new + lookahead - 1) // size - start // size + 1
+            if stop + lookahead > start:
+                num_touched += (stop + lookahead - 1) // size - start // size + 1
         return num_touched <= self._native.num_free() and not is_too_long
 
     def append_slots(self, seq: SequenceLike, num_lookahead_slots: int) -> Pairs:
@@ -296,8 +298,10 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         since = self._num_changes
         each = self._known(seq)
         lookahead = integer(num_lookahead_slots, "num_lookahead_slots")
-        num_new = self._num_new(each, seq)
-        table = self._table(each, seq) if each.table is None else each.table
+        length = length_of(seq)
+        num_new, table = length - each.num_tokens, each.table or self._table(each, seq)
+        if num_new < 0:
+            self._fail_length(each, seq, length)
         if num_new == 0 and lookahead == 0:
             return []
         ids = self._new_ids(each, seq, num_new) if num_new and each.reads_ids else None

@@ -85,8 +85,7 @@ class SequenceCaching(SequenceTables):
             each, status = self._find(seq), status_of(seq)
             if each is None or status == SWAPPED or status.startswith("FINISHED"):
                 continue
-            num_marked = min(each.num_marked + count, each.num_tokens)
-            num_with_kv = num_marked
+            num_marked = num_with_kv = min(each.num_marked + count, each.num_tokens)
             if num_marked >= each.num_prompt:
                 # After the prompt, a step may accept several tokens, whatever number it marks.
                 num_with_kv = max(num_marked, each.num_tokens - 1)
@@ -101,7 +100,8 @@ class SequenceCaching(SequenceTables):
         for each, num_marked, num_with_kv in marks:
             if self._enable_caching:
                 self._native.mark_computed(each.row, num_with_kv)
-            each.num_with_kv = max(each.num_with_kv, num_with_kv)
+            if num_with_kv > each.num_with_kv:
+                each.num_with_kv = num_with_kv
             each.num_marked = num_marked
 
     def get_common_computed_block_ids(self, seqs: Sequence[SequenceLike]) -> list[int]:
@@ -110,16 +110,15 @@ class SequenceCaching(SequenceTables):
         Args:
             seqs: The sequences.
         """
-        since = self._num_changes
+        since, common = self._num_changes, None
         self._native.check_reader()
-        hits = []
         for seq in seqs if isinstance(seqs, list) else listed(seqs, "seqs", "a list"):
             each = self._known(seq)
-            if self._num_changes != since:
-                self._fail_nested()
-            table = self._table(each, seq) if each.table is None else each.table
-            hits.append(table[: each.num_cached // self._block_size])
-        return hits[0] if len(hits) == 1 else [*commonprefix(hits)]
+            hits = (each.table or self._table(each, seq))[: each.num_cached // self._block_size]
+            common = hits if common is None else commonprefix([common, hits])
+        if self._num_changes != since:
+            self._fail_nested()
+        return common or []
 
     def get_num_cached_tokens(self, seq: SequenceLike) -> int:
         """Return the number of cached tokens of a sequence, in full blocks.

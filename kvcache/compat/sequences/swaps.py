@@ -6,7 +6,13 @@ from __future__ import annotations
 from kvcache.checks import integer
 from kvcache.compat.sequences.checks import fail_to_fit
 from kvcache.compat.sequences.demand import AllocStatus
-from kvcache.compat.sequences.protocol import RUNNING, SWAPPED, SequenceGroupLike, seqs_with
+from kvcache.compat.sequences.protocol import (
+    RUNNING,
+    SWAPPED,
+    SequenceGroupLike,
+    length_of,
+    seqs_with,
+)
 from kvcache.compat.sequences.tables import Pairs, SequenceTables
 
 
@@ -62,7 +68,10 @@ class SequenceSwaps(SequenceTables):
         seqs = seqs_with(seq_group, SWAPPED)
         rows = self._rows(seq_group, seqs, on_host=True)
         held = [self._known(seq) for seq in seqs]
-        new = [self._num_new(each, seq) for each, seq in zip(held, seqs)]
+        new = [length_of(seq) - each.num_tokens for each, seq in zip(held, seqs)]
+        for each, seq, count in zip(held, seqs, new):
+            if count < 0:
+                self._fail_length(each, seq, each.num_tokens + count)
         slots = [count + lookahead for count in new]
         too_long = any(
             each.num_tokens + count > self._max_model_len for each, count in zip(held, new)

@@ -14,7 +14,6 @@ from kvcache.compat.sequences.protocol import (
     SequenceLike,
     fail_ids,
     id_of,
-    length_of,
     token_ids_of,
 )
 from kvcache.compat.sequences.tokens import TokenSource
@@ -134,7 +133,7 @@ class SequenceTables:
         """
         each = self._known(seq)
         self._native.check_reader()
-        return self._table(each, seq) if each.table is None else each.table
+        return each.table or self._table(each, seq)
 
     def get_cross_block_table(self, seq_group: SequenceGroupLike) -> list[int]:
         """Return the blocks of the group's encoder."""
@@ -266,15 +265,11 @@ class SequenceTables:
     # Tokens ----------------------------------------------------------------------------------------
 
     @staticmethod
-    def _num_new(each: HeldRow, seq: SequenceLike) -> int:
-        """Return the number of tokens without slots."""
-        num_new = length_of(seq) - each.num_tokens
-        if num_new < 0:
-            raise ValueError(
-                f"seq {shown(id_of(seq))} has {each.num_tokens + num_new} tokens: expected "
-                f"{each.num_tokens} or more, the tokens that have slots"
-            )
-        return num_new
+    def _fail_length(each: HeldRow, seq: SequenceLike, length: int) -> NoReturn:
+        raise ValueError(
+            f"seq {shown(id_of(seq))} has {length} tokens: expected {each.num_tokens} or more, the "
+            "tokens that have slots"
+        )
 
     def _new_ids(self, each: HeldRow, seq: SequenceLike, num_new: int) -> Sequence[int]:
         """Return the ids of the tokens without slots.
