@@ -128,11 +128,6 @@ def cxx_command() -> list[str]:
     )
 
 
-def cxx() -> str:
-    """Return the compiler's program, for example g++ for "ccache g++ -m64"."""
-    return [word for word in cxx_command() if shutil.which(word)][-1]
-
-
 def wants_cuda() -> bool:
     """Return whether the package will contain the CUDA library.
 

@@ -205,7 +205,7 @@ def test_host_blocks_above_the_limit_are_reported_as_not_loaded() -> None:
     manager.report(_completed(manager.step(new=[big])))
     manager.free(big)
     b = Request("b", range(20))
-    assert manager.cache.cached_tokens(b) == (0, 16, 4, 0)
+    assert manager.cache.cached_tokens(b) == (0, 16, 4)
     report = _explained(manager, Admit(b, max_host_blocks=3))
     assert report.missed_tokens == {"not_loaded": 16, "tail": 4}
 

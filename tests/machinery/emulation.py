@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from kvcache.native import build
+from tests.machinery.compilers import cxx
 from tests.machinery.shared import REPO
 
 ASAN = os.environ.get("KVCACHE_TEST_ASAN") == "1"
@@ -77,7 +78,7 @@ def _built(sources: list[Path], asan: bool, name: str) -> Path:
             with ThreadPoolExecutor() as pool:
                 list(pool.map(functools.partial(_compile, flags), *zip(*objects.items())))
             library.parent.mkdir(exist_ok=True)
-            link = [build.cxx(), "-shared", *map(str, objects.values())]
+            link = [cxx(build), "-shared", *map(str, objects.values())]
             link += [*(SANITIZE if asan else []), "-o", str(library.with_suffix(".new"))]
             link += [f"-L{build.torch_dir() / 'lib'}", "-ltorch_cpu"]
             subprocess.run(link, check=True)
@@ -89,7 +90,7 @@ def _compile(flags: list[str], source: Path, obj: Path, language: str = "c++") -
     if obj.exists():
         return
     new = obj.with_suffix(".new")
-    command = [build.cxx(), *flags, "-x", language, "-c", str(source), "-o", str(new)]
+    command = [cxx(build), *flags, "-x", language, "-c", str(source), "-o", str(new)]
     subprocess.run(command, check=True)
     new.rename(obj)
 

@@ -22,9 +22,10 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
-from tests.machinery.shared import REPO
+from tests.machinery import roots
 
 _OWN = "kvcache_vllm"
+_SOURCE = next(root for root in roots.SOURCES if root.name == _OWN)
 
 
 class GPULoadStoreSpec:
@@ -120,7 +121,7 @@ def stand_in() -> Iterator[None]:
     sys.meta_path.insert(0, finder)
     for part in ("", ".disaggregation", ".offloading"):
         package = sys.modules[_OWN + part] = ModuleType(_OWN + part)
-        package.__path__ = [str(REPO.joinpath(*(_OWN + part).split(".")))]
+        package.__path__ = [str(_SOURCE.joinpath(*part.split(".")[1:]))]
     try:
         yield
     finally:

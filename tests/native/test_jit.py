@@ -292,17 +292,17 @@ def tools(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "command", "program"),
+    ("asked", "command"),
     [
         ("", ["g++"], "g++"),
         ("clang++", ["clang++"], "clang++"),
         ("ccache g++", ["ccache", "g++"], "g++"),
-        ("g++ -m64", ["g++", "-m64"], "g++"),
-        ("ccache g++ -m64 '-DA=b c'", ["ccache", "g++", "-m64", "-DA=b c"], "g++"),
-        ("{tools}/my tools/g++", ["{tools}/my tools/g++"], "{tools}/my tools/g++"),
+        ("g++ -m64", ["g++", "-m64"]),
+        ("ccache g++ -m64 '-DA=b c'", ["ccache", "g++", "-m64", "-DA=b c"]),
+        ("{tools}/my tools/g++", ["{tools}/my tools/g++"]),
     ],
 )
-def test_cxx_may_contain_a_launcher_and_arguments(monkeypatch, tools, asked, command, program):
+def test_cxx_may_contain_a_launcher_and_arguments(monkeypatch, tools, asked, command):
     def absolute(word):
         return word.replace("{tools}", str(tools))
 
@@ -312,7 +312,6 @@ def test_cxx_may_contain_a_launcher_and_arguments(monkeypatch, tools, asked, com
     monkeypatch.setenv("CXX", absolute(asked))
     assert build.cxx_command()[0] == found(command[0])
     assert build.cxx_command()[1:] == command[1:]
-    assert found(build.cxx()) == found(program)
 
 
 def test_missing_cxx_compiler_is_reported(monkeypatch, tools):

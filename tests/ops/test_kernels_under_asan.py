@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from kvcache.native import build
+from tests.machinery.compilers import cxx
 from tests.machinery.emulation import ASAN, build_library
 from tests.machinery.shared import REPO, sampled
 
@@ -23,7 +24,7 @@ def run_with_asan(*command):
     # later.
     runtime = " ".join(
         subprocess.run(
-            [build.cxx(), f"-print-file-name={name}"], capture_output=True, text=True, check=True
+            [cxx(build), f"-print-file-name={name}"], capture_output=True, text=True, check=True
         ).stdout.strip()
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")
     )
@@ -55,7 +56,8 @@ under_sanitizers = pytest.mark.skipif(ASAN, reason="already runs under sanitizer
 def test_kernel_fault_is_reported_with_its_location(call, report):
     build_library(asan=True)
     program = (
-        f"import torch; from tests.machinery.emulation import emulated_ops; emulated_ops().{call}"
+        f"import torch; from tests.machinery.compilers import cxx
+from tests.machinery.emulation import emulated_ops; emulated_ops().{call}"
     )
     done = run_with_asan("-c", program)
     assert done.returncode != 0
@@ -68,7 +70,8 @@ def test_kernel_fault_is_reported_with_its_location(call, report):
 def test_misaligned_kernel_access_raises(sanitized):
     build_library(asan=sanitized)
     program = (
-        "import torch; from tests.machinery.emulation import emulated_ops\n"
+        "import torch; from tests.machinery.compilers import cxx
+from tests.machinery.emulation import emulated_ops\n"
         "x = torch.zeros(32)\n"
         "emulated_ops().misaligned_(x[4:])\n"
         "try: emulated_ops().misaligned_(x[1:])\n"

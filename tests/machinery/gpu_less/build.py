@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.machinery import roots
+from tests.machinery.compilers import cxx
 from tests.machinery.gpu_less import limits
 
 REPO = Path(__file__).resolve().parents[3]
@@ -245,7 +246,7 @@ def _runtime(rules, cuda: Path) -> Path:
     folder = REPO / "csrc" / "emul" / "runtime"
     apart = ("driver.cpp", "kernel_library.cpp")
     sources = sorted(p for p in folder.glob("*.cpp") if p.name not in apart)
-    flags = [rules.cxx(), "-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden"]
+    flags = [cxx(rules), "-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden"]
     flags += [f"-I{REPO / 'csrc'}", f"-isystem{cuda / 'include'}"]
     name = "libcudart.so.13"
     out = BUILD / f"runtime-{_key(_sources('emul/runtime'), flags)}" / name
@@ -261,7 +262,7 @@ def _driver(rules) -> Path:
     name = "libcuda.so.1"
     out = BUILD / f"driver-{_key([source])}" / name
     if not out.exists():
-        _compile([source], out, [rules.cxx(), "-O1", "-fPIC"], [f"-Wl,-soname,{name}"])
+        _compile([source], out, [cxx(rules), "-O1", "-fPIC"], [f"-Wl,-soname,{name}"])
     return out
 
 
@@ -271,7 +272,7 @@ def _kernels(rules, python: Path) -> Path:
     find = "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
     torch = subprocess.run([str(python), "-c", find], capture_output=True, text=True, check=True)
     include = Path(torch.stdout.strip()) / "include"
-    flags = [rules.cxx(), "-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-w"]
+    flags = [cxx(rules), "-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-w"]
     flags += ["-DKVCACHE_GPULESS", f"-D{rules.TORCH_TARGET}", f"-I{root}", f"-isystem{include}"]
     key = _key(_sources("ops", "emul", "worker"), flags)
     out = BUILD / f"kernels-{key}" / "libkvcache_gpuless_kernels.so"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvcache.native import build
 from tests.machinery import roots
+from tests.machinery.compilers import cxx
 from tests.machinery.out_of_memory.trial import BROKEN, Case, Trial, answer, plain
 from tests.machinery.shared import REPO
 
@@ -34,7 +35,7 @@ def library() -> Path:
     if not out.exists() or out.stat().st_mtime < source.stat().st_mtime:
         out.parent.mkdir(parents=True, exist_ok=True)
         new = out.with_suffix(f".{os.getpid()}")
-        command = f"{build.cxx()} -O1 -std=c++17 -shared -fPIC -o {new} {source}".split()
+        command = f"{cxx(build)} -O1 -std=c++17 -shared -fPIC -o {new} {source}".split()
         subprocess.run(command, check=True)
         new.rename(out)
     return out

@@ -251,7 +251,7 @@ class HeldRank:
 
     def __init__(self, rank):
         self._rank, self.is_held, self._kept = rank, False, []
-        self.handshake, self.advance, self.close = rank.handshake, rank.advance, rank.close
+        self.handshake, self.close = rank.handshake, rank.close
         self._begun = []
 
     def begin(self, step):
