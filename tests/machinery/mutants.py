@@ -535,7 +535,6 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         [
             ("if _num_fragments(received) < _num", "if _num_fragments(received) <= _num"),
             ("and mine.heads_per_rank > 1", ""),
-            ("bool(mine.all())", "True"),
             ("if len(differing := np.argwhere(mine != theirs)):", "if differing := []:"),
             ("min(max(rest - cp_rank * chunk, 0), chunk)", "min(rest, chunk)"),
         ],
@@ -568,7 +567,6 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("for key in (IN, _EXPEDITED)]", "for key in (IN,)]"),
             ('self._after(begin, other.last_writing(pairs[:, 1]), "done")', "pass"),
             ("& (steps[:, 0] == steps[:, 1])", ""),
-            ("if layer < end), job.done", "if layer <= end), job.done"),
         ],
     ),
     (
@@ -635,7 +633,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("decoding.num_computed <= 1", "decoding.num_computed < 1"),
             ("if columns.are_individual or np", "if np"),
             ("if any(map(_FINISH_REASON, samples)):", "if False:"),
-            ("or has_forks or generation.free is not None", "or has_forks"),
+            ("if has_forks or generation.free is not None:", "if has_forks:"),
             ("logits[at + i], token, params.logprobs", "row, token, params.logprobs"),
             ("drawn = [i for i in range(num) if i not in errors]", "drawn = [*range(num)]"),
             ("if count == 0 or has_changed:", "if count == 0:"),

@@ -294,9 +294,9 @@ def tools(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("asked", "command"),
     [
-        ("", ["g++"], "g++"),
-        ("clang++", ["clang++"], "clang++"),
-        ("ccache g++", ["ccache", "g++"], "g++"),
+        ("", ["g++"]),
+        ("clang++", ["clang++"]),
+        ("ccache g++", ["ccache", "g++"]),
         ("g++ -m64", ["g++", "-m64"]),
         ("ccache g++ -m64 '-DA=b c'", ["ccache", "g++", "-m64", "-DA=b c"]),
         ("{tools}/my tools/g++", ["{tools}/my tools/g++"]),

@@ -56,8 +56,7 @@ under_sanitizers = pytest.mark.skipif(ASAN, reason="already runs under sanitizer
 def test_kernel_fault_is_reported_with_its_location(call, report):
     build_library(asan=True)
     program = (
-        f"import torch; from tests.machinery.compilers import cxx
-from tests.machinery.emulation import emulated_ops; emulated_ops().{call}"
+        f"import torch; from tests.machinery.emulation import emulated_ops; emulated_ops().{call}"
     )
     done = run_with_asan("-c", program)
     assert done.returncode != 0
@@ -70,8 +69,7 @@ from tests.machinery.emulation import emulated_ops; emulated_ops().{call}"
 def test_misaligned_kernel_access_raises(sanitized):
     build_library(asan=sanitized)
     program = (
-        "import torch; from tests.machinery.compilers import cxx
-from tests.machinery.emulation import emulated_ops\n"
+        "import torch; from tests.machinery.emulation import emulated_ops\n"
         "x = torch.zeros(32)\n"
         "emulated_ops().misaligned_(x[4:])\n"
         "try: emulated_ops().misaligned_(x[1:])\n"

@@ -189,6 +189,7 @@ def plan_transfer(
         >>> from kvcache.layouts import backend
         >>> decode = CacheDescription(engine_id="d", num_layers=2, total_num_kv_heads=8, head_size=64,
         ...     block_size=64, tp_size=2, memory_order=backend("FLASH_ATTN").memory_order("HND"))
+        >>> from dataclasses import replace
         >>> prefill = replace(decode, engine_id="p", tp_size=4, block_size=16)
         >>> plan = plan_transfer(decode, prefill, local_rank=1)
         >>> plan.permutation, plan.remote_ranks, plan.num_fragments  # 4 pages from 2 ranks, in 4 regions
