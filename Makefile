@@ -18,7 +18,7 @@ SECONDS ?= 600
 THREAD_TESTS := test_threads test_call_guard
 
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
-CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CLANG_FORMAT_FILES = $(shell find csrc tools -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .PHONY: demo test test-slow test-vllm test-sglang test-real bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less ptx sanitize sanitize-thread soak fuzz wheel prebuilt repair-wheel test-wheel bench docs gpu gpu-libraries gpu-rehearsal clean
 

@@ -36,7 +36,7 @@ facts = {"archs": build.cuda_archs() if home else [], "cuda": cuda}
 print(json.dumps({**facts, "torch": importlib.metadata.version("torch")}))
 """
 _PARTS = ("kvcache", "csrc", "benchmarks", "tests", "examples", "setup.py", "pyproject.toml")
-_PARTS += ("packages", "conftest.py", "README.md", "LICENSE", "MANIFEST.in")
+_PARTS += ("packages", "tools", "conftest.py", "README.md", "LICENSE", "MANIFEST.in")
 
 
 def make(folder: Path, repo: Path = machine.REPO) -> None:

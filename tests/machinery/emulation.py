@@ -21,6 +21,7 @@ ASAN = os.environ.get("KVCACHE_TEST_ASAN") == "1"
 # The vptr check would require type information for torch's classes.
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=vptr"]
 # These headers are precompiled, since parsing them takes seconds per source file.
+EMULATOR = REPO / "tools" / "cuda_emulator"
 _TORCH_HEADERS = "#include <torch/csrc/stable/library.h>\n#include <torch/csrc/stable/tensor.h>\n"
 
 
@@ -37,7 +38,7 @@ def emulated_ops():
 def build_library(asan: bool) -> Path:
     """Build the library of the emulated kernels. Return its path."""
     root = REPO / "csrc"
-    return _built([*build.cuda_sources(root), root / "emul" / "library.cpp"], asan, "emul")
+    return _built([*build.cuda_sources(root), EMULATOR / "emul" / "library.cpp"], asan, "emul")
 
 
 def build_cpu_library(asan: bool) -> Path:
@@ -59,7 +60,8 @@ def _built(sources: list[Path], asan: bool, name: str) -> Path:
         "-Wno-unknown-pragmas",
     ]
     flags += [f"-D{build.TORCH_TARGET}", f"-isystem{build.torch_dir() / 'include'}", f"-I{root}"]
-    # A misaligned access aborts the launch with an exception (csrc/emul/alignment.h).
+    flags += [f"-I{EMULATOR}"] if name == "emul" else []
+    # A misaligned access aborts the launch with an exception (emul/alignment.h).
     flags += ["-fsanitize=alignment", "-fno-sanitize-recover=all"] if name == "emul" else []
     flags += [*SANITIZE, "-fno-omit-frame-pointer"] if asan else []
     flags += ["-fno-sanitize-recover=all"] if asan else []
@@ -96,7 +98,8 @@ def _compile(flags: list[str], source: Path, obj: Path, language: str = "c++") -
 
 
 def _headers(root: Path) -> list[Path]:
-    return sorted(path for name in ("ops", "emul", "worker") for path in (root / name).glob("*.h"))
+    folders = (root / "ops", EMULATOR / "emul", root / "worker")
+    return sorted(path for folder in folders for path in folder.glob("*.h"))
 
 
 def digest(*parts: str | Path) -> str:

@@ -110,7 +110,16 @@ def built(checkout, compiler):
 @pytest.mark.slow
 def test_source_distribution_contains_the_checkout(checkout):
     wanted = ["Makefile", "CMakeLists.txt", "MANIFEST.in", "README.md", "LICENSE", ".ci/run"]
-    for folder in ("csrc", "kvcache", "tests", "benchmarks", "docs", "examples"):
+    for folder in (
+        "csrc",
+        "kvcache",
+        "packages",
+        "tools",
+        "tests",
+        "benchmarks",
+        "docs",
+        "examples",
+    ):
         for path in (REPO / folder).rglob("*"):
             if path.suffix in {".h", ".cpp", ".cu", ".py", ".md"}:
                 wanted.append(str(path.relative_to(REPO)))

@@ -23,7 +23,7 @@ MAY_INCLUDE = {
         *("core/sanitizer", "worker"),
     },
 }
-OUTSIDE = {"emul", "tests"}  # no product code
+OUTSIDE = {"emul", "tests"}  # no product code; the emulator is in tools/cuda_emulator
 # Files that only read members of a type, without naming it.
 READS_MEMBERS = {("core/manager/prefix_finder.h", "core/groups/rules/page_rules.h")}
 

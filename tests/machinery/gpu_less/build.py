@@ -28,6 +28,7 @@ from tests.machinery.gpu_less import limits
 REPO = Path(__file__).resolve().parents[3]
 BUILD = REPO / "build" / "gpu-less"
 TREE = BUILD / "tree"
+EMULATOR = REPO / "tools" / "cuda_emulator"
 # Files needed to build, test and measure in the tree.
 COPIED = [
     *("csrc", "kvcache", "packages", "tools", "tests", "benchmarks", "examples", "docs"),
@@ -215,7 +216,9 @@ def _key(paths: list[Path], *facts: object) -> str:
 
 def _sources(*folders: str) -> list[Path]:
     endings = (".h", ".cpp", ".cu", ".map")
-    return [p for f in folders for p in (REPO / "csrc" / f).rglob("*") if p.suffix in endings]
+    roots_of = {name: EMULATOR if name.startswith("emul") else REPO / "csrc" for name in folders}
+    paths = [p for name, root in roots_of.items() for p in (root / name).rglob("*")]
+    return [path for path in paths if path.suffix in endings]
 
 
 def _compile(
@@ -243,11 +246,11 @@ def _run(command: list[str], **options) -> None:
 
 
 def _runtime(rules, cuda: Path) -> Path:
-    folder = REPO / "csrc" / "emul" / "runtime"
+    folder = EMULATOR / "emul" / "runtime"
     apart = ("driver.cpp", "kernel_library.cpp")
     sources = sorted(p for p in folder.glob("*.cpp") if p.name not in apart)
     flags = [cxx(rules), "-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden"]
-    flags += [f"-I{REPO / 'csrc'}", f"-isystem{cuda / 'include'}"]
+    flags += [f"-I{REPO / 'csrc'}", f"-I{EMULATOR}", f"-isystem{cuda / 'include'}"]
     name = "libcudart.so.13"
     out = BUILD / f"runtime-{_key(_sources('emul/runtime'), flags)}" / name
     if not out.exists():
@@ -258,7 +261,7 @@ def _runtime(rules, cuda: Path) -> Path:
 
 
 def _driver(rules) -> Path:
-    source = REPO / "csrc" / "emul" / "runtime" / "driver.cpp"
+    source = EMULATOR / "emul" / "runtime" / "driver.cpp"
     name = "libcuda.so.1"
     out = BUILD / f"driver-{_key([source])}" / name
     if not out.exists():
@@ -268,12 +271,13 @@ def _driver(rules) -> Path:
 
 def _kernels(rules, python: Path) -> Path:
     root = REPO / "csrc"
-    sources = [*rules.cuda_sources(root), root / "emul" / "runtime" / "kernel_library.cpp"]
+    sources = [*rules.cuda_sources(root), EMULATOR / "emul" / "runtime" / "kernel_library.cpp"]
     find = "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
     torch = subprocess.run([str(python), "-c", find], capture_output=True, text=True, check=True)
     include = Path(torch.stdout.strip()) / "include"
     flags = [cxx(rules), "-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-w"]
-    flags += ["-DKVCACHE_GPULESS", f"-D{rules.TORCH_TARGET}", f"-I{root}", f"-isystem{include}"]
+    flags += ["-DKVCACHE_GPULESS", f"-D{rules.TORCH_TARGET}", f"-I{root}", f"-I{EMULATOR}"]
+    flags += [f"-isystem{include}"]
     key = _key(_sources("ops", "emul", "worker"), flags)
     out = BUILD / f"kernels-{key}" / "libkvcache_gpuless_kernels.so"
     if not out.exists():

@@ -5,7 +5,7 @@
         swap.swap_out(pairs)
     assert counts["copies"] == 0 and counts["batches"] == 1
 
-Counters, see csrc/emul/runtime/counters.h: copies (single copies), batches, batched_copies,
+Counters, see emul/runtime/counters.h: copies (single copies), batches, batched_copies,
 pageable_copies, fills, launches (of this project's kernels), legacy_work (on the legacy stream),
 waits (waits of the host), event_queries, pointer_queries, device_queries, capture_queries,
 allocations.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interprets the PTX of the CUDA kernels, independently of csrc/emul. See docs/gpu_less.md."""
+"""Interprets the PTX of the CUDA kernels, independently of the emulator. See docs/gpu_less.md."""

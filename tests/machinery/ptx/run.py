@@ -25,7 +25,7 @@ from tests.machinery.ptx.translate import Code
 
 
 class _Launch(ctypes.Structure):
-    """`emul::Launch` in csrc/emul/launch.h."""
+    """`emul::Launch` in tools/cuda_emulator/emul/launch.h."""
 
     _fields_ = (
         ("kernel", ctypes.c_char_p),
