@@ -259,6 +259,13 @@ def test_packages_import_only_public_names_of_the_kernel():
     assert found and not {(name, path) for name, path in found if not is_public(name)}
 
 
+def test_packages_log_below_the_logger_of_the_kernel():
+    """Users set the level of all messages through the logger `kvcache`."""
+    for path in FILES_OF_PACKAGES:
+        names = re.findall(r"getLogger\((?!name)(.*?)\)", path.read_text())
+        assert all(name.startswith(('"kvcache', '"uvicorn')) for name in names), path
+
+
 def test_names_listed_for_packages_are_imported_by_one_and_not_public_otherwise():
     used = {name for path in FILES_OF_PACKAGES for name in kernel_names_in(path)}
     assert names_for_packages() <= used

@@ -851,7 +851,7 @@ def test_page_shows_requests_and_cache_in_a_browser(served, browser):
 
 
 def test_reasons_of_misses_are_logged_and_counted(caplog):
-    with serving(explain_misses=1) as served, caplog.at_level(logging.INFO, "kvcache_serve.engine"):
+    with serving(explain_misses=1) as served, caplog.at_level(logging.INFO, "kvcache.serve"):
         for _ in range(2):
             served.complete(prompt=GREETING, max_tokens=3)
         served.wait_until_empty()

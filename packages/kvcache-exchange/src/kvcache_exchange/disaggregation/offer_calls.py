@@ -22,7 +22,7 @@ from kvcache_exchange.circuit import Circuit
 from kvcache_exchange.disaggregation.connector import Connector
 from kvcache_exchange.disaggregation.options import checked_seconds
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvcache.exchange")
 _MOST_AT_ONCE = 16  # maximum number of concurrent requests
 _MOST_REPLY = 1 << 26  # maximum size of a reply in bytes
 _BUSY = 429

@@ -28,7 +28,7 @@ _MOST_WRONG = 20  # consecutive failed passes after which the thread gives up
 _OF_STEP = {"loads": dict, "leases": dict, "ends": set, "cancels": set, "unread": list}
 _FAILED = "the thread that loads KV has failed: see the log"
 _UNTOLD = "the sender of request %s was not notified that its KV will not be read: %s"
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvcache.exchange")
 
 
 class _QueuedStep(NamedTuple):

@@ -16,7 +16,7 @@ from kvcache_exchange.disaggregation.offer_calls import OfferServer
 from kvcache_exchange.router_events.subscriber import EventSubscriber
 from kvcache_exchange.router_events.view import EventView
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvcache.exchange")
 PEER_PATH = "/peer"
 _POLL_S = 0.1  # maximum time by which a poll delays the thread's end
 _REPLAY_S = 1.0

@@ -31,7 +31,7 @@ from kvcache_exchange.router_events.wire import (
     encode_sequence,
 )
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvcache.exchange")
 _BUSY_POLL_MS = 5  # polling interval in ms while a reader of a replay accepts no data
 _QUEUE_CHECK_SECONDS = 0.1
 _LONGEST_SECONDS = 86_400.0  # maximum timeout of `close`; ZMQ and threads support a few days

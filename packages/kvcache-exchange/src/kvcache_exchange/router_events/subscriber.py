@@ -22,7 +22,7 @@ from kvcache_exchange.router_events.wire import (
     decode_sequence,
 )
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvcache.exchange")
 _MOST_MESSAGES = 1024  # maximum number of messages per `poll`
 # A subscriber sends nothing, so it would never notice that the publisher's side of its connection is
 # gone. After `_PROBE_SECONDS` without data, TCP sends a probe every `_PROBE_SECONDS`. If none of

@@ -51,7 +51,7 @@ _RETRY_S = 0.05  # pause in seconds after a failure to accept a connection
 # copy.
 _LINGER_S = 1.0
 _COPY_S = 0.005  # interval in seconds at which to check whether copies have ended
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvcache.exchange")
 
 _open: weakref.WeakSet[StagedTransport] = weakref.WeakSet()
 

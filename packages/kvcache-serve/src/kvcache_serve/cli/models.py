@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SMOLLM2 = "smollm2"
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvcache.serve")
 
 
 def load_model(

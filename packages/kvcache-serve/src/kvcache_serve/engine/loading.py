@@ -13,7 +13,7 @@ from kvcache.sources import Arrived, KVSource
 from kvcache_exchange.hints import HintExecutor
 from kvcache_serve.engine.sequence import Sequence
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvcache.serve")
 _METHODS = ("match", "begin", "poll", "save", "cancel", "close")
 
 

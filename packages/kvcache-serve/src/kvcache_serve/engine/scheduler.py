@@ -32,7 +32,7 @@ from kvcache_exchange.hints import HintExecutor
 from kvcache_serve.engine.loading import Loading
 from kvcache_serve.engine.sequence import Sequence, State
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvcache.serve")
 _DRAFTS = attrgetter("drafts")
 
 

@@ -22,7 +22,7 @@ from kvcache_serve.server.snapshot import snapshot
 if TYPE_CHECKING:
     from kvcache_exchange.router_events import EventPublisher
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvcache.serve")
 T = TypeVar("T")
 _MAX_FAILURES = 3  # consecutive failed steps after which all requests are ended
 _SNAPSHOT_SECONDS = 0.2

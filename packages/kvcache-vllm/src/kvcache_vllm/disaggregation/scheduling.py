@@ -29,7 +29,7 @@ from kvcache_vllm.disaggregation.params import offer_in, params_of
 from kvcache_vllm.disaggregation.steps import TransferMetadata
 from kvcache_vllm.disaggregation.windows import first_needed
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvcache.vllm")
 # The settings that determine how vLLM hashes blocks.
 _HASH_OPTIONS = {"algorithm": "--prefix-caching-hash-algo", "seed": "PYTHONHASHSEED"}
 _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)

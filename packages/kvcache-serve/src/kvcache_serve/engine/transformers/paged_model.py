@@ -36,7 +36,7 @@ from kvcache_serve.engine.transformers.unsupported import UnsupportedModel
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("kvcache.serve")
 _NO_TRAINING = "expected model.eval(), because dropout would change answers and cached KV"
 # Names under which configurations define the maximum context length. The first one present is used.
 _LENGTHS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
