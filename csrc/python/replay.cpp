@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python bindings for replaying traces: parsing their lines, and serving their requests on a pool.
+// Python bindings for replaying traces: parsing their lines.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -7,58 +7,10 @@
 #include <string_view>
 #include <vector>
 
-#include "core/pool/pool_replay.h"
 #include "python/arrays.h"
-#include "python/hashes.h"
 
 namespace kvcache {
 namespace {
-
-using Int64Array = py::array_t<int64_t, py::array::c_style>;
-
-constexpr py::ssize_t kFields = sizeof(ReplayedRequest) / sizeof(int64_t);
-static_assert(sizeof(ReplayedRequest) == kFields * sizeof(int64_t));
-
-Int64Array int64_array(const py::handle& value, const char* name, py::ssize_t num_columns) {
-  if (py::isinstance<Int64Array>(value)) {
-    auto array = py::reinterpret_borrow<Int64Array>(value);
-    if (num_columns == 0 && array.ndim() == 1) return array;
-    if (array.ndim() == 2 && array.shape(1) == num_columns) return array;
-  }
-  throw py::type_error(std::string(name) + ": expected a C-contiguous int64 array of shape [n" +
-                       (num_columns == 0 ? "]" : ", " + std::to_string(num_columns) + "]"));
-}
-
-void check_request(const ReplayedRequest& each, int64_t i, int64_t num_blocks) {
-  const bool is_right = each.first >= 0 && each.num_held >= 0 && each.first <= num_blocks &&
-                        each.num_held <= num_blocks - each.first && each.num_full >= 0 &&
-                        each.num_full <= each.num_held && each.num_hittable >= 0 &&
-                        each.num_hittable <= each.num_full && each.num_blocks >= each.num_held &&
-                        each.tokens_per_block >= 1;
-  if (is_right) return;
-  throw py::value_error("requests[" + std::to_string(i) + "] has inconsistent block counts");
-}
-
-py::tuple replay_on_pool(BlockPool* pool, const py::object& requests, const py::object& hashes,
-                         const py::object& ends, const py::object& most_blocks) {
-  const Int64Array table = int64_array(requests, "requests", kFields);
-  const HashArray hash = hash_array(hashes, "hashes");
-  const Int64Array end = int64_array(ends, "ends", 0);
-  const int64_t most = int_argument(most_blocks, "most_blocks");
-  require_same_length(end.size(), "ends", hash.shape(0), "hashes");
-  const auto* first = reinterpret_cast<const ReplayedRequest*>(table.data());
-  for (int64_t i = 0; i < table.shape(0); ++i) check_request(first[i], i, end.size());
-  for (py::ssize_t i = 0; i < end.size(); ++i) {
-    if (end.data()[i] < 1) throw py::value_error("ends has a number below 1: expected 1 or more");
-  }
-  if (pool->num_free() != pool->num_total()) {
-    throw py::value_error("the pool has held blocks: expected none");
-  }
-  // Runs with the GIL, because the caller owns the pool.
-  const ReplayedHits found =
-      replay_requests(pool, first, table.shape(0), as_hashes(hash), end.data(), most);
-  return py::make_tuple(found.num_hits, found.num_hittable);
-}
 
 // Parses a JSON object whose fields are numbers, strings without escapes, and lists of integers
 // from 0 to `most`. Anything else is left to a general parser.
@@ -173,10 +125,6 @@ py::object parse_record(const py::bytes& text, const py::object& most) {
 }  // namespace
 
 void bind_replay(py::module_& m) {
-  m.def("replay_requests", &replay_on_pool, py::arg("pool"), py::arg("requests"), py::arg("hashes"),
-        py::arg("ends"), py::arg("most_blocks"),
-        "Serve requests one at a time on a pool (int64[r, 9], see csrc/core/pool/pool_replay.h).\n"
-        "Return the number of hit blocks and the number of blocks that can be hits.");
   m.def("parse_record", &parse_record, py::arg("text"), py::arg("most"),
         "Return a JSON object as a dict in which lists of whole numbers from 0 to `most` are "
         "int64[n],\n"

@@ -456,7 +456,7 @@ def test_table_has_a_host_section(capsys):
         (["--compare", "lru,lru:a=1"], "--compare has 'lru:a=1': option 'a' is 1: expected no opt"),
         (["--compare", "lru", "--eviction", "lru"], "--eviction is given with --compare: expected"),
         (["--compare", "--verify"], "--verify is given with --compare: expected only one of the two"),
-        (["--sizes", "100"], "--sizes is given without --compare or --curve: expected one of them"),
+        (["--sizes", "100"], "--sizes is given without --compare: expected both, or use --num-blocks"),
         (["--compare", "--sizes", "9,1"], "--sizes is '1': expected a whole number from 2 to"),
         (["--compare", "--sizes", "9,"], "--sizes is '': expected a whole number from 2 to"),
         (["--host-blocks", "1"], "--host-blocks is 1: expected 2 or more (one is the null block)"),

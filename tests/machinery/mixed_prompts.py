@@ -9,7 +9,7 @@ import random
 import numpy as np
 
 from kvcache_lab import WorkloadRequest
-from kvcache_lab.traces.block_ids import BlockIdRequest
+from kvcache_lab.traces.block_ids import request_of_ids
 
 BLOCK_SIZE = 16
 
@@ -31,10 +31,10 @@ def mixed_prompts(seed: int, num_requests: int) -> list[WorkloadRequest]:
         nonlocal time
         time += pause * rng.random()
         chain = np.array(blocks, np.int64)
-        request = BlockIdRequest(
+        request = request_of_ids(
             len(found), int(time), len(blocks) * BLOCK_SIZE, num_output_tokens, chain, BLOCK_SIZE
         )
-        found.append(request.expanded())
+        found.append(request)
 
     while len(found) < num_requests:
         pause = rng.choice([1, 10, 1_000, 20_000, 200_000])  # ms

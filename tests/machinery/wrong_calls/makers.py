@@ -640,8 +640,6 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "DemoReport": lambda w: demo_report(),
     "Comparison": lambda w: kvcache_lab.compare(
         [w.get("WorkloadRequest")], ["lru"], [200], block_size=4),
-    "HitRateCurve": lambda w: kvcache_lab.hit_rate_curve(
-        [w.get("WorkloadRequest")], ["lru"], [200], block_size=4),
     "Transfer": lambda w: a_read(w),
     "GroupFetch": group_fetch,
     "Fetch": fetch,

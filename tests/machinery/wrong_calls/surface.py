@@ -73,7 +73,6 @@ MADE_BY = {
     "kvcache_serve.demo.Turn": "Chat.end_turn",
     "kvcache_serve.engine.transformers.PagedModel": "attach",
     "kvcache_lab.Comparison": "compare",
-    "kvcache_lab.HitRateCurve": "hit_rate_curve",
     "kvcache_lab.Mismatch": "Replayer.run",
     "kvcache_lab.ReplayReport": "Replayer.run",
     "kvcache_lab.Series": "Replayer.run",

@@ -11,10 +11,8 @@ from kvcache.lazy import lazy_names
 # Imported on first use, so that `kvcache --help` is fast.
 _HOME = {
     "COMPARED": "kvcache_lab.comparison",
-    "CURVE_POLICIES": "kvcache_lab.curve",
     "ChatShape": "kvcache_lab.chat",
     "Comparison": "kvcache_lab.comparison",
-    "HitRateCurve": "kvcache_lab.curve",
     "Mismatch": "kvcache_lab.mismatch",
     "ReplayReport": "kvcache_lab.report",
     "Replayer": "kvcache_lab.replayer",
@@ -25,10 +23,7 @@ _HOME = {
     "chat_workload": "kvcache_lab.chat",
     "compare": "kvcache_lab.comparison",
     "comparison_table": "kvcache_lab.comparison",
-    "curve_table": "kvcache_lab.curve",
-    "hit_rate_curve": "kvcache_lab.curve",
     "optimum": "kvcache_lab.comparison",
-    "read_block_ids": "kvcache_lab.traces",
     "read_mooncake": "kvcache_lab.traces",
     "read_trace": "kvcache_lab.traces",
     "register_trace_form": "kvcache_lab.traces",

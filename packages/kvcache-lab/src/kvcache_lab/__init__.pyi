@@ -8,17 +8,12 @@ from kvcache_lab.comparison import Comparison as Comparison
 from kvcache_lab.comparison import compare as compare
 from kvcache_lab.comparison import comparison_table as comparison_table
 from kvcache_lab.comparison import optimum as optimum
-from kvcache_lab.curve import CURVE_POLICIES as CURVE_POLICIES
-from kvcache_lab.curve import HitRateCurve as HitRateCurve
-from kvcache_lab.curve import curve_table as curve_table
-from kvcache_lab.curve import hit_rate_curve as hit_rate_curve
 from kvcache_lab.mismatch import Mismatch as Mismatch
 from kvcache_lab.replayer import Replayer as Replayer
 from kvcache_lab.replayer import Series as Series
 from kvcache_lab.report import ReplayReport as ReplayReport
 from kvcache_lab.service import Service as Service
 from kvcache_lab.traces import TraceError as TraceError
-from kvcache_lab.traces import read_block_ids as read_block_ids
 from kvcache_lab.traces import read_mooncake as read_mooncake
 from kvcache_lab.traces import read_trace as read_trace
 from kvcache_lab.traces import register_trace_form as register_trace_form

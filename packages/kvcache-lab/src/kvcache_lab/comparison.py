@@ -47,10 +47,10 @@ class Comparison:
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        num_sizes = len(checked_sizes(self.sizes))
-        checked_rates(self.token_hit_rates, "token_hit_rates", num_sizes)
+        num_sizes = len(_checked_sizes(self.sizes))
+        _checked_rates(self.token_hit_rates, "token_hit_rates", num_sizes)
         if self.optimum is not None:
-            checked_rates({"optimum": self.optimum}, "token_hit_rates", num_sizes)
+            _checked_rates({"optimum": self.optimum}, "token_hit_rates", num_sizes)
 
     def to_dict(self) -> dict:
         """Return the comparison as plain data for JSON."""
@@ -119,12 +119,12 @@ def compare(
         ValueError: A policy is unknown, or an argument is invalid.
     """
     requests = checked_requests(requests, "requests")
-    sizes = checked_sizes(sizes)
+    sizes = _checked_sizes(sizes)
     instance(trace, str, "trace")
     with_optimum = flag(with_optimum, "with_optimum")
     if not sizes:
         raise ValueError("sizes is empty: expected one or more")
-    chosen = checked_policies(policies)
+    chosen = _checked_policies(policies)
     rates: dict[str, list[float]] = {text: [] for text in chosen}
     reports = []
     for text, (name, values) in chosen.items():
@@ -139,12 +139,12 @@ def compare(
     return Comparison(trace, len(requests), block_size, tuple(sizes), rates, best)
 
 
-def checked_sizes(sizes: Sequence[int]) -> list[int]:
+def _checked_sizes(sizes: Sequence[int]) -> list[int]:
     """Return the pool sizes as a list. Raises TypeError or ValueError for invalid sizes."""
     return [integer(each, f"sizes[{i}]", 1) for i, each in enumerate(listed(sizes, "sizes"))]
 
 
-def checked_rates(rates: Mapping[str, list[float]], name: str, num_sizes: int) -> None:
+def _checked_rates(rates: Mapping[str, list[float]], name: str, num_sizes: int) -> None:
     """Raise TypeError or ValueError unless `rates` maps policies to one hit rate per size."""
     if not isinstance(rates, Mapping):
         raise TypeError(f"{name} is {shown(rates)}: expected a mapping")
@@ -156,7 +156,7 @@ def checked_rates(rates: Mapping[str, list[float]], name: str, num_sizes: int) -
             raise ValueError(f"{what} are {shown(of)}: expected {num_sizes}, one per size")
 
 
-def checked_policies(policies: Sequence[str]) -> dict[str, tuple[str, dict[str, float]]]:
+def _checked_policies(policies: Sequence[str]) -> dict[str, tuple[str, dict[str, float]]]:
     """Return each policy's name and options.
 
     Raises TypeError or ValueError for invalid policies.

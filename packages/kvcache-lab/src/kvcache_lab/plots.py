@@ -13,7 +13,6 @@ import numpy as np
 
 from kvcache.checks import path as checked_path
 from kvcache_lab.comparison import Comparison
-from kvcache_lab.curve import HitRateCurve
 from kvcache_lab.fleet.planning import FleetPlan
 from kvcache_lab.replayer import Series
 from kvcache_lab.report import ReplayReport
@@ -124,28 +123,6 @@ def _draw_first_token(
         f"Time to first token: mean {_duration(report.mean_ms_to_first_token)}, "
         f"99th percentile {_duration(report.p99_ms_to_first_token)}",
     )
-
-
-def draw_curve(curve: HitRateCurve, path: str | os.PathLike) -> None:
-    """Plot the policies' estimated hit rates by pool size, and the exact hit rates if known.
-
-    Raises the same errors as `draw`.
-    """
-    from matplotlib.ticker import NullLocator
-
-    sampled = f"{curve.rate:.4%} of the blocks sampled" if curve.rate < 1 else "all blocks replayed"
-    title = f"{curve.trace}: {curve.requests:,} requests, {curve.blocks:,} blocks\n{sampled}"
-    with _figure(title, path, figsize=_ONE_PANEL) as axes:
-        for (name, rates), color in zip(curve.token_hit_rates.items(), itertools.cycle(_COLORS)):
-            axes.plot(curve.sizes, rates, marker="o", markersize=3, color=color, label=name)
-            if curve.exact is not None:
-                style = {"marker": "x", "linestyle": "none", "color": _GRAY}
-                axes.plot(curve.sizes, curve.exact[name], label=f"{name}, exact", **style)
-        _finish_hit_rates(axes, curve.block_size, "Token hit rate by pool size")
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        if len(curve.sizes) < 10:
-            axes.set_xticks(curve.sizes)
-        axes.xaxis.set_minor_locator(NullLocator())
 
 
 def draw_comparison(comparison: Comparison, path: str | os.PathLike) -> None:

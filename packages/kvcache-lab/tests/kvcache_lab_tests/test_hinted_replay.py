@@ -153,7 +153,6 @@ def test_options_that_conflict_with_prefetch_are_rejected(capsys):
         (["--prefetch", "x"], "--prefetch is 'x': expected seconds from 0 to 600"),
         (["--prefetch", "601"], "--prefetch is '601': expected seconds"),
         (["--prefetch", "1", "--compare"], "--prefetch is given with --compare"),
-        (["--prefetch", "1", "--curve"], "--prefetch is given with --curve"),
     ):
         assert main(["replay", *options]) == 2
         assert message in capsys.readouterr().err

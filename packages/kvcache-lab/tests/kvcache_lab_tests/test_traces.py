@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvcache.cli import main
+from kvcache.native.load import core
 from kvcache_lab import TraceError, optimum, read_trace, register_trace_form, trace_forms
 from kvcache_lab.traces import registry
 
@@ -275,3 +276,108 @@ def test_command_reads_a_custom_format(tmp_path, capsys):
     ]
     assert main(argv) == 0
     assert json.loads(capsys.readouterr().out)["hit_tokens"] == 32
+
+
+def line(i, ids, size=512, rest=100):
+    length = size * (len(ids) - 1) + rest
+    return {"timestamp": 1000 * i, "input_length": length, "output_length": 9, "hash_ids": ids}
+
+
+def test_bailian_blocks_without_an_id_are_unique(tmp_path):
+    record = {**BAILIAN, "hash_ids": [3, 4]}
+    first, second = read_trace(written(tmp_path, record, record))
+    assert np.array_equal(first.content[:32], second.content[:32])
+    assert not {*first.content[32:].tolist()} & {*second.content[32:].tolist()}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": 1, "b": [], "c": [0, 12,3 ,\t4], "d": -7, "e": "x y", "f": 61.125, "g": -0.5}',
+        '{"a":576460752303423488,"a":2}\r\n',
+        '{ "\u00e9" : "\u65e5\u672c" } ',
+    ],
+)
+def test_records_are_parsed_like_json(text):
+    found = core.parse_record(text.encode(), 99)
+    plain = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in found.items()}
+    assert plain == json.loads(text)
+    assert [*map(type, plain.values())] == [*map(type, json.loads(text).values())]
+
+
+VALUES = [
+    "1,",
+    ",1",
+    "01",
+    "-",
+    "1.",
+    ".5",
+    "1e3",
+    "true",
+    "null",
+    "{}",
+    "NaN",
+    "9" * 40,
+    '"a\\n"',
+    '"',
+]
+VALUES += [
+    "[1,]",
+    "[,1]",
+    "[1 2]",
+    "[01]",
+    "[-1]",
+    "[1.0]",
+    "[true]",
+    "[[1]]",
+    '["1"]',
+    "[100]",
+    "[1",
+]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "{}", "[]", "1", "{} {}", '{"a" 1}', '{"a": 1} x', "{a: 1}"]
+)
+def test_other_lines_are_left_to_the_json_parser(text):
+    assert core.parse_record(text.encode(), 99) is None
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_other_values_are_left_to_the_json_parser(value):
+    assert core.parse_record(f'{{"a": {value}}}'.encode(), 99) is None
+    assert core.parse_record(f'{{"b": 1, "a": {value}}}\n'.encode(), 99) is None
+    assert core.parse_record(b'{"a": "\xff"}', 99) is None
+    assert core.parse_record(b'{"a": "\x01"}', 99) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hash_ids": [0, True]}, r"hash_ids\[1\] is true: expected a whole number"),
+        ({"hash_ids": [0, 1.5]}, r"hash_ids\[1\] is 1.5: expected a whole number"),
+        ({"hash_ids": [0, -1]}, r"hash_ids\[1\] is -1: expected a whole number"),
+        ({"hash_ids": [10**11, 1]}, r"hash_ids\[0\] is 100000000000: expected a whole number"),
+        ({"hash_ids": "x"}, 'hash_ids is "x": expected a list'),
+        ({"hash_ids": [1, 2, 3, 4]}, "hash_ids has 4 entries: expected 2"),
+        ({"input_length": [5, 6]}, r"input_length is \[5, 6\]: expected a whole number"),
+        ({"timestamp": -1}, "timestamp is -1: expected a whole number"),
+    ],
+)
+def test_malformed_lines_are_reported(tmp_path, change, says):
+    path = tmp_path / "trace"
+    lines = [json.dumps(line(0, [0, 1])), json.dumps({**line(1, [0, 2]), **change})]
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=f"line 2: {says}"):
+        list(read_trace(path, "mooncake"))
+
+
+def test_lists_inside_other_fields_are_ignored(tmp_path):
+    path = tmp_path / "trace"
+    record = line(0, [0, 1])
+    ids = record.pop("hash_ids")
+    path.write_text(json.dumps({**record, "meta": {"hash_ids": ids}}))
+    with pytest.raises(ValueError, match="hash_ids is missing"):
+        next(read_trace(path, "mooncake"))
+    path.write_text(json.dumps({"meta": {"hash_ids": [9]}, **record, "hash_ids": ids}))
+    assert next(read_trace(path)).num_tokens == record["input_length"]

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -24,10 +24,9 @@ from kvcache.cli.output import progress, say, show, writing
 from kvcache.cli.parts import Command
 from kvcache.cli.policies import policy_options
 from kvcache_lab.cli import replay_options as options
-from kvcache_lab.cli.curve import check_curve
 
 if TYPE_CHECKING:
-    from kvcache_lab import Comparison, ReplayReport, Series, Service, WorkloadRequest
+    from kvcache_lab import ReplayReport, Series, Service, WorkloadRequest
     from kvcache_lab.verifier import KVVerifier
 
 _NUM_SHOWN_MISMATCHES = 10
@@ -39,11 +38,8 @@ def run_replay(args: argparse.Namespace) -> int:
     """Run `kvcache replay` and return the exit code."""
     check_trace(args)
     _import_files(args)
-    check_curve(args)
     _resolve(args)
     _require(args)
-    if args.curve is not None:
-        return _curve(args)
     if args.compare is not None:
         return _compare(args)
     report, series = _replayed(args)
@@ -202,9 +198,9 @@ def _service(args: argparse.Namespace) -> Service | None:
 
 def _check_comparison(args: argparse.Namespace) -> None:
     if args.compare is None:
-        if args.sizes is not None and args.curve is None:
+        if args.sizes is not None:
             raise UsageError(
-                "--sizes is given without --compare or --curve: expected one of them, or use --num-blocks"
+                "--sizes is given without --compare: expected both, or use --num-blocks"
             )
         return
     for option, value in (
@@ -304,67 +300,6 @@ def _compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _curve(args: argparse.Namespace) -> int:
-    """Run `kvcache replay --curve` and return the exit code."""
-    replay = import_module("kvcache_lab")
-    # Keep the requests, because complete replays need their tokens.
-    name, workload = read_workload(args, None if args.exact else replay.read_block_ids)
-    try:
-        with _trace_errors(name):
-            requests = list(workload) if args.exact else workload
-            with _progress(args, len(requests) if args.exact else None) as advance:
-                found = replay.hit_rate_curve(
-                    requests,
-                    args.curve,
-                    args.sizes,
-                    block_size=args.block_size,
-                    rate=args.rate,
-                    trace=name,
-                    on_request=advance,
-                )
-    except ValueError as error:  # the sample contains no block
-        raise UsageError(f"--rate: {error}") from None
-    except MemoryError as error:
-        raise _too_large(args, error) from None
-    if args.exact:
-        found = found.with_exact(_exact(args, requests, found.sizes))
-    if args.plot is not None:
-        write_plot(args.plot, lambda plots: plots.draw_curve(found, args.plot))
-    if args.json:
-        with writing():
-            print(json.dumps(found.to_dict()))
-    else:
-        show(replay.curve_table(found))
-    return 0
-
-
-def _exact(
-    args: argparse.Namespace, requests: list[WorkloadRequest], sizes: Sequence[int]
-) -> Comparison:
-    """Replay the whole trace at each size in --curve."""
-    replay = import_module("kvcache_lab")
-    num_replays = len(sizes) * len(args.curve)
-    try:
-        with _progress(args, len(requests) * num_replays) as advance:
-            return replay.compare(
-                requests,
-                args.curve,
-                sizes,
-                block_size=args.block_size,
-                with_optimum=False,
-                on_request=advance,
-            )
-    except MemoryError as error:
-        raise _too_large(args, error) from None
-
-
-def _too_large(args: argparse.Namespace, error: MemoryError) -> UsageError:
-    given = "a default" if args.sizes is None else args.sizes[-1] + 1
-    return UsageError(
-        f"--sizes has {given}: expected fewer, because this many do not fit into memory ({error})"
-    )
-
-
 def _groups(args: argparse.Namespace) -> dict:
     """Return the groups as arguments of the replayer and the verifier."""
     return {"block_size": args.block_size} if args.specs is None else {"groups": args.specs}
@@ -398,14 +333,12 @@ def _verifier(args: argparse.Namespace) -> KVVerifier | None:
         ) from None
 
 
-def read_workload(
-    args: argparse.Namespace, read: Callable[..., Iterator] | None = None
-) -> tuple[str, Iterable[WorkloadRequest]]:
-    """Return the name and the requests of the workload. `read` reads a trace (default: `read_trace`)."""
-    from kvcache_lab import chat_workload, read_trace
+def read_workload(args: argparse.Namespace) -> tuple[str, Iterable[WorkloadRequest]]:
+    """Return the name and the requests of the workload."""
+    from kvcache_lab import chat_workload
 
     if args.trace is not None:
-        requests = _trace(args.trace, args.format, read or read_trace)
+        requests = _trace(args.trace, args.format)
         return Path(args.trace).name, itertools.islice(requests, args.limit)
     seed = args.seed or 0
     requests = chat_workload(args.requests or options.CHAT_REQUESTS, seed)
@@ -423,10 +356,12 @@ def _trace_errors(name: str) -> Iterator[None]:
         raise UsageError(f"{name}: {error}") from None
 
 
-def _trace(path: str, form: str | None, read: Callable[..., Iterator]) -> Iterator[WorkloadRequest]:
+def _trace(path: str, form: str | None) -> Iterator[WorkloadRequest]:
+    from kvcache_lab import read_trace
+
     is_empty = True
     try:
-        for request in read(path, form):
+        for request in read_trace(path, form):
             is_empty = False
             yield request
     except OSError as error:

@@ -85,23 +85,7 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         "--sizes",
         metavar="N,N",
         type=_sizes,
-        help="pool sizes for --compare and --curve; default: 1/8 to 4 times --num-blocks for --compare, "
-        "and two sizes per octave up to the number of distinct blocks for --curve",
-    )
-    sub.add_argument(
-        "--curve",
-        metavar="P,P",
-        nargs="?",
-        const="",
-        help="hit rates at all pool sizes from one pass over the trace, estimated from a sample of the "
-        "blocks; default: lru,learned",
-    )
-    sub.add_argument(
-        "--rate",
-        metavar="R",
-        type=_rate,
-        help="fraction of the blocks that --curve samples; default: 1 for short traces, less for "
-        "long traces",
+        help="pool sizes for --compare; default: 1/8 to 4 times --num-blocks",
     )
     sub.add_argument(
         "--timed",
@@ -129,7 +113,6 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
     for option, text in (
         ("--verify", "write, read and compare real KV (needs torch)"),
         ("--why", "also print why prompt tokens were not found in the cache"),
-        ("--exact", "also replay completely at each size of --curve and print the error"),
         ("--json", "print one JSON object instead of a table"),
     ):
         sub.add_argument(option, action="store_true", help=text)
@@ -137,7 +120,7 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         "--plot",
         metavar="FILE.png",
         type=plot_file,
-        help="plot the progress of the replay or, with --compare or --curve, hit rates by pool size",
+        help="plot the progress of the replay or, with --compare, hit rates by pool size",
     )
 
 
@@ -152,14 +135,4 @@ def _lead(text: str) -> float:
         value = -1.0
     if not 0 <= value <= MAX_LEAD_S:
         raise UsageError(f"--prefetch is {quoted(text)}: expected seconds from 0 to {MAX_LEAD_S:g}")
-    return value
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise UsageError(f"--rate is {quoted(text)}: expected a number above 0, at most 1")
     return value

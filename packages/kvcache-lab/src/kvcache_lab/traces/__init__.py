@@ -5,7 +5,7 @@
 import kvcache_lab.traces.bailian
 from kvcache_lab.traces.fields import TraceError
 from kvcache_lab.traces.mooncake import read_mooncake
-from kvcache_lab.traces.registry import read_block_ids, read_trace, register_trace_form, trace_forms
+from kvcache_lab.traces.registry import read_trace, register_trace_form, trace_forms
 
 import kvcache_lab.traces.tokens  # isort: skip
 import kvcache_lab.traces.text  # isort: skip
@@ -13,7 +13,6 @@ import kvcache_lab.traces.engine_logs  # noqa: F401  # isort: skip
 
 __all__ = [
     "TraceError",
-    "read_block_ids",
     "read_mooncake",
     "read_trace",
     "register_trace_form",

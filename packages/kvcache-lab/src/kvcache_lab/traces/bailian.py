@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvcache_lab.traces.block_ids import MAX_BLOCK_ID, MAX_PROMPT_TOKENS, BlockIdRequest
+from kvcache_lab.traces.block_ids import MAX_BLOCK_ID, MAX_PROMPT_TOKENS, request_of_ids
 from kvcache_lab.traces.fields import (
     Line,
     TraceError,
@@ -21,7 +21,7 @@ from kvcache_lab.traces.fields import (
     seconds,
     whole_number_array,
 )
-from kvcache_lab.traces.registry import register_block_ids, register_trace_form
+from kvcache_lab.traces.registry import register_trace_form
 from kvcache_lab.workload import WorkloadRequest
 
 _NUM_TOKENS = 16  # tokens per block
@@ -33,12 +33,6 @@ def _is_bailian(_: Line, record: dict | None) -> bool:
 
 @register_trace_form("bailian", _is_bailian)
 def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
-    for request in _read_ids(lines):
-        yield request.expanded()
-
-
-@register_block_ids("bailian")
-def _read_ids(lines: Iterator[Line]) -> Iterator[BlockIdRequest]:
     for index, line in enumerate(lines):
         record = record_with_arrays(line, MAX_BLOCK_ID)
         arrival = seconds(record, "timestamp", line)
@@ -54,4 +48,4 @@ def _read_ids(lines: Iterator[Line]) -> Iterator[BlockIdRequest]:
             )
         if len(ids) * _NUM_TOKENS < length:
             ids = np.append(ids, MAX_BLOCK_ID - index)
-        yield BlockIdRequest(index, arrival, length, output_length, ids, _NUM_TOKENS)
+        yield request_of_ids(index, arrival, length, output_length, ids, _NUM_TOKENS)

@@ -7,7 +7,6 @@ Blocks with equal ids have equal content and equal prefixes.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,33 +17,18 @@ MAX_BLOCK_ID = VOCABULARY**2 - 1  # two tokens encode an id
 MAX_PROMPT_TOKENS = 2**24  # expanding a prompt takes about 60 bytes per token
 
 
-class BlockIdRequest(NamedTuple):
-    """A request from a trace with block ids, before the ids are expanded to tokens."""
-
-    index: int
-    arrival_ms: int
-    num_tokens: int
-    output_length: int
-    ids: np.ndarray  # int64[k]; the last block may be partial
-    tokens_per_id: int
-
-    def expanded(self) -> WorkloadRequest:
-        """Return the request with its tokens."""
-        size, length = self.tokens_per_id, self.num_tokens
-        tokens = block_tokens(self.ids, size).reshape(-1)[:length]
-        content = block_content(self.ids, size).reshape(-1)[:length]
-        return WorkloadRequest(self.index, self.arrival_ms, tokens, self.output_length, content)
-
-    def block_keys(self, block_size: int) -> np.ndarray:
-        """Return int64[num_tokens // block_size], one key per full block of this size.
-
-        Keys are equal if and only if the prefixes up to and including the blocks are equal.
-        """
-        size, num_full = self.tokens_per_id, self.num_tokens // block_size
-        if size == block_size:
-            return self.ids[:num_full]
-        last = np.arange(block_size - 1, num_full * block_size, block_size)
-        return _keys_at(self.ids, size, last)
+def request_of_ids(
+    index: int,
+    arrival_ms: int,
+    num_tokens: int,
+    output_length: int,
+    ids: np.ndarray,
+    tokens_per_id: int,
+) -> WorkloadRequest:
+    """Return a request whose prompt has the blocks int64[k]. The last block may be partial."""
+    tokens = block_tokens(ids, tokens_per_id).reshape(-1)[:num_tokens]
+    content = block_content(ids, tokens_per_id).reshape(-1)[:num_tokens]
+    return WorkloadRequest(index, arrival_ms, tokens, output_length, content)
 
 
 def block_tokens(ids: np.ndarray, num_tokens: int) -> np.ndarray:
@@ -73,17 +57,9 @@ def block_content(ids: np.ndarray, num_tokens: int) -> np.ndarray:
     first token is therefore derived from the previous block and the token itself. It is negative,
     unlike all other keys.
     """
-    return _keys_at(ids, num_tokens, np.arange(len(ids) * num_tokens)).reshape(-1, num_tokens)
-
-
-def _keys_at(ids: np.ndarray, num_tokens: int, at: np.ndarray) -> np.ndarray:
-    """Return the content keys of the tokens `at` of a prompt, int64[n]."""
-    block, offset = np.divmod(at, num_tokens)
-    keys = ids[block] * num_tokens + offset
-    is_first = offset == 0
-    block = block[is_first]
-    before = np.where(block > 0, ids[block - 1] + 1, 0)
-    keys[is_first] = -1 - (before * VOCABULARY + ids[block] % VOCABULARY)
+    keys = ids[:, None] * num_tokens + np.arange(num_tokens)
+    before = np.append(0, ids[:-1] + 1)
+    keys[:, 0] = -1 - (before * VOCABULARY + ids % VOCABULARY)
     return keys
 
 

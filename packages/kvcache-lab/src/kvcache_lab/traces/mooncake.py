@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterator
 
-from kvcache_lab.traces.block_ids import MAX_BLOCK_ID, MAX_PROMPT_TOKENS, BlockIdRequest
+from kvcache_lab.traces.block_ids import MAX_BLOCK_ID, MAX_PROMPT_TOKENS, request_of_ids
 from kvcache_lab.traces.fields import (
     Line,
     TraceError,
@@ -23,7 +23,7 @@ from kvcache_lab.traces.fields import (
     record_with_arrays,
     whole_number_array,
 )
-from kvcache_lab.traces.registry import read_trace, register_block_ids, register_trace_form
+from kvcache_lab.traces.registry import read_trace, register_trace_form
 from kvcache_lab.workload import WorkloadRequest
 
 _SIZES = (512, 16, 32, 64, 128, 256, 1024, 2048, 4096)  # tokens per block, most probable first
@@ -39,12 +39,6 @@ def read_mooncake(path: str | os.PathLike) -> Iterator[WorkloadRequest]:
     "mooncake", lambda line, record: record is not None and record.keys() >= {"hash_ids"}
 )
 def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
-    for request in _read_ids(lines):
-        yield request.expanded()
-
-
-@register_block_ids("mooncake")
-def _read_ids(lines: Iterator[Line]) -> Iterator[BlockIdRequest]:
     first = list(itertools.islice(lines, _NUM_LOOKED_AT))
     size = _block_size(first)
     for index, line in enumerate(itertools.chain(first, lines)):
@@ -59,7 +53,7 @@ def _read_ids(lines: Iterator[Line]) -> Iterator[BlockIdRequest]:
                 f"{line.where}: hash_ids has {len(ids)} entries: expected {quoted(expected)}, one per "
                 f"{size} tokens of input_length {quoted(length)}"
             )
-        yield BlockIdRequest(index, arrival, length, output_length, ids, size)
+        yield request_of_ids(index, arrival, length, output_length, ids, size)
 
 
 def _block_size(lines: list[Line]) -> int:

@@ -10,12 +10,11 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple
 
 from kvcache.checks import path as checked_path
 from kvcache.checks import shown
 from kvcache.extensions import load_extensions
-from kvcache_lab.traces.block_ids import BlockIdRequest
 from kvcache_lab.traces.fields import Line, TraceError, quoted
 from kvcache_lab.workload import WorkloadRequest
 
@@ -26,7 +25,6 @@ except ImportError:  # needed only for Zstandard files
 _ZstdError = zlib.error if zstandard is None else zstandard.ZstdError
 
 Reader = Callable[[Iterator[Line]], Iterator[WorkloadRequest]]
-_Of = TypeVar("_Of", bound=Callable[[Iterator[Line]], Iterator[BlockIdRequest]])
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SKIPPABLE_MAGIC = b"\x2a\x4d\x18"  # after a byte from 0x50 to 0x5f
 _MOST_LOOKED_AT = 10_000  # maximum number of log lines before the first request
@@ -74,7 +72,6 @@ class _TraceFormat(NamedTuple):
 
 
 _FORMS: dict[str, _TraceFormat] = {}
-_BLOCK_ID_READERS: dict[str, Callable[[Iterator[Line]], Iterator[BlockIdRequest]]] = {}
 
 
 def register_trace_form(
@@ -104,16 +101,6 @@ def register_trace_form(
     return registered
 
 
-def register_block_ids(name: str) -> Callable[[_Of], _Of]:
-    """Register an additional reader for a format. It yields block ids without their tokens."""
-
-    def registered(read: _Of) -> _Of:
-        _BLOCK_ID_READERS[name] = read
-        return read
-
-    return registered
-
-
 def trace_forms() -> list[str]:
     """Return the sorted names of all formats, including those of extensions."""
     load_extensions()
@@ -138,18 +125,7 @@ def read_trace(path: str | os.PathLike, form: str | None = None) -> Iterator[Wor
         >>> next(read_trace("mooncake_conversation.jsonl")).num_tokens  # doctest: +SKIP
         6758
     """
-    return _requests(*_checked(path, form), with_tokens=True)
-
-
-def read_block_ids(
-    path: str | os.PathLike, form: str | None = None
-) -> Iterator[BlockIdRequest | WorkloadRequest]:
-    """Yield the requests of a trace file, without tokens if its format has block ids.
-
-    Reading block ids is faster, because they are not expanded to tokens. Arguments and errors are
-    the same as for `read_trace`.
-    """
-    return _requests(*_checked(path, form), with_tokens=False)
+    return _requests(*_checked(path, form))
 
 
 def _checked(path: str | os.PathLike, form: str | None) -> tuple[str, str | None]:
@@ -161,16 +137,13 @@ def _checked(path: str | os.PathLike, form: str | None) -> tuple[str, str | None
     return name, form
 
 
-def _requests(name: str, form: str | None, with_tokens: bool) -> Iterator:
+def _requests(name: str, form: str | None) -> Iterator[WorkloadRequest]:
     with open(name, "rb") as file:
         lines = _lines(_decompressed(file, name), name)
         if form is None:
             form, lines = _shown(lines)
-        read: Callable[[Iterator[Line]], Iterator] = _FORMS[form].read
-        if not with_tokens:
-            read = _BLOCK_ID_READERS.get(form, read)
         found = False
-        for request in read(lines):
+        for request in _FORMS[form].read(lines):
             found = True
             yield request
         if not found and form.endswith("_log"):
