@@ -116,9 +116,4 @@ STAGES = (
         "does NIXL move device memory between processes correctly; how fast, directly and packed",
         leases=(),
     ),
-    Stage(
-        "flashinfer", 230, module("benchmarks.gpu.flashinfer_against_gathered"), "attention",
-        "does FlashInfer over pages agree with attention over gathered contexts; how fast are both",
-        leases=(),
-    ),
 )  # fmt: skip

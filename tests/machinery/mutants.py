@@ -710,18 +710,6 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        MODELS + "flashinfer_attention.py",
-        "engine",
-        [
-            ("pages.window - 1", "pages.window"),
-            ("        self._planned.clear()\n", ""),
-            ("if layer not in layers_with_sinks and", "if"),
-            ("sm_scale=shape.scale", "sm_scale=None"),
-            ("(self._batch.query_lens == 1).all()", "(self._batch.query_lens == 1).any()"),
-            ("        and keys.dtype == model_dtype\n", ""),
-        ],
-    ),
-    (
         SERVE + "engine_loop.py",
         "serve",
         [

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of `make gpu` that move data between processes, load beside a step or use FlashInfer, with
-stand-ins for NIXL and FlashInfer and with planted defects.
+"""Stages of `make gpu` that move data between processes or load beside a step, with a stand-in for
+NIXL and with planted defects.
 """
 
 import contextlib
@@ -13,13 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import transports
 from benchmarks.gpu import (
     costs,
     device_transfers,
-    flashinfer_against_gathered,
     load_beside_step,
     machine,
     say,
@@ -32,7 +30,7 @@ from kvcache.worker.swap.bandwidth import hold
 from kvcache.worker.swap.streams import _Past
 from kvcache_exchange.disaggregation import rank
 from kvcache_exchange.transport import registered
-from tests.machinery import flashinfer_stand_in, nixl_stand_in
+from tests.machinery import nixl_stand_in
 from tests.machinery.gpu_less import counts
 
 
@@ -58,11 +56,9 @@ def test_stages_without_their_package_are_skipped_by_name(monkeypatch, capsys):
     monkeypatch.setattr(load_beside_step, "TRANSPORTS", ("nixl",))
     assert device_transfers.main(["nixl"]) == 0
     assert load_beside_step.main() == 0
-    assert flashinfer_against_gathered.main() == 0
-    transfers, loads, attention = told(capsys)
+    transfers, loads = told(capsys)
     assert transfers["skipped"].startswith("NIXL is not installed")
     assert loads["skipped"].startswith("NIXL is not installed")
-    assert attention["skipped"].startswith("flashinfer-python not installed")
 
 
 def test_costs_are_computed_from_profiler_records():
@@ -255,55 +251,3 @@ def test_load_out_of_order_is_detected(defect, monkeypatch, capsys):
         r"tcp: AssertionError: (wrong bytes after the load|load 0: the next step read other bytes)"
     )
     assert re.match(wrong, text)
-
-
-# Attention --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def flashinfer(monkeypatch):
-    pytest.importorskip("transformers")
-    monkeypatch.setattr(machine, "has_module", lambda _: True)
-    for name, small in (("_TIMED", (2, 64)), ("_HEADS", 4), ("_KV_HEADS", 2), ("_HEAD_SIZE", 64)):
-        monkeypatch.setattr(flashinfer_against_gathered, name, small)
-    monkeypatch.setattr(flashinfer_against_gathered, "_LENGTHS", (1, 17, 101, 120))
-    monkeypatch.setattr(flashinfer_against_gathered, "copy_gb_per_s", lambda: 1.0)
-    monkeypatch.setattr(
-        flashinfer_against_gathered, "stream_seconds", lambda attend, _: float(len(attend()) > 0)
-    )
-    wrappers = flashinfer_stand_in.install(monkeypatch)
-    if not counts.is_available():
-        yield wrappers
-        return
-    with sdpa_kernel(SDPBackend.MATH):  # the simulated device supports no other backend in bf16
-        yield wrappers
-
-
-@pytest.mark.gpu
-def test_flashinfer_agrees_with_gathered_attention(flashinfer, capsys):
-    assert flashinfer_against_gathered.main() == 0
-    rows = told(capsys)
-    assert [row["case"] for row in rows if row.get("kind") == "compared"] == [
-        f"{batch} batch, {layer}"
-        for layer in ("full attention", "a window of 100")
-        for batch in ("decode", "mixed")
-    ]
-    assert all(wrapper.num_runs > 0 for wrapper in flashinfer)
-    assert [row["way"] for row in rows if row.get("kind") == "decode"] == ["flashinfer", "gathered"]
-
-
-@pytest.mark.gpu
-def test_window_that_is_one_key_too_wide_is_detected(flashinfer, monkeypatch, capsys):
-    for wrapper in flashinfer:
-        plan = wrapper.plan
-
-        def wider(self, *args, plan=plan, window_left=-1, **options):
-            plan(self, *args, window_left=window_left + (window_left >= 0), **options)
-
-        monkeypatch.setattr(wrapper, "plan", wider)
-    assert flashinfer_against_gathered.main() == 1
-    found = failures(told(capsys))
-    assert [text.split(":")[0] for text in found] == [
-        "decode batch, a window of 100", "mixed batch, a window of 100",
-    ]  # fmt: skip
-    assert all("flashinfer is" in text and "off float32" in text for text in found)

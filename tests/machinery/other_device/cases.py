@@ -710,8 +710,3 @@ def _(device: str) -> object:
 @case("layer_specs", ops_needed=True)
 def _(device: str) -> object:
     return [str(each) for each in layer_specs(tiny_model("llama").to(device))]
-
-
-@case("attach(attention='flashinfer')", refusal="attention is 'flashinfer' for a model on sealed:0")
-def _(device: str) -> object:
-    return attach(tiny_model("llama").to(device), "1MiB", attention="flashinfer")

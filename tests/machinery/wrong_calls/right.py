@@ -435,7 +435,6 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "PagedModel.shapes": lambda w: layer_shapes.layer_shapes(w.get("PreTrainedModel")),
     "PagedModel.model": lambda w: w.get("PreTrainedModel"),
     "PagedModel.cache": lambda w: w.get("PagedModel").cache,
-    "attention": lambda w: "sdpa",
     "Engine.model": lambda w: m.Model(w.get("KVCache")),
     # stores
     "model": lambda w: "m",

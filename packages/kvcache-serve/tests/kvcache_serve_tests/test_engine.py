@@ -16,9 +16,8 @@ pytest.importorskip("transformers")
 from kvcache import plan_cache
 from kvcache.allocator import check_invariants
 from kvcache_serve.engine import Engine, NgramDrafter, SamplingParams
-from kvcache_serve.engine.transformers import attach, flashinfer_attention, layer_specs, paged_model
+from kvcache_serve.engine.transformers import attach, layer_specs
 from kvcache_serve.engine.transformers.tiny_models import tiny_model
-from tests.machinery import flashinfer_stand_in
 from tests.machinery.dense_models import (
     MODELS,
     VOCAB_SIZE,
@@ -341,100 +340,6 @@ def test_prompts_of_one_token_start_from_an_empty_state(paged):
     found = engine.generate([[11], [12]], SamplingParams(max_tokens=6))
     answers = [greedy(dense("bamba"), prompt, 6) for prompt in ([11], [12])]
     assert [each.samples[0].token_ids for each in found] == answers
-
-
-class TestFlashInfer:
-    """Uses a float64 stand-in for FlashInfer.
-
-    Answers that equal those of the dense cache show that pages, lengths and windows are passed
-    correctly.
-    """
-
-    @pytest.fixture
-    def served(self, monkeypatch):
-        wrappers = flashinfer_stand_in.install(monkeypatch)
-        monkeypatch.setattr(flashinfer_attention, "_DTYPES", (torch.float64,))
-        monkeypatch.setattr(flashinfer_attention, "_HEAD_SIZES", (16, 32))
-        return wrappers
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        "name,layers_served", sampled([("gemma3", 4), ("llama", 4), ("bamba", 2)])
-    )
-    def test_answers(self, name, layers_served, served, paged, monkeypatch):
-        # Allow models on the CPU.
-        monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
-        self.check(name, layers_served, served, paged, dense(name))
-
-    @pytest.mark.gpu
-    def test_answers_on_a_gpu(self, served, paged):
-        model = tiny_model("gemma3", dtype=torch.float64).to("cuda")
-        self.check("gemma3", 4, served, paged, model)
-
-    def check(self, name, layers_served, served, paged, model):
-        prompts = prompts_of(MODELS.index(name), 5)
-        answers = [greedy(dense(name), prompt, 24) for prompt in prompts]
-        attached = paged(name, requests=1.3, model=model, attention="flashinfer")
-        kernels = attached._paged.kernels
-        # The self-check in `attach` also runs the kernels.
-        assert sum(each.num_runs for each in served) > 0
-        for each in served:
-            each.num_runs = 0
-        assert name != "gemma3" or model.config.query_pre_attn_scalar != model.config.head_dim
-        assert sum(kernels.serves(layer) for layer in range(8)) == layers_served
-        engine = Engine(
-            attached, drafter=mostly_right(list(zip(prompts, answers)), np.random.default_rng(0))
-        )
-        for _ in range(2):
-            found = engine.generate(prompts, SamplingParams(max_tokens=24))
-            assert [each.samples[0].token_ids for each in found] == answers
-        assert sum(each.num_runs for each in served) == layers_served * engine.metrics.steps
-        assert engine.metrics.accepted_drafts > 0 < engine.metrics.cached_prompt_tokens
-
-    @pytest.mark.slow
-    def test_layers_unsupported_by_flashinfer_run_in_pytorch(self, served, paged, monkeypatch):
-        monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
-        for name in ("deepseek_v3", "gpt_oss"):  # K is wider than V, and attention has sinks
-            prompt = prompts_of(3, 1)[0]
-            engine = Engine(paged(name, attention="flashinfer"))
-            (found,) = engine.generate([prompt], SamplingParams(max_tokens=8))
-            assert found.samples[0].token_ids == greedy(dense(name), prompt, 8)
-        assert not any(each.num_runs for each in served)
-
-    def test_steps_with_single_queries_use_the_decode_kernels(self, served, paged, monkeypatch):
-        monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
-        prefill, decode = served
-        engine = Engine(paged("llama", attention="flashinfer"))
-        prefill.num_runs = decode.num_runs = 0  # discards the calls made by the self-check
-        prompts = prompts_of(2, 2)
-        engine.generate(prompts, SamplingParams(max_tokens=1))
-        num_prefills = prefill.num_runs
-        assert num_prefills > 0 == decode.num_runs
-        engine.generate([prompts[0]], SamplingParams(max_tokens=9))
-        assert decode.num_runs == 4 * 8 and prefill.num_runs == num_prefills + 4
-
-    @pytest.mark.slow
-    def test_cache_with_a_different_half_precision_than_the_model_is_rejected(
-        self, served, paged, monkeypatch
-    ):
-        monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
-        monkeypatch.setattr(flashinfer_attention, "_DTYPES", (torch.float16, torch.bfloat16))
-        for kv_cache_dtype, is_served in (("bfloat16", False), ("float16", True)):
-            attached = paged(
-                "llama",
-                model=tiny_model("llama", dtype=torch.float16),
-                attention="flashinfer",
-                kv_cache_dtype=kv_cache_dtype,
-            )
-            assert attached._paged.kernels.serves(0) == is_served
-
-    def test_unsupported_configurations_are_reported(self):
-        with pytest.raises(
-            ValueError, match="attention is 'flashinfer' for a model on cpu: expected"
-        ):
-            attach(dense("llama"), "1MiB", max_model_len=64, attention="flashinfer")
-        with pytest.raises(ValueError, match="attention is 'fast': expected sdpa or flashinfer"):
-            attach(dense("llama"), "1MiB", max_model_len=64, attention="fast")
 
 
 class TestLowPrecision:

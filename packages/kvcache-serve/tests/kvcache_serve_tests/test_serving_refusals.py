@@ -105,7 +105,6 @@ CALLS = [
     ("group", lambda w, v: w.batch().slots(v), [*NUMBERS, 1]),
     ("group", lambda w, v: w.batch().context(v), [*NUMBERS, 1]),
     ("group", lambda w, v: w.batch().state_pages(v), [*NUMBERS, 1]),
-    ("builder", lambda w, v: w.batch().metadata(v), OBJECTS),
     ("manager", lambda w, v: Scheduler(v, max_num_batched_tokens=4), OBJECTS),
     (
         "max_num_batched_tokens",

@@ -12,7 +12,6 @@ import torch
 from kvcache.assembly import KVCache
 from kvcache.checks import MAX_INT32, check_range, instance, integer, integers, listed
 from kvcache.kinds import KindProperties, make_kind
-from kvcache.worker import AttentionMetadata, AttentionMetadataBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +196,6 @@ class Batch:
         group = self._checked(group)
         table = self.cache.tables[group]
         return table.state_pages(self.rows, self.seq_lens, self.num_drafts).cpu().numpy()
-
-    def metadata(self, builder: AttentionMetadataBuilder) -> AttentionMetadata:
-        """Return this batch's attention metadata for FlashAttention and FlashInfer."""
-        instance(builder, AttentionMetadataBuilder, "builder")
-        return builder.build(
-            self.rows,
-            self.query_lens.astype(np.int32),
-            self.seq_lens.astype(np.int32),
-        )
 
 
 def following(batch: Batch, starts: np.ndarray, token_ids: np.ndarray) -> Batch:

@@ -2,10 +2,10 @@
 """The attention function of transformers models, which reads the contexts of a batch's requests.
 
 The function is registered as "kvcache" in transformers' attention interface. It uses PyTorch's
-scaled-dot-product attention (SDPA) or, if requested, FlashInfer. Layers with features that SDPA lacks
-(sinks, capped scores) use the model's eager implementation. Outside `PagedModel.forward`, the function
-computes the same attention over the model's own tensors, so an attached model can still run and
-generate without the cache.
+scaled-dot-product attention (SDPA). Layers with features that SDPA lacks (sinks, capped scores) use
+the model's eager implementation. Outside `PagedModel.forward`, the function computes the same
+attention over the model's own tensors, so an attached model can still run and generate without the
+cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kvcache_serve.engine.batch import Batch
-from kvcache_serve.engine.transformers.flashinfer_attention import FlashInferAttention
 
 NAME = "kvcache"
 # Up to this size, one padded call was measured to be faster than one call per length.
@@ -43,11 +42,6 @@ class ForwardCache(Protocol):
 
     def parts_of(self, group: int) -> Parts:
         """Return the parts into which the batch is split for attention in this group."""
-
-    def kernels_of(self, layer: int) -> FlashInferAttention | None:
-        """Return the kernels that read a layer's pages directly, or None if the layer's context is
-        gathered.
-        """
 
 
 # The cache of the current `PagedModel.forward`, or None outside it.
@@ -154,10 +148,6 @@ def paged_attention(
     if attention_mask is not None and attention_mask.numel() != 1:
         raise RuntimeError(f"{type(module).__name__} uses its own attention mask")
     layer = reader.attend(module.layer_idx)
-    kernels = reader.kernels_of(layer)
-    if kernels is not None:
-        scale, softcap = options.get("scaling"), options.get("softcap")
-        return kernels.attend(layer, query, scale, softcap), None
     num_tokens = query.shape[2]
     out = query.new_empty(num_tokens, query.shape[1], value.shape[-1])
     for queries, keys, num_requests, mask in reader.parts_of(reader.group_of(layer)).parts:

@@ -9,7 +9,6 @@ from transformers import Cache
 from kvcache.assembly import KVCache
 from kvcache_serve.engine.batch import Batch
 from kvcache_serve.engine.transformers.attention import Parts, parts_of
-from kvcache_serve.engine.transformers.flashinfer_attention import FlashInferAttention
 from kvcache_serve.engine.transformers.layer_places import places_of
 from kvcache_serve.engine.transformers.layer_shapes import LayerShape
 from kvcache_serve.engine.transformers.layer_states import LayerStates
@@ -25,7 +24,6 @@ class PagedCache(Cache):
         self.cache = cache
         self.resumes = resumes
         self.batch: Batch | None = None
-        self.kernels: FlashInferAttention | None = None
         self._layers = layers
         self._places = places_of(cache, layers)
         self._parts: dict[int, Parts] = {}
@@ -35,24 +33,12 @@ class PagedCache(Cache):
             shape.index: LayerStates(cache, shape) for shape in layers if shape.state is not None
         }
 
-    def use_flashinfer(self, layers_with_sinks: set[int], model_dtype: torch.dtype) -> None:
-        """Use FlashInfer's attention in the layers that it supports, starting with the next batch."""
-        self.kernels = FlashInferAttention(self.cache, self._places, layers_with_sinks, model_dtype)
-
     def begin(self, batch: Batch | None) -> None:
         """Set the batch of the next forward pass, or None for no batch."""
         self.batch = batch
         self._parts = {}
         self._written.clear()
         self._unread.clear()
-        if self.kernels is not None:
-            self.kernels.begin(batch)
-
-    def kernels_of(self, layer: int) -> FlashInferAttention | None:
-        """Return the kernels that read a layer's pages directly, or None if the layer's context is
-        gathered.
-        """
-        return self.kernels if self.kernels is not None and self.kernels.serves(layer) else None
 
     def group_of(self, layer: int) -> int:
         """Return the cache group of a layer's K and V."""
@@ -76,8 +62,7 @@ class PagedCache(Cache):
         to attend to.
 
         Returns:
-            The K and V in `Parts.slots`, [1, heads, c, size]. If kernels read pages directly, `key` and
-            `value` are returned unchanged.
+            The K and V in `Parts.slots`, [1, heads, c, size].
         """
         if layer_idx in self._written:
             raise RuntimeError(f"layer {layer_idx} updates its K and V twice")
@@ -85,8 +70,6 @@ class PagedCache(Cache):
         self._unread.add(layer_idx)
         place = self._places[layer_idx]
         place.write(key_states, value_states, self.batch.slots(place.group))
-        if self.kernels_of(layer_idx) is not None:
-            return key_states, value_states
         return place.read(self.parts_of(place.group).slots, key_states)
 
     def attend(self, layer: int | None) -> int:

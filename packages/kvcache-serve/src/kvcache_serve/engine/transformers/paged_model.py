@@ -6,8 +6,7 @@ by slots.
 from __future__ import annotations
 
 import logging
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvcache.allocator import PolicyArguments
 from kvcache.assembly import KVCache, build
-from kvcache.checks import byte_count, flag, instance, integer, shown
+from kvcache.checks import byte_count, flag, instance, integer
 from kvcache.memory_plan import plan_cache
 from kvcache_serve.engine.batch import Batch
 from kvcache_serve.engine.transformers.attention import CURRENT, NAME, register
@@ -84,7 +83,6 @@ class PagedModel:
         model: PreTrainedModel,
         cache: KVCache,
         shape: ModelShape,
-        attention: str,
         way: Way,
         why_by_request: str = "",
     ) -> None:
@@ -95,8 +93,6 @@ class PagedModel:
         self._way = way
         self._paged = PagedCache(cache, shape.layers, way.resumes)
         self._has_states = bool(self._paged.states)
-        if attention == "flashinfer" and not way.by_request:
-            self._paged.use_flashinfer(_layers_with_sinks(model), model.dtype)
         # transformers does not modify a four-dimensional mask, and the attention function ignores the
         # mask.
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
@@ -188,7 +184,6 @@ def attach(
     host_budget: int | str = 0,
     num_speculative_tokens: int = 0,
     state_interval: int | None = None,
-    attention: Literal["sdpa", "flashinfer"] = "sdpa",
     check: bool = True,
     **options: Unpack[PolicyArguments],
 ) -> PagedModel:
@@ -226,9 +221,6 @@ def attach(
         num_speculative_tokens: Maximum number of draft tokens per step for models with recurrent
             layers. Other models allow any number.
         state_interval: Block size of recurrent groups, as in `plan_cache`.
-        attention: "sdpa": PyTorch's attention over gathered contexts. "flashinfer": FlashInfer's
-            kernels, which read pages on a GPU without gathering, in layers that they support
-            (`FlashInferAttention`).
         check: Whether the self-check compares logits. If False, the fastest method that runs without an
             error is used, and wrong answers are not detected.
         options: Fields of `CacheOptions`, such as the eviction policy.
@@ -254,7 +246,6 @@ def attach(
         raise ValueError(f"model is in training mode: {_NO_TRAINING}")
     budget = byte_count(budget, "budget")
     host_budget = byte_count(host_budget, "host_budget", least=0)
-    _check_attention(attention, model.device)
     check = flag(check, "check")
     longest, reason = longest_request(model)
     if max_model_len is not None and integer(max_model_len, "max_model_len", least=1) > longest:
@@ -274,7 +265,7 @@ def attach(
     # Check without drafts and without rounding, so that any difference is a defect. Blocks are small,
     # so that few tokens fill them.
     plain = model_shape(model, filled, min(block_size, 16), None, 0)
-    way, why = _proven_way(model, plain, attention, plan.max_model_len, check)
+    way, why = _proven_way(model, plain, plan.max_model_len, check)
     if way.by_request:
         _LOG.warning("%s is served request by request, not batched: %s", type(model).__name__, why)
     num_host_blocks = host_budget // plan.page_bytes
@@ -290,7 +281,7 @@ def attach(
         if storage.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
             ones = torch.ones(storage.num_layers, 1)
             storage.set_scales(ones, ones)
-    return PagedModel(model, cache, shape, attention, way, why if way.by_request else "")
+    return PagedModel(model, cache, shape, way, why if way.by_request else "")
 
 
 def longest_request(model: PreTrainedModel) -> tuple[int, str]:
@@ -312,29 +303,6 @@ def longest_request(model: PreTrainedModel) -> tuple[int, str]:
                     ),
                 )
     return longest, reason
-
-
-def _check_attention(attention: str, device: torch.device) -> None:
-    if not isinstance(attention, str) or attention not in ("sdpa", "flashinfer"):
-        raise ValueError(f"attention is {shown(attention)}: expected sdpa or flashinfer")
-    if attention == "sdpa":
-        return
-    if device.type != "cuda":
-        raise ValueError(
-            f"attention is 'flashinfer' for a model on {device}: expected a model on a GPU, or 'sdpa'"
-        )
-    if find_spec("flashinfer") is None:
-        raise ModuleNotFoundError(
-            "attention is 'flashinfer', which is not installed: pip install flashinfer-python"
-        )
-
-
-def _layers_with_sinks(model: PreTrainedModel) -> set[int]:
-    return {
-        module.layer_idx
-        for module in model.modules()
-        if hasattr(module, "layer_idx") and getattr(module, "sinks", None) is not None
-    }
 
 
 def _take(model: PreTrainedModel, shape: ModelShape) -> None:
@@ -368,7 +336,6 @@ def _release(model: PreTrainedModel) -> None:
 def _proven_way(
     model: PreTrainedModel,
     shape: ModelShape,
-    attention: str,
     max_model_len: int,
     compares: bool,
 ) -> tuple[Way, str]:
@@ -392,7 +359,7 @@ def _proven_way(
             model, f"it cannot compute a prompt without a cache ({type(error).__name__}: {error})"
         ) from error
     for way in _ways(model, shape):
-        reason = _reason_against(way, model, shape, attention, check, compares)
+        reason = _reason_against(way, model, shape, check, compares)
         if reason is None:
             return way, _listed(found)
         found.append((way, reason))
@@ -419,7 +386,6 @@ def _reason_against(
     way: Way,
     model: PreTrainedModel,
     shape: ModelShape,
-    attention: str,
     check: SelfCheck,
     compares: bool,
 ) -> Difference | str | None:
@@ -437,7 +403,7 @@ def _reason_against(
     try:
         with undisturbed(model):
             cache = check.cache()
-            paged = PagedModel(model, cache, shape, attention, way)
+            paged = PagedModel(model, cache, shape, way)
             if not compares:
                 for _ in check.run(paged, cache):
                     pass
