@@ -125,7 +125,6 @@ def test_reasons_of_misses_are_printed(capsys, tmp_path):
     [
         ["plan"],
         ["replay", "--timed"],
-        ["replay", "--timed", "--prefetch", "1"],
         ["replay", "--timed", "--compare", "lru"],
     ],
 )

@@ -22,10 +22,8 @@ from kvcache.events import CacheEvent
 from kvcache.kinds import kind_class
 from kvcache.specs import GroupSpec
 from kvcache.step import Status, StepPlan, StepReport
-from kvcache_exchange.hints import Hint, HintExecutor
 from kvcache_lab.audit import Audit
 from kvcache_lab.groups import checked_groups
-from kvcache_lab.hinted import DuePrefetch, StoreSource, with_prefetches
 from kvcache_lab.report import ReplayReport
 from kvcache_lab.running import Running
 from kvcache_lab.service import Service, ServiceClock, overload
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 
     from kvcache_lab.verifier import KVVerifier
 
-_MOST_LEAD_S = 600  # limits how far ahead replays read the trace
 _NO_LENGTH_LIMIT = 2**31 - 1  # requests are limited only by the pool size
 _TOLERANCE_MS = 1e-6
 
@@ -91,8 +88,6 @@ class Replayer:
         num_preallocate_tokens: Number of tokens to preallocate (`CacheOptions`).
         chunk_tokens: Maximum number of tokens in a prefill chunk. None: no limit.
         service: Speeds for a timed replay.
-        prefetch_s: Send a prefetch hint for each prompt this many seconds before its request arrives,
-            at most 600. None: no hints.
         options: Fields of `CacheOptions`.
 
     Example:
@@ -115,7 +110,6 @@ class Replayer:
         source: Callable[[KVCacheManager], ExternalTokens] | None = None,
         num_preallocate_tokens: int = 0,
         series: Series | None = None,
-        prefetch_s: float | None = None,
         **options: Unpack[CacheArguments],
     ) -> None:
         for name, value in (("concurrency", concurrency), ("chunk_tokens", chunk_tokens)):
@@ -126,10 +120,6 @@ class Replayer:
         for name, value, kind in (("service", service, Service), ("series", series, Series)):
             if value is not None:
                 instance(value, kind, name)
-        if prefetch_s is not None and not 0 <= number(prefetch_s, "prefetch_s") <= _MOST_LEAD_S:
-            raise ValueError(
-                f"prefetch_s is {prefetch_s}: expected seconds from 0 to {_MOST_LEAD_S}"
-            )
         if num_store_blocks and verifier is not None:
             raise ValueError(
                 f"num_store_blocks is {num_store_blocks} with a verifier: expected 0, because the store "
@@ -164,19 +154,6 @@ class Replayer:
         self._clock = None if service is None else ServiceClock(service)
         if service is not None:
             self.manager.cache.set_now(0.0)  # queries also need the time, so set it before any call
-        self._source = None
-        if self._store is not None:
-            self._source = StoreSource(self.manager, self._store, lambda: self.now_ms, self._clock)
-        self._hints = HintExecutor(
-            self.manager,
-            sources=[] if self._source is None else [self._source],
-            clock=lambda: self.now_ms / 1000,
-        )
-        self._lead_ms = None if prefetch_s is None else round(1000 * prefetch_s)
-        # Indices of the requests whose hints the last step carried out.
-        self._answered: list[int] = []
-        # When the host loads for a request's hints end, by the request's index.
-        self._ready_ms: dict[int, float] = {}
         self._first_arrival_ms: float | None = None
         self._last_arrival_ms = 0
         self._now_ms = 0  # used only in untimed replays
@@ -212,13 +189,7 @@ class Replayer:
             The report.
         """
         instance(trace, str, "trace")
-        items: Iterable[WorkloadRequest | DuePrefetch] = checked_workload(workload, on_request)
-        if self._lead_ms is not None:
-            items = with_prefetches(items, self._lead_ms, is_timed=self._clock is not None)
-        for item in items:
-            if isinstance(item, DuePrefetch):
-                self._prefetch(item)
-                continue
+        for item in checked_workload(workload, on_request):
             self.arrive(item)
             if on_request is not None:
                 on_request()
@@ -228,7 +199,6 @@ class Replayer:
         """Finish all running requests, and return the report of all requests so far."""
         while self._running:
             self._make_room()
-        self._hints.close()
         return self._report(trace)
 
     def drain_events(self) -> list[CacheEvent]:
@@ -279,7 +249,6 @@ class Replayer:
         if self._audit is not None:
             self._audit.reserve(item.num_tokens)
         new = Running(item, request, self._num_requests - 1)
-        ready_ms = self._await_hints(item, request) if self._lead_ms is not None else 0.0
         is_served = self._admit(new)
         if not is_served:
             self._num_rejected += 1
@@ -289,7 +258,7 @@ class Replayer:
             begin_ms, new.first_ms, new.end_ms = self._clock.admit(
                 compute_ms,
                 item.output_length,
-                max(wait_ms, ready_ms - self._clock.now_ms),
+                wait_ms,
                 self._answers_end_ms,
             )
             self._computed_ms += compute_ms
@@ -345,80 +314,17 @@ class Replayer:
         ready_ms = self._clock.load("store", new.num_store_hit)
         return max(ready_ms, self._clock.load("host", new.num_host_hit)) - self._clock.now_ms
 
-    def _prefetch(self, due: DuePrefetch) -> None:
-        """Send a hint ahead of its request."""
-        if self._clock is not None:
-            self._let_time_pass(due.at_ms)
-        self._hints.submit(
-            Request("hint", due.item.token_ids),
-            Hint(intent="prefetch"),
-            on_receipt=lambda receipt: self._answered.append(due.item.index),
-        )
-        self._run_hints()
-
-    def _run_hints(self) -> None:
-        """Run steps for hints until each hint is carried out, is loading, or is waiting."""
-        self._hints.expire()
-        if self._source is not None:
-            self._end_loads(self.now_ms)
-        while self._hints.num_pending:
-            guests = self._hints.admits()
-            if not guests:
-                return
-            host = self.manager.cache.stats.host_hit_tokens
-            self._answered.clear()
-            if self._audit is not None:
-                for guest in guests:
-                    self._audit.reserve(guest.request.num_tokens)
-            plan = self.manager.step(new=guests)
-            status = plan.answers.new.status.tolist()
-            self._hints.planned(status)
-            if self._audit is not None:
-                self._audit.apply(plan, [])
-            self._hints.begin()
-            self.manager.report(StepReport(plan.step_id, completed=True))
-            if self._store is not None:
-                self._store.save()
-            self._hints.completed()
-            if self._clock is not None:
-                host = self.manager.cache.stats.host_hit_tokens - host
-                ready_ms = self._clock.load("host", host)
-                self._ready_ms |= dict.fromkeys(self._answered, ready_ms)
-            if Status.SERVED not in status:
-                return  # none of the requests that hints admit fits
-
-    def _end_loads(self, until_ms: float) -> None:
-        for arrived in self._source.poll(until_ms):
-            self._hints.arrived(arrived)
-
-    def _await_hints(self, item: WorkloadRequest, request: Request) -> float:
-        """Carry out the hints that are due, and return the time at which their tokens are loaded.
-
-        If a hint is still loading the request's prefix, the request waits for this load.
-        """
-        self._run_hints()
-        ready_ms = self._ready_ms.pop(item.index, 0.0)
-        if self._source is not None and self._hints.is_loading(request):
-            ready_ms = max(ready_ms, self._source.last_ready_ms)
-            self._end_loads(ready_ms)
-        return ready_ms
-
     def _admit(self, new: Running) -> bool:
         """Admit the request, or reject it and return False."""
         if self._has_chunks and self._never_fits(new):
             return False  # reject the request even if its first chunks fit
         while True:
-            self._hints.look(new.request)
             status = self._step(new)
             if status == Status.SERVED:
                 return True
             # The request may fit without the tokens from the store.
             if new.num_store_hit and self._store.is_optional:
                 new.num_store_hit, new.may_load = 0, False
-                continue
-            if self._hints.num_rows:
-                self._hints.give_way()
-                self._hints.admits(may_admit=False)
                 continue
             if status == Status.NEVER or not self._running:
                 return False
@@ -475,7 +381,6 @@ class Replayer:
                 served.append((running, start))
         if new is not None and status[-1] == Status.SERVED:
             self._running.append(new)
-            self._hints.hit(new.request)
             new.row, new.num_hit = int(plan.rows[-1]), starts[-1]
             new.num_computed = self.manager.num_computed_tokens(new.request)
             if self._missed:
@@ -539,10 +444,6 @@ class Replayer:
         """Finish the oldest computed request or, if there is none, reject the request whose chunk
         did not fit.
         """
-        if self._hints.num_rows:
-            self._hints.give_way()
-            self._hints.admits(may_admit=False)
-            return
         computed = [each for each in self._running if not each.num_left]
         if computed and status == Status.WAIT:
             self._finish(self._next(computed))
@@ -631,11 +532,6 @@ class Replayer:
         if self._store is not None or self.manager.host_pool is not None:
             loaded = self._host_hit_tokens + self._store_hit_tokens
             report.device_hit_tokens = self._hit_tokens - loaded
-        if self._lead_ms is not None:
-            stats = self._hints.stats
-            report.hints = stats.receipts["prefetch"]
-            report.prefetched_tokens = stats.prefetched_tokens
-            report.prefetched_hit_tokens = stats.used_tokens
         if self._clock is not None:
             self._add_times(report)
         if self._audit is not None:

@@ -62,9 +62,6 @@ class ReplayReport:
         store_evicted_blocks: Blocks that the store evicted, counted per group.
         device_hit_tokens: The part of `hit_tokens` that was on the device when its request was
             admitted. None without a host tier and a store.
-        hints: Receipts of prefetch hints, by status. None without hints.
-        prefetched_tokens: Tokens that hints brought to the device before their requests.
-        prefetched_hit_tokens: Prefetched tokens that a request hit in time.
         service: Speeds of a timed replay.
         duration_s: Time from the start to the end of the last request, in seconds of workload time.
         peak_running: Maximum number of concurrently running requests.
@@ -114,9 +111,6 @@ class ReplayReport:
     store_loaded_blocks: int | None = None
     store_evicted_blocks: int | None = None
     device_hit_tokens: int | None = None
-    hints: dict[str, int] | None = None
-    prefetched_tokens: int | None = None
-    prefetched_hit_tokens: int | None = None
     service: str | None = None
     duration_s: float | None = None
     peak_running: int | None = None
@@ -200,7 +194,6 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
         pool,
         _host(report),
         _store(report),
-        _hints(report),
     ]
     sections += [_times(report), times]
     return [*sections, _verification(report)]
@@ -275,17 +268,6 @@ def _store(report: ReplayReport) -> list[tuple[str, str, str]]:
         ("store writes", f"{report.store_stored_blocks:,}", "blocks"),
         ("store loads", f"{report.store_loaded_blocks:,}", "blocks loaded to the device"),
         ("store evictions", f"{report.store_evicted_blocks:,}", "blocks evicted by the store"),
-    ]
-
-
-def _hints(report: ReplayReport) -> list[tuple[str, str, str]]:
-    if report.hints is None:
-        return []
-    receipts = ", ".join(f"{count:,} {status}" for status, count in report.hints.items() if count)
-    used = f"{report.prefetched_hit_tokens:,} of them were hit by a request in time"
-    return [
-        ("prefetch hints", f"{sum(report.hints.values()):,}", receipts),
-        ("prefetched tokens", f"{report.prefetched_tokens:,}", used),
     ]
 
 

@@ -87,10 +87,6 @@ class SimulatedStore:
         self._events: list[CacheEvent] = []
         self._incomplete: list[BlockKey] = []
 
-    def hit_tokens(self, request: Request) -> int:
-        """Return the number of the request's tokens that are cached in the other tiers."""
-        return self._prefixes.hit_tokens(request)
-
     def match(self, request: Request, now_ms: float = 0.0) -> int:
         """Return the number of tokens after the hit that the store contains at `now_ms`."""
         first = self._prefixes.hit_tokens(request)

@@ -8,7 +8,15 @@ import pytest
 
 from kvcache.allocator import check_invariants
 from kvcache.cli import main
-from kvcache_lab import Replayer, Service, WorkloadRequest, chat_workload, compare, read_trace
+from kvcache_lab import (
+    Replayer,
+    Series,
+    Service,
+    WorkloadRequest,
+    chat_workload,
+    compare,
+    read_trace,
+)
 from kvcache_lab.content import prefix_keys
 from kvcache_lab.traces.fields import TraceError
 from kvcache_lab.verifier import KVVerifier
@@ -232,3 +240,18 @@ def test_invalid_speeds_are_reported():
         Service(prefill_ms=-1)
     with pytest.raises(ValueError, match=r"interference is 1\.5: expected 0 to 1"):
         Service(interference=1.5)
+
+
+def test_loads_from_the_host_take_time_one_after_another():
+    prompts = [request(0, 0, 0, 160, 0), request(1, 10_000, 500, 160, 0)]
+    prompts += [request(2, 20_000, 1_000, 336, 0)]
+    again = [request(3, 30_000, 0, 170, 0), request(4, 30_000, 500, 170, 0)]
+    series = Series()
+    replayer = Replayer(
+        **{"block_size": 16, "num_blocks": 24, "num_host_blocks": 200, "concurrency": 9},
+        **{"service": Service(8_000, 50, 100), "series": series},
+    )
+    replayer.run([*prompts, *again])
+    times = series.ms_to_first_token
+    assert times[:3] == [20, 20, 42]
+    assert times[3:] == [1_600 + 10 / 8, 3_200 + 10 / 8]

@@ -51,7 +51,7 @@ class HintExecutor:
     Args:
         manager: The manager.
         sources: The engine's sources, in order of preference.
-        clock: Returns the time in seconds. Replays pass their own clock.
+        clock: Returns the time in seconds.
 
     Raises:
         TypeError: An argument has the wrong type.

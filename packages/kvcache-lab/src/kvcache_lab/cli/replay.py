@@ -208,7 +208,6 @@ def _check_comparison(args: argparse.Namespace) -> None:
         ("--verify", args.verify),
         ("--store-blocks", args.store_blocks),
         ("--why", args.why),
-        ("--prefetch", args.prefetch is not None),
     ):
         if value:
             raise UsageError(f"{option} is given with --compare: expected only one of the two")
@@ -241,7 +240,6 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
             verifier=verifier,
             num_store_blocks=args.store_blocks or 0,
             series=series,
-            prefetch_s=args.prefetch,
         )
     except MemoryError as error:
         raise UsageError(
@@ -318,9 +316,7 @@ def _verifier(args: argparse.Namespace) -> KVVerifier | None:
             **_groups(args),
             num_blocks=args.num_blocks,
             num_host_blocks=args.host_blocks or 0,
-            # Hints also need rows.
-            max_num_reqs=args.concurrency
-            + import_module("kvcache_exchange.hints.limits").MAX_ACTIVE,
+            max_num_reqs=args.concurrency,
             device=args.device,
         )
     except (MemoryError, ValueError) as error:  # pages or tables are too large

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 
-from kvcache.cli.errors import UsageError, quoted
 from kvcache.cli.parsing import (
     MAX_INT32,
     MAX_INT64,
@@ -18,8 +17,6 @@ from kvcache.cli.parsing import (
 # Default sizes. The pool holds only part of the workload, so that both hits and evictions occur.
 TRACE_BLOCK_SIZE, TRACE_NUM_BLOCKS = 512, 10_001
 TIMED_CONCURRENCY = 256
-# Equals the limit of `Replayer`, which is not imported to keep --help fast.
-MAX_LEAD_S = 600.0
 CHAT_BLOCK_SIZE, CHAT_NUM_BLOCKS, CHAT_REQUESTS = 16, 1_025, 500
 
 
@@ -99,12 +96,6 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         f"--concurrency then defaults to {TIMED_CONCURRENCY}",
     )
     sub.add_argument(
-        "--prefetch",
-        metavar="S",
-        type=_lead,
-        help="send a prefetch hint for each prompt S seconds before the request arrives",
-    )
-    sub.add_argument(
         "--device",
         default="cpu",
         type=device_name,
@@ -126,13 +117,3 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
 
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(map(number("--sizes", 2, MAX_INT32), text.split(",")))
-
-
-def _lead(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= MAX_LEAD_S:
-        raise UsageError(f"--prefetch is {quoted(text)}: expected seconds from 0 to {MAX_LEAD_S:g}")
-    return value
