@@ -8,7 +8,6 @@ void bind_hashed_tokens(pybind11::module_& m);
 void bind_options(pybind11::module_& m);
 void bind_plan(pybind11::module_& m);
 void bind_manager(pybind11::module_& m);
-void bind_replay(pybind11::module_& m);
 void bind_sanitizer(pybind11::module_& m);
 void bind_worker(pybind11::module_& m);
 
@@ -23,7 +22,6 @@ PYBIND11_MODULE(_core, m) {
   kvcache::bind_options(m);
   kvcache::bind_plan(m);
   kvcache::bind_manager(m);
-  kvcache::bind_replay(m);
   kvcache::bind_sanitizer(m);
   kvcache::bind_worker(m);
 }

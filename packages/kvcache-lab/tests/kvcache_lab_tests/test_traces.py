@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kvcache.cli import main
-from kvcache.native.load import core
 from kvcache_lab import TraceError, optimum, read_trace, register_trace_form, trace_forms
 from kvcache_lab.traces import registry
 
@@ -288,67 +287,6 @@ def test_bailian_blocks_without_an_id_are_unique(tmp_path):
     first, second = read_trace(written(tmp_path, record, record))
     assert np.array_equal(first.content[:32], second.content[:32])
     assert not {*first.content[32:].tolist()} & {*second.content[32:].tolist()}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"a": 1, "b": [], "c": [0, 12,3 ,\t4], "d": -7, "e": "x y", "f": 61.125, "g": -0.5}',
-        '{"a":576460752303423488,"a":2}\r\n',
-        '{ "\u00e9" : "\u65e5\u672c" } ',
-    ],
-)
-def test_records_are_parsed_like_json(text):
-    found = core.parse_record(text.encode(), 99)
-    plain = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in found.items()}
-    assert plain == json.loads(text)
-    assert [*map(type, plain.values())] == [*map(type, json.loads(text).values())]
-
-
-VALUES = [
-    "1,",
-    ",1",
-    "01",
-    "-",
-    "1.",
-    ".5",
-    "1e3",
-    "true",
-    "null",
-    "{}",
-    "NaN",
-    "9" * 40,
-    '"a\\n"',
-    '"',
-]
-VALUES += [
-    "[1,]",
-    "[,1]",
-    "[1 2]",
-    "[01]",
-    "[-1]",
-    "[1.0]",
-    "[true]",
-    "[[1]]",
-    '["1"]',
-    "[100]",
-    "[1",
-]
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "{}", "[]", "1", "{} {}", '{"a" 1}', '{"a": 1} x', "{a: 1}"]
-)
-def test_other_lines_are_left_to_the_json_parser(text):
-    assert core.parse_record(text.encode(), 99) is None
-
-
-@pytest.mark.parametrize("value", VALUES)
-def test_other_values_are_left_to_the_json_parser(value):
-    assert core.parse_record(f'{{"a": {value}}}'.encode(), 99) is None
-    assert core.parse_record(f'{{"b": 1, "a": {value}}}\n'.encode(), 99) is None
-    assert core.parse_record(b'{"a": "\xff"}', 99) is None
-    assert core.parse_record(b'{"a": "\x01"}', 99) is None
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from kvcache_lab.traces.fields import (
     TraceError,
     count,
     quoted,
-    record_with_arrays,
+    record_of,
     seconds,
-    whole_number_array,
+    whole_numbers,
 )
 from kvcache_lab.traces.registry import register_trace_form
 from kvcache_lab.workload import WorkloadRequest
@@ -34,11 +34,11 @@ def _is_bailian(_: Line, record: dict | None) -> bool:
 @register_trace_form("bailian", _is_bailian)
 def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
     for index, line in enumerate(lines):
-        record = record_with_arrays(line, MAX_BLOCK_ID)
+        record = record_of(line)
         arrival = seconds(record, "timestamp", line)
         length = count(record, "input_length", 1, line, most=MAX_PROMPT_TOKENS)
         output_length = count(record, "output_length", 0, line)
-        ids = whole_number_array(record, "hash_ids", MAX_BLOCK_ID, line)
+        ids = np.array(whole_numbers(record, "hash_ids", MAX_BLOCK_ID, line), np.int64)
         num_full, has_rest = length // _NUM_TOKENS, length % _NUM_TOKENS > 0
         if len(ids) not in (num_full, num_full + has_rest):
             raise TraceError(

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcache.checks import MAX_INT32
-from kvcache.native.load import core
 
 _MOST_TIME = 2**53 - 1  # seconds or milliseconds; floats represent integers up to it exactly
 
@@ -100,23 +99,6 @@ def whole_numbers(record: dict, name: str, most: int, line: Line) -> list[int]:
     return values
 
 
-def record_with_arrays(line: Line, most: int) -> dict:
-    """Return the record of a line, in which lists of integers from 0 to `most` may be int64[n] arrays.
-
-    Most lines are read without the general JSON parser, which is several times slower.
-    """
-    record = core.parse_record(line.text, most)
-    return record_of(line) if record is None else record
-
-
-def whole_number_array(record: dict, name: str, most: int, line: Line) -> np.ndarray:
-    """Return a field of a record from `record_with_arrays`: integers from 0 to `most`, as int64[n]."""
-    values = record.get(name)
-    if isinstance(values, np.ndarray):
-        return values
-    return np.array(whole_numbers(record, name, most, line), np.int64)
-
-
 def token_ids(record: dict, name: str, line: Line) -> np.ndarray:
     """Return a field that contains one or more token ids, as int32[n]."""
     ids = whole_numbers(record, name, MAX_INT32, line)
@@ -128,7 +110,7 @@ def token_ids(record: dict, name: str, line: Line) -> np.ndarray:
 def quoted(value: object) -> str:
     """Return a value in JSON syntax, truncated if long."""
     try:
-        text = json.dumps(value, default=np.ndarray.tolist)
+        text = json.dumps(value)
     except RecursionError:
         text = "nested too deeply"
     return text if len(text) <= 40 else text[:37] + "..."

@@ -13,6 +13,8 @@ import json
 import os
 from collections.abc import Iterator
 
+import numpy as np
+
 from kvcache_lab.traces.block_ids import MAX_BLOCK_ID, MAX_PROMPT_TOKENS, request_of_ids
 from kvcache_lab.traces.fields import (
     Line,
@@ -20,8 +22,8 @@ from kvcache_lab.traces.fields import (
     count,
     milliseconds,
     quoted,
-    record_with_arrays,
-    whole_number_array,
+    record_of,
+    whole_numbers,
 )
 from kvcache_lab.traces.registry import read_trace, register_trace_form
 from kvcache_lab.workload import WorkloadRequest
@@ -42,11 +44,11 @@ def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
     first = list(itertools.islice(lines, _NUM_LOOKED_AT))
     size = _block_size(first)
     for index, line in enumerate(itertools.chain(first, lines)):
-        record = record_with_arrays(line, MAX_BLOCK_ID)
+        record = record_of(line)
         arrival = milliseconds(record, "timestamp", line)
         length = count(record, "input_length", 1, line, most=MAX_PROMPT_TOKENS)
         output_length = count(record, "output_length", 0, line)
-        ids = whole_number_array(record, "hash_ids", MAX_BLOCK_ID, line)
+        ids = np.array(whole_numbers(record, "hash_ids", MAX_BLOCK_ID, line), np.int64)
         expected = -(-length // size)
         if len(ids) != expected:
             raise TraceError(
