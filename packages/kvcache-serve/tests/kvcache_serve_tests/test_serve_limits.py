@@ -277,25 +277,6 @@ class TestHttp:
         )
         assert answer.json()["choices"][0]["text"] == dense_answer(GREETING, 5)
 
-    @pytest.mark.parametrize(
-        "target,status",
-        [
-            ("http://x/v1/completions", 200),
-            ("HTTPS://x:80/v1/completions?a=http://y/", 200),
-            ("http://x/v1%2Fcompletions", 200),
-            ("http://x", 405),
-            ("http:///v1/completions", 404),
-            ("/http://x/v1/completions", 404),
-        ],
-    )
-    def test_request_targets_may_be_absolute(self, served, target, status):
-        content = json.dumps(BODY).encode()
-        head = f"POST {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-        with connected(served) as connection:
-            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-            reply = connection.recv(1 << 16).decode()
-        assert reply.startswith(f"HTTP/1.1 {status} "), reply
-
 
 class TestTrust:
     @pytest.mark.parametrize("asked", [{"cache_salt": "a"}, {"priority": -1}])

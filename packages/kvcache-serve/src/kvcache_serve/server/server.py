@@ -8,9 +8,6 @@ import contextlib
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
-from urllib.parse import unquote
 
 import h11
 import uvicorn
@@ -47,7 +44,7 @@ class Server(uvicorn.Server):
         BoundedProtocol.limits = limits
         super().__init__(
             uvicorn.Config(
-                _by_path(app),
+                app,
                 http=BoundedProtocol,
                 ws="none",
                 proxy_headers=False,  # do not trust forwarding headers, because any client can send them
@@ -105,23 +102,6 @@ def _framing_problem(data: bytes) -> str | None:
         if first.rstrip().endswith(b"HTTP/1.0"):
             return "transfer-encoding is given with HTTP/1.0: expected HTTP/1.1"
     return None
-
-
-def _by_path(app: FastAPI) -> Callable[[Any, Any, Any], Awaitable[None]]:
-    """Wrap `app` so that a request target http://host/path is handled as /path (RFC 9112, 3.2.2)."""
-
-    async def call(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            root = scope["root_path"]
-            target = scope["raw_path"][len(root) :]
-            found = re.fullmatch(rb"https?://[^/]+(/.*)?", target, re.IGNORECASE | re.DOTALL)
-            if found is not None:
-                raw_path = found[1] or b"/"
-                path = root + unquote(raw_path.decode("ascii"))
-                scope = scope | {"path": path, "raw_path": root.encode() + raw_path}
-        await app(scope, receive, send)
-
-    return call
 
 
 class _Protocol(H11Protocol):
