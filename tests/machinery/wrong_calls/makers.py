@@ -44,6 +44,7 @@ from kvcache import (
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache_exchange import disaggregation, store
 from kvcache_exchange.hints import Hint
+from kvcache_exchange.transport import make_transport
 from kvcache_serve import server
 from kvcache_serve.server import engine_loop
 from tests.machinery.stores import MemoryStore
@@ -226,7 +227,7 @@ def states(name: str) -> transfer.StateDescription:
 
 def transport(w: World) -> transfer.Transport:
     memory = w.get("transfer memory")
-    one, other = (transfer.make_transport(name, "tcp") for name in ("one", "other"))
+    one, other = (make_transport(name, "tcp") for name in ("one", "other"))
     w.on_close += [one.close, other.close]
     for each in (one, other):
         each.register([(memory.ctypes.data, memory.nbytes)])
@@ -576,7 +577,7 @@ def saved(w: World) -> Path:
 
 def third(w: World) -> bytes:
     w.get("Transport")
-    third = transfer.make_transport("third", "tcp")
+    third = make_transport("third", "tcp")
     w.on_close.append(third.close)
     return third.metadata()
 
