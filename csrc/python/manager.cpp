@@ -407,18 +407,35 @@ void set_row(const py::handle& held, int32_t row) {
   set(held, name, row);
 }
 
-// Creates a row whose prompt is computed in one step, and whose blocks are cached once they are
-// marked as computed. Returns false if the prompt does not fit.
-bool admit_held(Manager& self, const py::object& held, const std::shared_ptr<TokenChain>& chain,
-                const py::list& computed, int64_t num_lookahead) {
+// Creates a group's rows: one for a prompt that is computed in one step, its forks for the other
+// sequences, and one for the encoder unless it is None. Blocks are cached once they are marked as
+// computed. Returns false if the prompt does not fit.
+bool admit_held(Manager& self, const py::list& held,
+                const std::vector<std::shared_ptr<TokenChain>>& chains, const py::list& computed,
+                const py::object& encoder, const std::shared_ptr<TokenChain>& encoder_chain) {
   NewRow asked;
-  asked.chain = chain;
-  asked.num_lookahead = num_lookahead;
+  asked.chain = chains.at(0);
   asked.computes_whole = asked.waits_for_marks = true;
   const Slots slots = self.admit(asked, int32_lists(computed, "computed_blocks"));
+  if (slots.status != Status::kServed) return false;
   const Soundness::Change change = self.change("allocate");
-  if (slots.status == Status::kServed) set_row(held, slots.row);
-  return slots.status == Status::kServed;
+  for (size_t i = 0; i < chains.size(); ++i) {
+    set_row(held[i], i == 0 ? slots.row : self.fork(slots.row, chains[i]).row);
+  }
+  if (!encoder.is_none()) {
+    NewRow cross;
+    cross.chain = encoder_chain;  // without computes_whole, because all of its tokens are read
+    const Slots added = self.admit(cross, {{}});
+    if (added.status != Status::kServed) {
+      throw std::logic_error("an encoder that fits got no slots");
+    }
+    set_row(encoder, added.row);
+  }
+  // Create the tables now, because every scheduler reads them in the same step. This may run
+  // finalizers, which may free the rows.
+  const std::vector<BlockId> blocks = self.blocks(slots.row, 0);
+  for (const py::handle& each : held) each.attr("table") = blocks;
+  return true;
 }
 
 void fork_held(Manager& self, int32_t parent, const py::object& held,

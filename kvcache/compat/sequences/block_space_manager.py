@@ -188,18 +188,23 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             request = self._tokens.read(seqs[0])
         else:
             request = self._tokens.unread(length_of(seqs[0]))
-        new = {seq_ids[0]: request}
-        new.update((seq_id, self._tokens.copy_of(request)) for seq_id in seq_ids[1:])
-        cross, num_required = {}, 0
+        requests = [request, *(self._tokens.copy_of(request) for _ in seq_ids[1:])]
+        new = dict(zip(seq_ids, requests))
+        encoder, has_room = None, True
         if has_cross:
             num_encoder_tokens = encoder_length(seq_group, self._max_model_len)
-            cross = {request_id: num_encoder_tokens}
             num_required = self._num_required(request.num_tokens, num_encoder_tokens)
+            has_room = num_required <= self._pool.num_free
+            if has_room:
+                encoder = HeldRow(self._tokens.unread(num_encoder_tokens))
+                self._encoders[request_id] = encoder
         hits, num_cached = self._hit_of(request) if reads_ids else ([NO_IDS], 0)
-        fits = num_required <= self._pool.num_free
-        fits = fits and self._take(new, hits, num_cached, cross, since)
         # Retry without the hit, because with a window, a sequence holds more blocks after a hit.
-        if not fits and not (num_cached and self._take(new, [NO_IDS], 0, cross, since + 1)):
+        fits = has_room and (
+            self._take(new, encoder, hits, num_cached, since)
+            or (num_cached > 0 and self._take(new, encoder, [NO_IDS], 0, since + 1))
+        )
+        if not fits:
             what = f"seq_group {request_id!r} does not fit"
             fail_to_fit(what, self._pool.num_free, "can_allocate")
         for seq_id in seq_ids:
@@ -208,52 +213,25 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     def _take(
         self,
         new: dict[object, Request],
+        encoder: HeldRow | None,
         hits: list[np.ndarray],
         num_cached: int,
-        cross: dict[object, int],
         since: int,
     ) -> bool:
-        """Create rows for these sequences after a hit. Return False if the rows do not fit.
-
-        `cross`: the number of encoder tokens by request_id, if the group has an encoder that fits.
-        """
-        (first, request), *others = new.items()
+        """Create the rows of a group after a hit. Return False if the prompt does not fit."""
+        request, *others = new.values()
         num_skipped = num_skipped_blocks(request.num_tokens, self._block_size, self._window)
-        skips_blocks = bool(num_skipped and not num_cached)
-        held = {first: (parent := HeldRow(request, num_cached, skips_blocks))}
-        held |= {seq_id: parent.forked(each) for seq_id, each in others}
-        encoders = {request_id: HeldRow(self._tokens.unread(1)) for request_id in cross}
+        parent = HeldRow(request, num_cached, skips_blocks=bool(num_skipped and not num_cached))
+        held = [parent, *(parent.forked(each) for each in others)]
+        chains = [each.request.chain(self._key) for each in held]
+        cross = None if encoder is None else encoder.request.chain(self._key)
+        self._sequences |= zip(new, held)
         self._begin_change(since)
-        try:
-            if not self._native.admit_held(parent, request.chain(self._key), hits, 0):
-                return False
-            table = self._native.blocks(parent.row, 0).tolist()
-            for seq_id, each in others:
-                self._native.fork_held(parent.row, held[seq_id], each.chain(self._key))
-            # Create the tables now, because every scheduler reads them in the same step.
-            for each in held.values():
-                each.table = [*table]
-            for request_id, encoder in encoders.items():
-                self._take_encoder(encoder, cross[request_id])
-            if self._num_changes != since + 1:
-                self._fail_nested()
-            self._sequences |= held
-            self._encoders |= encoders
-        except BaseException:
-            self._undo(*held.values(), *encoders.values())
-            raise
-        return True
-
-    def _take_encoder(self, encoder: HeldRow, num_tokens: int) -> None:
-        # For a prompt, blocks outside the window are not allocated, but for later tokens they are.
-        # Because all encoder tokens are attended to, all of them except the first are added as later
-        # tokens.
-        num_more = num_tokens - 1
-        chain = encoder.request.chain(self._key)
-        if not self._native.admit_held(encoder, chain, [NO_IDS], num_more):
-            raise RuntimeError("an encoder that fits got no slots")
-        if num_more:
-            self._native.append_slots(encoder, encoder.row, num_more, 0, None, [])
+        fits = self._native.admit_held(held, chains, hits, encoder, cross)
+        if not fits:
+            for seq_id in new:
+                self._sequences.pop(seq_id)
+        return fits
 
     # Growth ----------------------------------------------------------------------------------------
 
@@ -334,20 +312,10 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         self._check_tier(parent, "parent_seq", id_of(parent_seq), on_host=False)
         request = self._tokens.of_child(child_seq, parent.request)
         child, chain = parent.forked(request), request.chain(self._key)
+        self._sequences[child_id] = child
         self._begin_change(since)
-        try:
-            self._native.fork_held(parent.row, child, chain)
-            self._sequences[child_id] = child
-        except BaseException:
-            self._undo(child)
-            raise
+        self._native.fork_held(parent.row, child, chain)
         self._tokens.forget(child_id)
-
-    def _undo(self, *held: HeldRow) -> None:
-        """Free the rows that an interrupted call has created."""
-        for each in held:
-            if each.row >= 0:
-                self._native.free_held(each)
 
     # Checks ----------------------------------------------------------------------------------------
 

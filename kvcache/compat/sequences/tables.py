@@ -76,7 +76,7 @@ class SequenceTables:
         self._max_model_len = manager.max_model_len
         self._watermark_blocks = watermark_blocks
         self._tokens = TokenSource(block_size)
-        # Entries without a row (after an interrupt) count as missing.
+        # Entries are added before their rows, and entries without a row count as missing.
         self._sequences: dict[object, HeldRow] = {}  # by seq_id
         self._encoders: dict[object, HeldRow] = {}  # by request_id
         self._num_changes = 0
@@ -236,11 +236,12 @@ class SequenceTables:
         return rows
 
     def _free(self, held: dict[object, HeldRow], name: object) -> None:
-        each = self._entry(held, name)
+        each = held.get(name)
         if each is None:
             return
         self._num_changes += 1
-        self._native.free_held(each)
+        if each.row >= 0:
+            self._native.free_held(each)
         if each.row < 0:  # a broken manager frees nothing
             held.pop(name, None)
 
