@@ -59,8 +59,6 @@ struct type_caster<kvcache::sanitizer::Int64Input> {
 namespace kvcache::sanitizer {
 namespace {
 
-using Parents = std::optional<Int64Input>;
-
 constexpr int64_t kMaxUnknown = 65'536;  // limits the memory that a wrong position costs
 
 [[noreturn]] void fail(const std::string& what, int64_t value, const std::string& expected) {
@@ -106,9 +104,8 @@ Table table_of(const py::array& array) {
 
 // Checks that the tokens in all ranges are known. `stop(r)` returns the end of range r.
 template <class Stop>
-void check_known(const SlotGroup& group, const RequestTags& requests, const Int64Input& rows,
-                 const py::list& names, Stop stop) {
-  if (group.kind == SlotGroup::Kind::kCross) return;
+void check_known(const RequestTags& requests, const Int64Input& rows, const py::list& names,
+                 Stop stop) {
   for (int64_t r = 0; r < rows.size(); ++r) {
     const int64_t row = rows.data()[r];
     if (row < 0 || stop(r) <= requests.num_tokens(row)) continue;
@@ -118,30 +115,13 @@ void check_known(const SlotGroup& group, const RequestTags& requests, const Int6
   }
 }
 
-void check_parents(const TokenRanges& ranges, const Parents& parents) {
-  if (!parents) return;
-  check_size(*parents, "parents", num_tokens_of(ranges), ", the sum of query_lens");
-  const int64_t* parent = parents->data();
-  for (int64_t r = 0; r < ranges.size; ++r) {
-    for (int64_t i = 0; i < ranges.counts[r]; ++i, ++parent) {
-      if (*parent >= -1 && *parent < i) continue;
-      fail("parents[" + std::to_string(parent - parents->data()) + "] is ", *parent,
-           ": expected -1 to " + std::to_string(i - 1) + ", an earlier token of the request");
-    }
-  }
-}
-
-const int64_t* data_of(const Parents& parents) { return parents ? parents->data() : nullptr; }
-
 py::object hash_tokens(const Int64Input& starts, const Int64Input& query_lens,
-                       const Int64Input& token_ids, uint64_t key, const Parents& parents) {
+                       const Int64Input& token_ids, uint64_t key) {
   const TokenRanges ranges{nullptr, counts_of(starts, "starts", starts.size()),
                            counts_of(query_lens, "query_lens", starts.size()), starts.size()};
   check_size(token_ids, "token_ids", num_tokens_of(ranges), ", the sum of query_lens");
-  check_parents(ranges, parents);
   auto out = new_array<int64_t>(token_ids.size());
-  token_hashes(ranges, token_ids.data(), key, data_of(parents),
-               reinterpret_cast<uint64_t*>(out.mutable_data()));
+  token_hashes(ranges, token_ids.data(), key, reinterpret_cast<uint64_t*>(out.mutable_data()));
   return std::move(out);
 }
 
@@ -149,10 +129,9 @@ py::object hash_tokens(const Int64Input& starts, const Int64Input& query_lens,
 // known tokens, int64[n, 2].
 py::object put(RequestTags& self, const py::list& names, const Int64Input& rows,
                const Int64Input& starts, const Int64Input& query_lens, const Int64Input& hashes,
-               const Parents& parents, const std::vector<SlotReads*>& reads) {
+               const std::vector<SlotReads*>& reads) {
   const TokenRanges ranges = ranges_of(rows, starts, "query_lens", query_lens);
   check_size(hashes, "hashes", num_tokens_of(ranges), ", the sum of query_lens");
-  check_parents(ranges, parents);
   std::vector<int64_t> gaps;
   for (int64_t r = 0; r < ranges.size; ++r) {
     const int64_t known = self.num_in_sequence(ranges.rows[r]);
@@ -168,7 +147,7 @@ py::object put(RequestTags& self, const py::list& names, const Int64Input& rows,
     if (ranges.starts[r] >= self.num_tokens(ranges.rows[r])) continue;
     for (SlotReads* each : reads) each->forget(ranges.rows[r], ranges.starts[r]);
   }
-  self.put(ranges, reinterpret_cast<const uint64_t*>(hashes.data()), data_of(parents));
+  self.put(ranges, reinterpret_cast<const uint64_t*>(hashes.data()));
   if (gaps.empty()) return py::none();
   const auto n = static_cast<py::ssize_t>(gaps.size());
   return copy_array(gaps.data(), n).reshape({n / 2, py::ssize_t{2}});
@@ -189,7 +168,7 @@ SlotGroup group_of(int16_t index, const std::string& kind, int64_t block_size, i
   for (const auto& [name, value] :
        {std::pair{"full", Kind::kFull}, std::pair{"window", Kind::kWindow},
         std::pair{"chunk", Kind::kChunk}, std::pair{"circular", Kind::kCircular},
-        std::pair{"state", Kind::kState}, std::pair{"cross", Kind::kCross}}) {
+        std::pair{"state", Kind::kState}}) {
     if (kind == name) return {index, value, block_size, window, chunk, columns};
   }
   throw py::value_error("kind is unknown");
@@ -231,10 +210,6 @@ void bind_shadow(py::module_& m) {
            [](Shadow& self, const Int64Input& blocks) {
              for (py::ssize_t i = 0; i < blocks.size(); ++i) self.clear(blocks.data()[i]);
            })
-      .def("copy_slots",
-           [](Shadow& self, const SlotGroup& group, const std::vector<int64_t>& src,
-              const std::vector<int64_t>& dst,
-              int64_t step) { self.copy_slots(group.index, group.block_size, src, dst, step); })
       .def(
           "log",
           [](Shadow& self, const Int64Input& blocks, int8_t kind, int64_t step, int64_t request,
@@ -258,12 +233,9 @@ void bind_requests(py::module_& m) {
       .def("add", &RequestTags::add)
       .def("remove", &RequestTags::remove)
       .def("restart", &RequestTags::restart)
-      .def("set_encoder", &RequestTags::set_encoder)
       .def("serial", &RequestTags::serial)
       .def("seed", &RequestTags::seed)
       .def("num_tokens", &RequestTags::num_tokens)
-      .def_property_readonly("num_rows", &RequestTags::num_rows)
-      .def_property_readonly("num_tags", &RequestTags::num_tags)
       .def("put", &put);
 }
 
@@ -278,7 +250,7 @@ void bind_writes(py::module_& m) {
               const Int64Input& rows, const Int64Input& starts, const Int64Input& query_lens,
               const Int64Input& slots, const std::optional<py::array>& table, int64_t step) {
              const TokenRanges ranges = ranges_of(rows, starts, "query_lens", query_lens);
-             check_known(group, self.requests(), rows, names,
+             check_known(self.requests(), rows, names,
                          [&](int64_t r) { return ranges.starts[r] + ranges.counts[r]; });
              check_size(slots, "slot_mapping", num_tokens_of(ranges), "");
              return array_of(
@@ -291,7 +263,7 @@ void bind_writes(py::module_& m) {
              int64_t step) {
             const int64_t* const stops = counts_of(num_tokens, "num_tokens", rows.size(), 1);
             check_size(pages, "pages", rows.size(), ", one per request_id");
-            check_known(group, self.requests(), rows, names, [&](int64_t r) { return stops[r]; });
+            check_known(self.requests(), rows, names, [&](int64_t r) { return stops[r]; });
             std::vector<int64_t> starts(stops, stops + rows.size());
             for (int64_t& each : starts) --each;
             const std::vector<int64_t> ones(starts.size(), 1);
@@ -304,8 +276,7 @@ void bind_writes(py::module_& m) {
               const py::array& table, int64_t step) {
              counts_of(starts, "starts", rows.size());
              counts_of(stops, "stops", rows.size());
-             check_known(group, self.requests(), rows, names,
-                         [&](int64_t r) { return stops.data()[r]; });
+             check_known(self.requests(), rows, names, [&](int64_t r) { return stops.data()[r]; });
              std::vector<int64_t> counts;
              for (int64_t r = 0; r < rows.size(); ++r) {
                counts.push_back(std::max<int64_t>(stops.data()[r] - starts.data()[r], 0));
@@ -344,7 +315,6 @@ void bind_reads(py::module_& m) {
              return array_of(self.check_states(rows.data(), stops, pages.data(), rows.size()));
            })
       .def("forget", [](SlotReads& self, int64_t row) { self.forget(row, 0); })
-      .def_property_readonly("num_columns", &SlotReads::num_columns)
       .def_property_readonly("num_read", &SlotReads::num_read)
       .def_property_readonly("num_compared", &SlotReads::num_compared);
 }

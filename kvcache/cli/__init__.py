@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `kvcache` command: sanitize, doctor, and the subcommands of other packages (`parts`).
+"""The `kvcache` command: doctor, and the subcommands of other packages (`parts`).
 
 Exit codes: 0 for success; 1 if a check fails (wrong KV, differing answers, a component that
 `doctor` rejects), a requirement is missing, or the output cannot be written; 2 for incorrect usage,
@@ -22,7 +22,6 @@ from kvcache.cli import parts
 from kvcache.cli.errors import MissingError, OutputError, UsageError, quoted
 from kvcache.cli.output import say, show, writing
 from kvcache.cli.parts import Command
-from kvcache.cli.sanitize import add_sanitize_options, run_sanitize
 
 _INTERRUPTED = 130
 
@@ -79,11 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
     found = {
         **parts.commands(),
-        "sanitize": Command(
-            "replay a record of the KV cache sanitizer, and print its reports",
-            run_sanitize,
-            add_sanitize_options,
-        ),
         "doctor": Command(
             "show installed packages, native libraries and devices", _doctor, add_doctor_options
         ),

@@ -8,18 +8,14 @@ slots that a request's attention reads have the tags of the request's tokens. It
 """
 
 from kvcache.sanitizer.groups import SanitizedGroup
-from kvcache.sanitizer.record import RecordError
-from kvcache.sanitizer.replay import replay_record
 from kvcache.sanitizer.report import BlockEvent, Report, ReportKind, SanitizerError
 from kvcache.sanitizer.sanitizer import Sanitizer
 
 __all__ = [
     "BlockEvent",
-    "RecordError",
     "Report",
     "ReportKind",
     "SanitizedGroup",
     "Sanitizer",
     "SanitizerError",
-    "replay_record",
 ]

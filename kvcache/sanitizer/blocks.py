@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvcache.checks import check_count, check_range, integers, shown
 from kvcache.native.load import core
 from kvcache.sanitizer.findings import MEDIA, EventKind
-from kvcache.sanitizer.groups import CheckedGroup
 from kvcache.sanitizer.requests import NOBODY
 
 
@@ -19,11 +18,10 @@ class ObservedBlocks:
 
     Args:
         shapes: (blocks, slots per block, events per block) for each medium.
-        record: Function that writes a call to the record.
     """
 
-    def __init__(self, shapes: dict[str, tuple[int, int, int]], record: Callable) -> None:
-        self._shapes, self._record = shapes, record
+    def __init__(self, shapes: dict[str, tuple[int, int, int]]) -> None:
+        self._shapes = shapes
         self.reset()
 
     def reset(self) -> None:
@@ -50,7 +48,6 @@ class ObservedBlocks:
         held["num_holders"][blocks] += 1
         held["holder"][blocks] = serial
         shadow.log(blocks, EventKind.ALLOCATED, step, serial, group)
-        self._record("allocation", [request_id], group, blocks)
 
     def free(self, request_id: str, serial: int, blocks: np.ndarray, group: int, step: int) -> None:
         """Record that a request no longer holds the given blocks. The blocks keep their content."""
@@ -59,7 +56,6 @@ class ObservedBlocks:
         held["holder"][blocks[held["holder"][blocks] == serial]] = NOBODY
         shadow.log(blocks, EventKind.FREED, step, serial, group)
         shadow.change(blocks[held["num_holders"][blocks] == 0])
-        self._record("free", [request_id], group, blocks)
 
     def copy(
         self, src: Sequence[int], dst: Sequence[int], src_medium: str, dst_medium: str, step: int
@@ -76,19 +72,6 @@ class ObservedBlocks:
         target.change(dst)
         medium = MEDIA.index(src_medium)
         target.log(dst, EventKind.COPIED, step, sources=src, medium=medium)
-        self._record("copy", [], 0, src, dst, numbers=(medium, MEDIA.index(dst_medium)))
-
-    def copy_slots(
-        self, group: CheckedGroup, src: Sequence[int], dst: Sequence[int], step: int
-    ) -> None:
-        """Copy single slots. Raises TypeError or ValueError."""
-        slots = []
-        for name, values in (("src_slots", src), ("dst_slots", dst)):
-            slots.append(integers(values, name, ()))
-            check_range(name, "is", slots[-1], 0, self.device.num_blocks * group.spec.block_size)
-        check_count(slots[1], len(slots[0]), "dst_slots", "source")
-        self.device.copy_slots(group.slots, *slots, step)
-        self._record("slot_copy", [], group.index, *slots)
 
     def clear(self, blocks: Sequence[int], medium: str, step: int) -> None:
         """Mark blocks as having no valid content. Raises TypeError or ValueError."""
@@ -96,7 +79,6 @@ class ObservedBlocks:
         blocks = self.checked(blocks, "blocks", shadow)
         shadow.clear(blocks)
         shadow.log(blocks, EventKind.CLEARED, step)
-        self._record("clear", [], 0, blocks, numbers=(MEDIA.index(medium),))
 
     def _shadow(self, medium: str, name: str) -> core.Shadow:
         if not isinstance(medium, str) or medium not in self.shadows:

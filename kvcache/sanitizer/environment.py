@@ -3,15 +3,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import time
-from pathlib import Path
 
 from kvcache.checks import shown
 from kvcache.sanitizer.arguments import MODES
-
-_numbers = itertools.count()
 
 
 def options_from_environment() -> dict[str, object] | None:
@@ -19,8 +14,6 @@ def options_from_environment() -> dict[str, object] | None:
 
     - `KVCACHE_SANITIZE`: "1" or "report"; "stop"; or "0" to disable the sanitizer.
     - `KVCACHE_SANITIZE_EVERY`: N, to check reads only in every Nth step.
-    - `KVCACHE_SANITIZE_RECORD`: the folder for records. Each sanitizer writes a file
-    `TIME-PID-NUMBER.kvsan`.
 
     Raises:
         ValueError: A variable has an unknown value.
@@ -39,8 +32,4 @@ def options_from_environment() -> dict[str, object] | None:
                 f"KVCACHE_SANITIZE_EVERY is {shown(every)}: expected a positive integer"
             )
         options["every"] = int(every)
-    folder = os.environ.get("KVCACHE_SANITIZE_RECORD", "")
-    if folder:
-        name = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{next(_numbers)}.kvsan"
-        options["record"] = Path(folder) / name
     return options

@@ -11,9 +11,13 @@ from kvcache.checks import integer, shown
 from kvcache.native.load import core
 from kvcache.sanitizer.arguments import checked_int64
 
-_KINDS = {"full": None, "window": "window", "chunk": "chunk", "circular": "window"} | dict.fromkeys(
-    ("state", "cross")
-)
+_KINDS = {
+    "full": None,
+    "window": "window",
+    "chunk": "chunk",
+    "circular": "window",
+    "state": None,
+}
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,7 @@ class SanitizedGroup:
     """A cache group: its block size, and the tokens that each of its queries attends to.
 
     - `kind`: "full"; "window" or "circular", with the option `window`; "chunk", with the option
-      `chunk`; "state" for recurrent states, one per page; or "cross" for encoder tokens, which all
-      queries attend to.
+      `chunk`; or "state" for recurrent states, one per page.
     - `block_size`: tokens per block.
     - `window`: number of tokens that a query attends to, including itself.
     - `chunk`: tokens per chunk. A query attends to the tokens from the start of its chunk.

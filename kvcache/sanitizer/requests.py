@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,9 +29,8 @@ class ObservedRequests:
     A row is an index that is reused after its request has ended. A serial number is never reused.
     """
 
-    def __init__(self, record: Callable) -> None:
-        self._record = record
-        self._key = secrets.randbits(63)  # prevents tokens from being guessed from tags in a record
+    def __init__(self) -> None:
+        self._key = secrets.randbits(63)  # prevents prompts from being chosen whose tags collide
         self._serials = itertools.count()
         self._names: dict[int, str] = {}
         self._ended: dict[str, int] = {}  # serial of the last ended request with each name
@@ -83,7 +82,6 @@ class ObservedRequests:
         self,
         request_id: str,
         seed: int,
-        encoder: int = 0,
         images: Sequence[tuple[int, int, int]] = (),
     ) -> None:
         """Begin a request. If the request is already known, its tokens are dropped unless their
@@ -100,23 +98,20 @@ class ObservedRequests:
         elif self.tags.seed(row) != seed or self._images.get(row, []) != images:
             self.tags.restart(row, seed)
             self._forget_checks(row)
-        self.tags.set_encoder(row, encoder)
         self._images.pop(row, None)
         if images:
             self._images[row] = images
-        self._record("request", [request_id], numbers=(seed, encoder))
 
-    def finish(self, request_id: str) -> bool:
-        """End a request. Returns whether the request was known."""
+    def finish(self, request_id: str) -> None:
+        """End a request. Unknown names are ignored."""
         row = self._rows.pop(request_id, None)
         if row is None:
-            return False
+            return
         self._ended[request_id] = self.tags.serial(row)
         self.tags.remove(row)
         self._images.pop(row, None)
         self._forget_checks(row)
         self._forget_last()
-        return True
 
     def hashes(
         self,
@@ -124,7 +119,6 @@ class ObservedRequests:
         starts: np.ndarray,
         counts: np.ndarray,
         tokens: np.ndarray,
-        parents: np.ndarray | None = None,
     ) -> np.ndarray:
         """Return the hashes of new tokens and their positions, each int64[t]. Raises ValueError for
         invalid arguments.
@@ -136,7 +130,7 @@ class ObservedRequests:
                 for position, length, identity in self._images.get(row, ()):
                     own[max(position - start, 0) : max(position + length - start, 0)] += identity
                 first += count
-        return core.hash_tokens(starts, counts, tokens, self._key, parents)
+        return core.hash_tokens(starts, counts, tokens, self._key)
 
     def put(
         self,
@@ -145,7 +139,6 @@ class ObservedRequests:
         starts: np.ndarray,
         counts: np.ndarray,
         hashes: np.ndarray,
-        parents: np.ndarray | None = None,
     ) -> list[list[int]]:
         """Set tokens, given by their hashes. Slots of replaced tokens must be checked again.
 
@@ -153,9 +146,7 @@ class ObservedRequests:
             The requests whose tokens before `starts` are not known: pairs of an index in
             `request_ids` and the number of known tokens.
         """
-        gaps = self.tags.put(request_ids, rows, starts, counts, hashes, parents, self.reads)
-        tree = () if parents is None else (parents,)
-        self._record("tokens", request_ids, 0, starts, counts, hashes, *tree)
+        gaps = self.tags.put(request_ids, rows, starts, counts, hashes, self.reads)
         return [] if gaps is None else gaps.tolist()
 
     def remember(self, request_ids: list[str], rows: np.ndarray) -> None:

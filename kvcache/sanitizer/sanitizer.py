@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,7 +16,6 @@ from kvcache.checks import (
     integer,
     integers,
     listed,
-    path,
     shown,
 )
 from kvcache.native.load import core
@@ -26,7 +24,6 @@ from kvcache.sanitizer.blocks import ObservedBlocks
 from kvcache.sanitizer.digests import ContentDigests
 from kvcache.sanitizer.findings import Findings
 from kvcache.sanitizer.groups import CheckedGroup, SanitizedGroup
-from kvcache.sanitizer.record import Recorder
 from kvcache.sanitizer.report import Report
 from kvcache.sanitizer.requests import ObservedRequests, name_hash
 
@@ -51,12 +48,10 @@ class Sanitizer:
         history: Number of events to keep per block.
         max_reports: Maximum number of reports to keep. `counts` includes all findings.
         log: Function that is called with each report. Default: the logger `kvcache.sanitizer`.
-        record: File in which to record the calls, without tokens and names. See `replay_record`.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of range.
-        OSError: The record cannot be written.
 
     Example:
         >>> sanitizer = Sanitizer([SanitizedGroup("full", 4)], num_blocks=8, log=lambda report: None)
@@ -79,7 +74,6 @@ class Sanitizer:
         history: int = 10,
         max_reports: int = 1000,
         log: Callable[[Report], object] | None = None,
-        record: str | os.PathLike[str] | None = None,
     ) -> None:
         self.groups = tuple(instances(groups, SanitizedGroup, "groups"))
         if not self.groups:
@@ -100,15 +94,12 @@ class Sanitizer:
         check_range("num_blocks", "has slots", np.array([*sizes.values()]) * stride, 0, 2**40)
         shapes = {name: (size, stride, history) for name, size in sizes.items() if size}
         self.slots_read = self.slots_compared = self.slots_written = 0
-        self._recorder = None
         self._digests = ContentDigests()
-        self._requests = ObservedRequests(self._record)
-        self._blocks = ObservedBlocks(shapes, self._record)
+        self._requests = ObservedRequests()
+        self._blocks = ObservedBlocks(shapes)
         self._findings = Findings(self.groups, self._requests, mode, max_reports, log)
         self.reports, self.counts = self._findings.reports, self._findings.counts
         self.reset()
-        if record is not None:
-            self._recorder = Recorder(path(record, "record"), self.groups, sizes, self.every)
 
     @property
     def mode(self) -> str:
@@ -129,11 +120,6 @@ class Sanitizer:
         """Size in bytes of the shadow state in host memory."""
         return sum(shadow.num_bytes for shadow in self._blocks.shadows.values())
 
-    @property
-    def num_reports(self) -> int:
-        """Total number of findings, including those that did not fit into `reports`."""
-        return sum(self.counts.values())
-
     def reset(self) -> None:
         """Forget all requests and the contents of all blocks. Digests, reports and counts are kept."""
         self._blocks.reset()
@@ -145,12 +131,6 @@ class Sanitizer:
         self._requests.reads = [group.reads for group in self._groups]
         self._writes = core.SlotWrites(device, tags)
         self._findings.reset(device)
-        self._record("reset")
-
-    def close(self) -> None:
-        """Complete the record, if there is one."""
-        if self._recorder is not None:
-            self._recorder.close()
 
     # Requests -----------------------------------------------------------------------------------------
 
@@ -161,7 +141,6 @@ class Sanitizer:
             step: Number of the step. None: the last step's number plus one.
         """
         self._findings.step = self.step + 1 if step is None else integer(step, "step", 0, 2**62)
-        self._record("step", numbers=(self.step,))
 
     def observe_request(
         self,
@@ -171,7 +150,6 @@ class Sanitizer:
         adapter: object = None,
         salt: object = None,
         images: Sequence[tuple[int, int, object]] = (),
-        encoder: object = None,
     ) -> None:
         """Begin a request, or replace all tokens of a known request.
 
@@ -182,7 +160,6 @@ class Sanitizer:
             salt: The cache salt.
             images: A tuple (position, number of tokens, identity) for each image or other
                 multimodal item.
-            encoder: Identity of the encoder's input, for "cross" groups.
 
         Raises:
             TypeError, ValueError: An argument is invalid. Nothing has changed.
@@ -196,8 +173,8 @@ class Sanitizer:
             spans.append(
                 (integer(item[0], "position"), integer(item[1], "tokens"), name_hash(item[2]))
             )
-        requests, encoder = self._requests, 0 if encoder is None else name_hash(encoder)
-        requests.begin(request_id, requests.seed(adapter, salt), encoder, spans)
+        requests = self._requests
+        requests.begin(request_id, requests.seed(adapter, salt), spans)
         rows, starts = np.array([requests.row(request_id)]), np.zeros(1, np.int64)
         counts = np.array([len(tokens)])
         hashes = requests.hashes(rows, starts, counts, tokens)
@@ -209,7 +186,6 @@ class Sanitizer:
         starts: Sequence[int] | np.ndarray,
         query_lens: Sequence[int] | np.ndarray,
         token_ids: Sequence[int] | np.ndarray,
-        parents: Sequence[int] | np.ndarray | None = None,
     ) -> None:
         """Set the tokens that requests compute in this step, including drafts.
 
@@ -220,12 +196,6 @@ class Sanitizer:
             starts: int[n]. Position of each request's first new token.
             query_lens: int[n]. Number of each request's new tokens.
             token_ids: int[sum(query_lens)]. The new tokens.
-            parents: int[sum(query_lens)]. For draft trees, the index of each token's parent among
-                its request's new tokens, or -1 if the parent is the last token before the new ones.
-                Parents must precede their children. A request's i-th new token is stored at
-                position `start + i`, but its position in the text is determined by its depth in the
-                tree. After the step, set the accepted tokens with another call. None: each token
-                follows the previous token.
 
         Raises:
             TypeError, ValueError: An argument is invalid.
@@ -238,19 +208,17 @@ class Sanitizer:
         query_lens = checked_int64(query_lens, "query_lens")
         tokens = checked_int64(token_ids, "token_ids")
         check_count(starts, len(rows), "starts", "request_id")
-        tree = None if parents is None else checked_int64(parents, "parents")
         if not requests.remembers(rows) and len(set(request_ids)) < len(request_ids):
             name = max(request_ids, key=request_ids.count)
             raise ValueError(f"request_ids has {name!r} twice: expected each request once")
-        hashes = requests.hashes(rows, starts, query_lens, tokens, tree)
+        hashes = requests.hashes(rows, starts, query_lens, tokens)
         if not requests.remembers(rows) and not (known := rows >= 0).all():
             for name in [each for each, is_known in zip(request_ids, known) if not is_known]:
                 self._findings.stale_row(name)
             request_ids = [each for each, is_known in zip(request_ids, known) if is_known]
-            kept = np.repeat(known, query_lens)
-            hashes, tree = hashes[kept], None if tree is None else tree[kept]
+            hashes = hashes[np.repeat(known, query_lens)]
             rows, starts, query_lens = rows[known], starts[known], query_lens[known]
-        gaps = requests.put(request_ids, rows, starts, query_lens, hashes, tree)
+        gaps = requests.put(request_ids, rows, starts, query_lens, hashes)
         requests.remember(request_ids, rows)
         for i, position in gaps:
             serial = requests.serial(request_ids[i])
@@ -282,8 +250,7 @@ class Sanitizer:
             request_id: Name of the request. Unknown names are ignored.
         """
         check_name(request_id, "request_id")
-        if self._requests.finish(request_id):
-            self._record("finish", [request_id])
+        self._requests.finish(request_id)
 
     # Blocks -------------------------------------------------------------------------------------------
 
@@ -351,27 +318,6 @@ class Sanitizer:
         """
         self._blocks.copy(src, dst, src_medium, dst_medium, self.step)
 
-    def observe_slot_copy(
-        self,
-        group: int,
-        src_slots: Sequence[int] | np.ndarray,
-        dst_slots: Sequence[int] | np.ndarray,
-    ) -> None:
-        """Record that the KV of individual tokens was copied, as engines do for the accepted tokens
-        of a draft tree.
-
-        Args:
-            group: The cache group.
-            src_slots: int[n]. Source slots, `block * block_size + offset`.
-            dst_slots: int[n]. Destination slots. All sources are read before any destination is
-                written.
-
-        Raises:
-            TypeError, ValueError: An argument is invalid.
-        """
-        one = self._group(group, has_slots=True)
-        self._blocks.copy_slots(one, src_slots, dst_slots, self.step)
-
     def observe_clear(self, blocks: Sequence[int] | np.ndarray, *, medium: str = "device") -> None:
         """Record that blocks were zeroed, or that a failed transfer left them without valid content.
 
@@ -422,7 +368,6 @@ class Sanitizer:
         found = self._writes.begin(
             one.slots, request_ids, rows, starts, query_lens, slots, table, self.step
         )
-        self._record("write", request_ids, group, starts, query_lens, slots, table)
         self._finish_write(one, found, request_ids)
 
     def observe_load(
@@ -455,7 +400,6 @@ class Sanitizer:
         starts, stops = checked_int64(starts, "starts"), checked_int64(stops, "stops")
         table = checked_table(block_table, len(rows))
         self._writes.load(one.slots, request_ids, rows, starts, stops, table, self.step)
-        self._record("load", request_ids, group, starts, stops, table)
 
     def observe_digests(
         self,
@@ -477,7 +421,6 @@ class Sanitizer:
         for block, digest in zip(blocks.tolist(), digests.tolist()):
             if tag := int(self._blocks.device.slots["tag"][block, one.spec.block_size - 1]):
                 self._digests.add(one.index, tag, digest)
-        self._record("digests", [], group, blocks, digests)
 
     def check_digests(
         self,
@@ -503,7 +446,6 @@ class Sanitizer:
             SanitizerError: The mode is "stop" and there is a finding.
         """
         one, blocks, digests = self._digested(group, blocks, digests)
-        self._record("check_digests", [], group, blocks, digests)
         num_known, wrong = 0, []
         for block, digest in zip(blocks.tolist(), digests.tolist()):
             tag = int(self._blocks.device.slots["tag"][block, one.spec.block_size - 1])
@@ -547,7 +489,6 @@ class Sanitizer:
         request_ids, rows = self._requests.rows_of(request_ids)
         counts, pages = checked_int64(num_tokens, "num_tokens"), checked_int64(pages, "pages")
         found = self._writes.begin_states(one.slots, request_ids, rows, counts, pages, self.step)
-        self._record("state_write", request_ids, group, counts, pages)
         self._finish_write(one, found, request_ids)
 
     def _finish_write(
@@ -591,9 +532,6 @@ class Sanitizer:
         starts, stops = checked_int64(starts, "starts"), checked_int64(seq_lens, "seq_lens")
         table, skips = checked_table(block_table, len(rows)), self._skips()
         found = one.reads.check(rows, starts, stops, table, skips)
-        if self._recorder is not None:
-            table = table[:, : one.reads.num_columns]
-            self._record("read", request_ids, group, starts, stops, table)
         self._finish_read(one, found, request_ids)
 
     def observe_state_read(
@@ -621,7 +559,6 @@ class Sanitizer:
         counts, pages = checked_int64(num_tokens, "num_tokens"), checked_int64(pages, "pages")
         skips = self._skips()
         found = one.reads.check_states(rows, counts, pages, skips)
-        self._record("state_read", request_ids, group, counts, pages)
         self._finish_read(one, found, request_ids)
 
     def _finish_read(
@@ -643,19 +580,3 @@ class Sanitizer:
             wanted = "a group with slots" if has_slots else "a group of states"
             raise ValueError(f"group is {group}, of kind {one.spec.kind!r}: expected {wanted}")
         return one
-
-    def _record(
-        self,
-        name: str,
-        request_ids: Sequence[str] = (),
-        group: int = 0,
-        *arrays: np.ndarray | None,
-        numbers: Sequence[int] = (),
-    ) -> None:
-        if self._recorder is None:
-            return
-        try:
-            self._recorder.write(name, request_ids, group, arrays, numbers)
-        except OSError as failure:
-            self._recorder = None  # recording stops, but checks continue
-            _log.error("The record of the KV cache sanitizer is incomplete: %s", failure)

@@ -312,13 +312,6 @@ DEFECTS = [
         "findings random",
     ),
     Defect(
-        "sanitizer's trees",
-        SANITIZER + "request_tags.cpp",
-        "before[parent + 1] + hashes[i]",
-        "before[i] + hashes[i]",  # treats each token as the child of the token before it
-        "trees",
-    ),
-    Defect(
         "memory plan",
         "kvcache/memory_plan.py",
         "return self.request_bytes(size, num_tokens) + size * self.layer_page",

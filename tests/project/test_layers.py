@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "kvcache.compat": {
         *("kvcache.allocator", "kvcache.ops", "kvcache.transfer", "kvcache.worker"),
     },
-    "kvcache.cli": {"kvcache", "kvcache.allocator", "kvcache.sanitizer"},
+    "kvcache.cli": {"kvcache", "kvcache.allocator"},
     "kvcache.__main__": {"kvcache.cli"},
     "kvcache_exchange": set(),
     "kvcache_exchange.transport": set(),

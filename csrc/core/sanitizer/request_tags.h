@@ -32,33 +32,25 @@ class RequestTags {
   void remove(int64_t row);
   // Drops all tokens.
   void restart(int64_t row, uint64_t seed);
-  void set_encoder(int64_t row, uint64_t encoder) { at(row).encoder = encoder; }
 
   int64_t serial(int64_t row) const { return at(row).serial; }
   uint64_t seed(int64_t row) const { return at(row).tags.front(); }
   int64_t num_tokens(int64_t row) const { return static_cast<int64_t>(at(row).tags.size()) - 1; }
-  // Number of tokens before the first draft-tree token that does not follow the token in the
-  // previous slot.
+  // Number of tokens before the first unknown one.
   int64_t num_in_sequence(int64_t row) const { return at(row).num_in_sequence; }
   int64_t num_rows() const { return static_cast<int64_t>(requests_.size()); }
-  int64_t num_tags() const { return num_tags_; }
 
   // Sets the tokens of requests, starting at positions `starts`. All tokens after the new ones are
-  // dropped. `hashes`: `token_hash` of each new token. `parents`: see `token_hashes`. If a start
-  // is beyond `num_in_sequence`, the tokens in between are unknown and get tags that no slot has.
-  void put(const TokenRanges& ranges, const uint64_t* hashes, const int64_t* parents);
+  // dropped. `hashes`: `token_hash` of each new token. If a start is beyond `num_in_sequence`, the
+  // tokens in between are unknown and get tags that no slot has.
+  void put(const TokenRanges& ranges, const uint64_t* hashes);
 
   // The tags of a request's tokens.
   const uint64_t* tags(int64_t row) const { return at(row).tags.data() + 1; }
-  // The tag of the encoder's input at a position. Cross attention reads these tags.
-  uint64_t encoder_tag(int64_t row, int64_t position) const {
-    return token_hash(at(row).encoder, static_cast<uint64_t>(position)) | 1;
-  }
 
  private:
   struct Request {
     int64_t serial = kNobody;
-    uint64_t encoder = 0;
     int64_t num_in_sequence = 0;
     std::vector<uint64_t> tags;  // the seed, and one tag per token
   };
@@ -68,15 +60,10 @@ class RequestTags {
 
   std::vector<Request> requests_;
   std::vector<int64_t> free_;
-  int64_t num_tags_ = 0;
   uint64_t num_unknown_ = 0;
 };
 
-// Hashes new tokens. `values`: their ids, to which `key` is added before hashing. `parents`: for
-// each token the index of its parent among the request's new tokens, or -1 for the last token
-// before them. Null: each token follows the one before. A token's position is `start` plus its
-// depth in the tree.
-void token_hashes(const TokenRanges& ranges, const int64_t* values, uint64_t key,
-                  const int64_t* parents, uint64_t* out);
+// Hashes new tokens. `values`: their ids, to which `key` is added before hashing.
+void token_hashes(const TokenRanges& ranges, const int64_t* values, uint64_t key, uint64_t* out);
 
 }  // namespace kvcache::sanitizer

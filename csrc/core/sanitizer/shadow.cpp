@@ -38,24 +38,6 @@ void Shadow::take_over(int64_t block, int16_t group) {
   owner = group;
 }
 
-void Shadow::copy_slots(int16_t group, int64_t block_size, const std::vector<int64_t>& src,
-                        const std::vector<int64_t>& dst, int64_t step) {
-  std::vector<ShadowSlot> content;
-  content.reserve(src.size());
-  for (const int64_t from : src) {
-    const int64_t id = from / block_size;
-    content.push_back(block(id).owner == group ? slot(id, from % block_size) : ShadowSlot{});
-  }
-  for (size_t i = 0; i < dst.size(); ++i) {
-    const int64_t from = src[i] / block_size, to = dst[i] / block_size;
-    take_over(to, group);
-    slot(to, dst[i] % block_size) = content[i];
-    change(to);
-    const bool is_next = i > 0 && src[i - 1] / block_size == from && dst[i - 1] / block_size == to;
-    if (!is_next) log(to, {step, kNobody, static_cast<int32_t>(from), group, kCopied, 0});
-  }
-}
-
 void Shadow::log(int64_t block, const ShadowEvent& event) {
   const int64_t count = this->block(block).num_events++;
   ring_[static_cast<size_t>(block * history_ + count % history_)] = event;

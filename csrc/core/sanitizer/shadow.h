@@ -30,7 +30,7 @@ struct ShadowBlock {
 };
 
 // The values of `EventKind` in Python that native code uses.
-constexpr int8_t kWritten = 2, kCopied = 3, kLoaded = 4;
+constexpr int8_t kWritten = 2, kLoaded = 4;
 
 struct ShadowEvent {
   int64_t step;
@@ -70,11 +70,6 @@ class Shadow {
   void drop_stale(int64_t block, int64_t first_offset);
   // Assigns a block to this group, and drops content of any other group.
   void take_over(int64_t block, int16_t group);
-  // Copies individual slots of a group. The number of a slot is `block * block_size + offset`. All
-  // source slots are read before any slot is written. A slot with content of another group counts
-  // as never written.
-  void copy_slots(int16_t group, int64_t block_size, const std::vector<int64_t>& src,
-                  const std::vector<int64_t>& dst, int64_t step);
 
   // Appends an event to the history of a block. The oldest event is overwritten.
   void log(int64_t block, const ShadowEvent& event);

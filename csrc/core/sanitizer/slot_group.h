@@ -70,7 +70,7 @@ class FindingList {
 };
 
 struct SlotGroup {
-  enum class Kind { kFull, kWindow, kChunk, kCircular, kState, kCross };
+  enum class Kind { kFull, kWindow, kChunk, kCircular, kState };
 
   int16_t index;
   Kind kind;

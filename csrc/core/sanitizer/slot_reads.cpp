@@ -17,7 +17,7 @@ void SlotReads::cut(Table* table, const int64_t* stops, int64_t size) {
   int64_t longest = 1;
   for (int64_t r = 0; r < size; ++r) longest = std::max(longest, stops[r]);
   table->check_width(group_.width(longest));
-  table->width = num_columns_ = group_.width(longest);
+  table->width = group_.width(longest);
 }
 
 Findings SlotReads::check(const Ranges& ranges, const Table& table) {
@@ -73,8 +73,7 @@ void SlotReads::check_rows(const int64_t* rows, const int64_t* stops, const Tabl
 }
 
 int64_t SlotReads::length(int64_t row, int64_t stop) const {
-  const bool is_cross = group_.kind == SlotGroup::Kind::kCross;
-  return is_cross ? stop : std::min(stop, requests_->num_tokens(row));
+  return std::min(stop, requests_->num_tokens(row));
 }
 
 // Returns the first token of a row that must be compared, and marks all tokens as checked.
@@ -117,9 +116,7 @@ bool SlotReads::has_changes(const Row& checked, int64_t column) const {
 
 bool SlotReads::compare(int64_t row, int64_t position, int64_t block, int64_t offset) {
   const bool is_state = group_.kind == SlotGroup::Kind::kState;
-  const uint64_t expected = group_.kind == SlotGroup::Kind::kCross
-                                ? requests_->encoder_tag(row, position)
-                                : requests_->tags(row)[position];
+  const uint64_t expected = requests_->tags(row)[position];
   ++num_compared_;
   bool is_right = shadow_->has(block) && !(is_state && block == 0);
   if (is_right) {

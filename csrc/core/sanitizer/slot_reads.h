@@ -30,7 +30,6 @@ class SlotReads {
   // Limits a table to the columns that ranges with these ends read. Throws std::invalid_argument
   // if it has fewer columns.
   void cut(Table* table, const int64_t* stops, int64_t size);
-  int64_t num_columns() const { return num_columns_; }  // columns of the last table
   Findings check(const Ranges& ranges, const Table& table);
   // Checks the state after `num_tokens` of each request. A request without tokens reads none.
   Findings check_states(const int64_t* rows, const int64_t* num_tokens, const int64_t* pages,
@@ -65,7 +64,7 @@ class SlotReads {
   std::shared_ptr<const RequestTags> requests_;
   std::vector<Row> rows_;
   FindingList found_;
-  int64_t num_columns_ = 0, num_read_ = 0, num_compared_ = 0;
+  int64_t num_read_ = 0, num_compared_ = 0;
 };
 
 }  // namespace kvcache::sanitizer

@@ -26,10 +26,8 @@ void SlotWrites::start(const SlotGroup& group, int64_t step) {
 }
 
 void SlotWrites::add(int64_t row, int64_t position, int64_t block, int64_t offset) {
-  const uint64_t tag = group_.kind == SlotGroup::Kind::kCross
-                           ? requests_->encoder_tag(row, position)
-                           : requests_->tags(row)[position];
-  tokens_.push_back({requests_->serial(row), position, tag, block, offset});
+  tokens_.push_back(
+      {requests_->serial(row), position, requests_->tags(row)[position], block, offset});
 }
 
 Findings SlotWrites::begin(const SlotGroup& group, const TokenRanges& ranges, const int64_t* slots,

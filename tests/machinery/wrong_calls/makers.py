@@ -129,15 +129,6 @@ def sanitizer(w: World) -> Sanitizer:
     return made
 
 
-def record(w: World) -> str:
-    """Write a sanitizer's record to a file, and return its path."""
-    folder = tempfile.mkdtemp()
-    w.on_close.append(lambda: shutil.rmtree(folder, ignore_errors=True))
-    path = os.path.join(folder, "record")
-    Sanitizer([SanitizedGroup("full", 4)], 9, record=path).close()
-    return path
-
-
 def steps(w: World) -> SimpleNamespace:
     """Make a manager with requests in every state, and a worker that has applied its plans."""
     cache = w.get("KVCache")
@@ -567,12 +558,6 @@ def demo_report() -> object:
     names = inspect.signature(DemoReport).parameters
     texts = {"model": "tiny", "kv_cache_dtype": None}
     return DemoReport(**{name: texts.get(name, 3) for name in names})
-
-
-def saved(w: World) -> Path:
-    path = w.get("folder") / "saved"
-    w.get("LearnedReuse").save(path)
-    return path
 
 
 def third(w: World) -> bytes:

@@ -16,7 +16,6 @@ _WORDS = {
     "child_seq": ("seq",),
     "report": ("report", "step", "failed_pages", "failed_host_pages", "completed"),
     "step_id": ("step",),
-    "after_step": ("step",),
     "budget": ("num_gpu_blocks",),  # this number is derived from the budget
     "plan": (
         "num_",

@@ -124,7 +124,6 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "KVCacheManager.finish_receiving.request": lambda w: w.get("steps").receiving,
     "PrefixCache.find_prefix.request": lambda w: w.get("steps").waiting,
     "PrefixCache.cached_tokens.request": lambda w: w.get("steps").waiting,
-    "KVCacheManager.take_cached.request": lambda w: w.get("steps").slots,
     "KVCacheManager.step_id": lambda w: w.get("steps").plan.step_id,
     "KVCacheManager.abort.step_id": lambda w: w.get("steps").plan.step_id,
     "StepReport.of_ranks.reports": lambda w: [w.get("StepReport")],
@@ -146,14 +145,11 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "HashKey": lambda w: None,
     "Request.chain.key": lambda w: hashing.hash_key(
         4, "0", "sha256_cbor", None),
-    "LearnedReuse.load.path": lambda w: m.saved(w),
-    "LearnedReuse.save.path": lambda w: w.get("folder") / "learned",
     "LearnedReuse.reached": lambda w: w.get("LearnedReuse").reached,
     "LearnedReuse.used": lambda w: w.get("LearnedReuse").used,
     # the pool
     "BlockPool.id": lambda w: 1,
     "BlockPool.is_pinned.id": lambda w: 1,
-    "BlockPool.notify_load.id": lambda w: 1,
     "BlockPool.allocate.n": lambda w: 2,
     "BlockPool.publish.ids": lambda w: [4, 5],
     "BlockPool.publish.hashes": lambda w: m.hashes()[3:5],
@@ -162,10 +158,6 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "BlockPool.notify_release.ids": lambda w: [1],
     "BlockPool.access.ids": lambda w: [1],
     "BlockPool.unpin.ids": lambda w: w.get("BlockPool").pin([1]) or [1],
-    "source": lambda w: w.get("BlockPool"),
-    "source_id": lambda w: 1,
-    "BlockPool.copy_again.id": lambda w: 1,
-    "BlockPool.publish_copy.id": lambda w: 4,
     # sequences
     "seq": lambda w: w.get("sequences").running.seqs[0],
     "seq_group": lambda w: w.get("sequences").running,
@@ -189,8 +181,6 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "KVCache.write.value": lambda w: torch.ones(1, 2, 8),
     "KVCache.gather.slots": lambda w: torch.tensor([4, 5]),
     "KVCache.slots.num_tokens": lambda w: w.get("steps") and 1,
-    "KVCache.gather_context.rows": lambda w: w.get("steps") and [0],
-    "KVCache.gather_context.num_tokens": lambda w: [4],
     "host_pages": lambda w: w.get("KVCache").host_pages,
     "KVCache.pages": lambda w: w.get("KVCache").pages,
     "KVCache.tables": lambda w: w.get("KVCache").tables,
@@ -520,7 +510,6 @@ for _below, _engine in (("GroupTable", "BlockTable"), ("BlockTables", "MultiGrou
         }
 
 RIGHT |= {
-    "replay_record.record": m.record,
     "SanitizedGroup.kind": lambda w: "full",
     "Sanitizer.groups": lambda w: [w.get("SanitizedGroup")],
     "Sanitizer.num_blocks": lambda w: 9,
@@ -543,8 +532,6 @@ for _name in ("observe_allocation", "observe_free", "observe_clear"):
     RIGHT[f"Sanitizer.{_name}.blocks"] = lambda w: [1, 2]
 for _name in ("src", "dst"):
     RIGHT[f"Sanitizer.observe_copy.{_name}"] = lambda w: [1, 2]
-    RIGHT[f"Sanitizer.observe_slot_copy.{_name}_slots"] = lambda w: [4, 5]
-RIGHT["Sanitizer.observe_slot_copy.group"] = lambda w: 0
 RIGHT |= {
     f"Sanitizer.{name}.request_id": lambda w: "a"
     for name in ("finish", "num_tokens", "observe_allocation", "observe_free", "observe_request")

@@ -166,7 +166,7 @@ class ManagerScene(Scene):
     def calls(self) -> Iterator[Call]:
         m, a, new = self.manager, self.a, self.new
         requests = {
-            **{"num_computed_tokens": {}, "row": {}, "state": {}, "take_cached": {}},
+            **{"num_computed_tokens": {}, "row": {}, "state": {}},
             **{"release_blocks": {}, "block_ids": {"group": 0}},
             **{"finish_receiving": {"num_tokens": 1}},
             **{"reject_tokens": {"num_tokens": 1}, "checkpoint_tokens": {"num_tokens": 3}},

@@ -196,8 +196,6 @@ class Engine:
             self.step()
         for source in self.sources:
             source.close()
-        if self.sanitizer is not None:
-            self.sanitizer.close()
 
     @property
     def _is_storing(self) -> bool:

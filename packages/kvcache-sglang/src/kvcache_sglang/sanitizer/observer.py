@@ -8,7 +8,6 @@ and device.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import logging
 import weakref
@@ -122,7 +121,6 @@ class SchedulerObserver:
         if sanitizer is None:
             options = options_from_environment() or {}
             sanitizer = Sanitizer(groups, sum(counts), num_host_blocks=num_host, **options)
-            atexit.register(sanitizer.close)  # completes the record
         elif sanitizer.groups != tuple(groups):
             raise ValueError(f"sanitizer has groups {sanitizer.groups}: expected {tuple(groups)}")
         self.sanitizer = sanitizer

@@ -8,7 +8,6 @@ has filled.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import logging
 from collections.abc import Callable
@@ -118,7 +117,6 @@ class WorkerObserver:
             raise ValueError("no cache group can be checked")
         if sanitizer is None:
             sanitizer = Sanitizer(groups, config.num_blocks, **(options_from_environment() or {}))
-            atexit.register(sanitizer.close)  # completes the record
         elif sanitizer.groups != tuple(groups):
             raise ValueError(f"sanitizer has groups {sanitizer.groups}: expected {tuple(groups)}")
         self.sanitizer = sanitizer
