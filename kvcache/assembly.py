@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from kvcache.allocator import CacheOptions, KVCacheManager, PolicyArguments
-from kvcache.checks import check_range, instance, integer, integers, shown
+from kvcache.checks import instance, integer, shown
 from kvcache.layouts import AttentionBackend, EngineBackend
 from kvcache.memory_plan import CachePlan
 from kvcache.worker import BlockTables, GroupTable, KVStorage, Pages, SwapEngine, Worker
@@ -147,62 +146,6 @@ class KVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (key, value) of the tokens at `slots`, int64[n]. See `KVStorage.gather`."""
         group, index = self._place(layer_name)
-        return self.storages[group].gather(index, slots, dtype)
-
-    def gather_context(
-        self,
-        layer_name: str,
-        rows: Sequence[int],
-        num_tokens: Sequence[int],
-        dtype: torch.dtype | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the K and V of each row's first `num_tokens` tokens, concatenated in the order of `rows`.
-
-        Slots are computed from the host tables. The slots of the current step (`slots`) do not change.
-        The K and V of tokens that have left a window, or that another context-parallel rank stores,
-        are returned as zeros.
-
-        Args:
-            layer_name: Name of the layer.
-            rows: Table rows of the requests.
-            num_tokens: Number of tokens to read from each row. In a circular group, this must be the
-                number of the row's computed tokens. Overwritten tokens are returned as zeros.
-            dtype: Dtype of the result, as in `KVStorage.gather`.
-
-        Returns:
-            (key, value).
-
-        Raises:
-            ValueError: A layer or row is unknown, a row lacks blocks for its tokens, or the layer is
-                recurrent.
-
-        Example:
-            >>> from kvcache import LayerSpec, Request, plan_cache
-            >>> plan = plan_cache([LayerSpec("a", "full_attention", 16, 2, 64)], 2**20, max_model_len=64)
-            >>> cache = build(plan, max_num_reqs=4)
-            >>> report = cache.worker.apply(cache.manager.step(new=[Request("r1", range(40))]))
-            >>> cache.gather_context("a", rows=[0], num_tokens=[40])[0].shape
-            torch.Size([40, 2, 64])
-        """
-        group, index = self._place(layer_name)
-        rows = integers(rows, "rows", ())
-        lengths = integers(num_tokens, "num_tokens", ())
-        shape = self.tables[group].shape
-        if len(rows) != len(lengths):
-            raise ValueError(
-                f"num_tokens has {len(lengths)} entries: expected one for each of the {len(rows)} rows"
-            )
-        most = self.plan.max_model_len if shape.circular else shape.num_places
-        check_range("num_tokens", "is", lengths, 0, most + 1)
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-        if len(rows) and rows.min() < 0:
-            raise ValueError(f"rows is {rows.tolist()}: expected table rows of 0 or more")
-        of = np.repeat(rows, lengths)
-        if shape.circular:
-            is_left = positions >= np.repeat(lengths, lengths) - shape.num_places
-            of = np.where(is_left, of, -1)
-        slots = self.tables[group].slots_of(of, positions)
         return self.storages[group].gather(index, slots, dtype)
 
     def _place(self, layer_name: str) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from kvcache import (
     plan_cache,
 )
 from kvcache.kinds import make_kind
+from tests.machinery.shared import context_of
 
 FULL = [LayerSpec(f"full.{i}", "full_attention", 4, 2, 8, dtype="float32") for i in range(4)]
 LOCAL = [
@@ -517,7 +518,7 @@ def test_row_context_has_its_own_slots():
         step = cache.manager.step(rows, [8, 8])
     slots = cache.slots("full", 16).clone()
     for name, kv in written.items():
-        key, value = cache.gather_context(name, rows=[1, 0], num_tokens=[32, 5])
+        key, value = context_of(cache, name, [1, 0], [32, 5])
         wanted = [torch.cat([kv[side, 1, :32], kv[side, 0, :5]]) for side in range(2)]
         if name == "local":  # positions outside the window read as zeros
             group = cache.group(name)
@@ -534,18 +535,12 @@ def test_row_context_has_its_own_slots():
     assert torch.equal(long[:20], tables.slots_of(None, torch.arange(20), query_start_loc=[0, 20]))
     for call, error, message in (
         (
-            lambda: cache.gather_context("full", [0], [33]),
+            lambda: context_of(cache, "full", [0], [33]),
             ValueError,
             "expected less, because row 0 holds no",
         ),
-        (lambda: cache.gather_context("full", [3], [1]), ValueError, r"req_indices\[0\] is 3"),
-        (
-            lambda: cache.gather_context("full", [0], [-1]),
-            ValueError,
-            r"num_tokens\[0\] is -1: expected 0",
-        ),
-        (lambda: cache.gather_context("full", [0, 1], [1]), ValueError, "for each of the 2 rows"),
-        (lambda: cache.gather_context("no", [0], [1]), ValueError, "layer_name is 'no'"),
+        (lambda: context_of(cache, "full", [3], [1]), ValueError, r"req_indices\[0\] is 3"),
+        (lambda: cache.gather("no", slots), ValueError, "layer_name is 'no'"),
         (lambda: tables.slots_of(np.zeros(1)), TypeError, "positions is missing"),
         (
             lambda: tables.slots_of(None, np.zeros(1, np.int64)),
@@ -595,7 +590,7 @@ def test_null_pages_in_kernel_blocks_are_not_written():
         assert cache.gather("w", slots)[0][:, 0, 0].tolist() == [0.0] * 80 + [1.0] * 16
 
 
-def test_overwritten_circular_context_reads_as_zeros():
+def test_circular_context_is_read_from_the_last_tokens():
     options = {"window": 16, "buffer": 79}
     layer = LayerSpec("c", "circular_window", 16, 1, 8, dtype="float32", options=options)
     plan = plan_cache([layer], 2**20, max_model_len=256, max_num_batched_tokens=64)
@@ -609,10 +604,8 @@ def test_overwritten_circular_context_reads_as_zeros():
         slots = cache.tables[0].slots_of(np.zeros(20, np.int32), positions)
         values = torch.tensor(positions + 1.0, dtype=torch.float32).view(-1, 1, 1).expand(-1, 1, 8)
         cache.write("c", values.contiguous(), values.contiguous(), slots)
-    key = cache.gather_context("c", [0], [100])[0]
-    assert key[:, 0, 0].tolist() == [0.0] * 20 + list(range(21, 101))
-    with pytest.raises(ValueError, match=r"rows is \[-1\]: expected table rows of 0 or more"):
-        cache.gather_context("c", [-1], [3])
+    slots = cache.tables[0].slots_of(np.zeros(80, np.int32), np.arange(20, 100))
+    assert cache.gather("c", slots)[0][:, 0, 0].tolist() == list(range(21, 101))
 
 
 @pytest.mark.parametrize(

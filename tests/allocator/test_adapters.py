@@ -25,7 +25,7 @@ from kvcache.sources.base import LoadStats
 from kvcache.sources.loads import SourceLoads
 from kvcache_exchange.disaggregation.offer import digest_of
 from kvcache_exchange.router_events.translator import EventTranslator
-from tests.machinery.shared import sampled, seed_of_test
+from tests.machinery.shared import context_of, sampled, seed_of_test
 
 ALPHA, BETA = ("alpha", "/adapters/alpha"), ("beta", "/adapters/beta")
 TOKENS = list(range(64))
@@ -386,7 +386,7 @@ class Driver:
     def compute(self, request, kv, num_tokens):
         row, start = self.manager.row(request), len(kv)
         for name in [layer.name for layer in self.cache.plan.layers]:
-            key, _ = self.cache.gather_context(name, [row], [start])
+            key, _ = context_of(self.cache, name, [row], [start])
             first = 0 if name == "full" else max(start - 6, 0)
             assert key[first:, 0, 0].tolist() == kv[first:], (request.lora, name, start)
         kv += [self.value(request, i) for i in range(start, start + num_tokens)]

@@ -7,6 +7,7 @@ import os
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvcache import GroupSpec, KVCacheManager
@@ -66,3 +67,11 @@ def run_seeds(run, seeds):
         except BaseException:
             print(f"found by {run.__name__}({seed})")
             raise
+
+
+def context_of(cache, layer_name, rows, num_tokens):
+    """Return (key, value) of each row's first tokens, concatenated."""
+    of = np.repeat(np.array(rows, np.int32), num_tokens)
+    positions = np.concatenate([np.arange(n) for n in num_tokens])
+    slots = cache.tables[cache.group(layer_name)].slots_of(of, positions)
+    return cache.gather(layer_name, slots)

@@ -51,7 +51,7 @@ from kvcache_serve.engine import Engine, SamplingParams
 from kvcache_serve.engine.transformers import attach, layer_specs
 from kvcache_serve.engine.transformers.tiny_models import tiny_model
 from tests.machinery import stores
-from tests.machinery.shared import manager_of
+from tests.machinery.shared import context_of, manager_of
 from tests.machinery.wrong_calls.ops import Calls, make_wrong
 
 
@@ -458,14 +458,14 @@ def _(device: str) -> object:
     first, second = Request("a", range(40)), Request("b", range(40))
     run(manager.step(new=[first]))
     run(manager.step([0], [1], token_ids=[7]))
-    found += cache.gather_context("layers.1", [0], [41])
+    found += context_of(cache, "layers.1", [0], [41])
     run(manager.step(swap_out=[0]))
     run(manager.step(new=[second]))
     run(manager.step([manager.row(first)], [1], token_ids=[8]))
     third = Request("c", first.token_ids)
     rows = [manager.row(first), manager.fork(first, third)]
     run(manager.step(rows, [1, 1], token_ids=[9, 10]))
-    found += cache.gather_context("layers.0", rows, [43, 43])
+    found += context_of(cache, "layers.0", rows, [43, 43])
     return [*found, cache.kv_cache("layers.1")]
 
 
