@@ -383,14 +383,8 @@ void bind_hashing(py::module_& m) {
       py::arg("prompt_is_token_ids") = py::none());
 }
 
-const BlockPool& pool_argument(const py::object& value, const char* name) {
-  if (py::isinstance<BlockPool>(value)) return py::cast<const BlockPool&>(value);
-  throw py::type_error(std::string(name) + " is " + short_repr(value) + ": expected a BlockPool");
-}
-
 std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const py::object& eviction,
-                                     const py::object& eviction_options,
-                                     const py::object& copies_of) {
+                                     const py::object& eviction_options) {
   const int64_t n = int_argument(num_blocks, "num_blocks");
   const std::string policy = text_argument(eviction, "eviction");
   if (!py::isinstance<py::dict>(eviction_options)) {
@@ -403,11 +397,7 @@ std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const py::obj
     options[text_argument(name, "a name in eviction_options")] =
         number_argument(value, what.c_str());
   }
-  return std::make_unique<BlockPool>(
-      n, copies_of.is_none()
-             ? make_eviction_policy(policy, options, n)
-             : make_host_eviction_policy(policy, options, n,
-                                         pool_argument(copies_of, "copies_of").policy()));
+  return std::make_unique<BlockPool>(n, make_eviction_policy(policy, options, n));
 }
 
 // The getter of a property that can be read only if the pool is sound.
@@ -457,9 +447,8 @@ std::vector<Retention> retention_of(const py::object& ranges) {
 }
 
 void notify_release(BlockPool& self, const py::object& ids, const py::object& prefix_tokens,
-                    const py::object& tokens_per_block, const py::object& turn,
-                    const py::object& num_prefix_tokens, const py::object& num_new_blocks,
-                    const py::object& num_output_tokens, const py::object& request_class,
+                    const py::object& tokens_per_block, const py::object& num_prefix_tokens,
+                    const py::object& num_new_blocks, const py::object& num_output_tokens,
                     const py::object& logical_time, const py::object& wall_ms,
                     const py::object& retention, const py::object& tenant) {
   const Int32Input array(ids, "ids");
@@ -469,12 +458,9 @@ void notify_release(BlockPool& self, const py::object& ids, const py::object& pr
   const std::vector<int64_t> wide(prefixes.data(), prefixes.data() + prefixes.size());
   const std::vector<Retention> wanted = retention_of(retention);
   ReleaseFeatures features;
-  features.turn = static_cast<int32_t>(int_argument(turn, "turn", kMinInt32, kMaxInt32));
   features.num_prefix_tokens = int_argument(num_prefix_tokens, "num_prefix_tokens");
   features.num_new_blocks = int_argument(num_new_blocks, "num_new_blocks");
   features.num_output_tokens = int_argument(num_output_tokens, "num_output_tokens");
-  features.request_class =
-      static_cast<int32_t>(int_argument(request_class, "request_class", kMinInt32, kMaxInt32));
   features.logical_time = int_argument(logical_time, "logical_time");
   features.wall_ms = int_argument(wall_ms, "wall_ms");
   features.tokens_per_block = int_argument(tokens_per_block, "tokens_per_block");
@@ -482,62 +468,6 @@ void notify_release(BlockPool& self, const py::object& ids, const py::object& pr
   features.retention = wanted.data();
   features.num_retention = static_cast<int64_t>(wanted.size());
   self.notify_release(array.data(), wide.data(), array.size(), features);
-}
-
-int32_t id_argument(const py::object& value, const char* name) {
-  return static_cast<int32_t>(int_argument(value, name, kMinInt32, kMaxInt32));
-}
-
-// Returns the content of a cached block in another pool.
-Copied copied_from(const py::object& source, const py::object& source_id, bool is_chain) {
-  const BlockPool& pool = pool_argument(source, "source");
-  const int32_t id = id_argument(source_id, "source_id");
-  pool.check_sound();
-  pool.check_id(id, "source_id");
-  if (pool.hash_of(id) == nullptr) {
-    throw py::value_error("source_id is block " + std::to_string(id) +
-                          ", which is not published under a hash: expected a published block");
-  }
-  Copied copied = pool.copied(id, is_chain);
-  copied.root = 0;  // without a parent, `publish` makes each block its own root
-  return copied;
-}
-
-void bind_copies(py::class_<BlockPool>* pool) {
-  pool->def(
-          "publish_copy",
-          [](BlockPool& self, const py::object& id, const py::object& source,
-             const py::object& source_id, const py::object& is_chain) {
-            const int32_t block = id_argument(id, "id");
-            self.publish_copy(block,
-                              copied_from(source, source_id, flag_argument(is_chain, "is_chain")));
-          },
-          py::arg("id"), py::arg("source"), py::arg("source_id"), py::arg("is_chain") = true,
-          "Publish a held block under the hashes of a cached block in another pool.")
-      .def(
-          "copy_again",
-          [](BlockPool& self, const py::object& id, const py::object& source,
-             const py::object& source_id) {
-            const int32_t block = id_argument(id, "id");
-            self.copy_again(block, copied_from(source, source_id, true));
-          },
-          py::arg("id"), py::arg("source"), py::arg("source_id"),
-          "Notify the policy that the original of this held copy is about to be evicted\n"
-          "again.")
-      .def(
-          "notify_load",
-          [](BlockPool& self, const py::object& id) { self.notify_load(id_argument(id, "id")); },
-          py::arg("id"), "Notify the policy that the other pool holds this block again.")
-      .def(
-          "gain_of_copy",
-          [](BlockPool& self, const py::object& source, const py::object& source_id) {
-            self.check_sound();
-            return self.gain_of_copy(copied_from(source, source_id, true));
-          },
-          py::arg("source"), py::arg("source_id"),
-          "Return the expected number of hits on a copy of that block in this pool, minus the "
-          "expected\n"
-          "number of hits if other blocks used its space; 1.0 if the policy provides no estimate.");
 }
 
 void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
@@ -553,9 +483,8 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
           },
           py::arg("ids"), "Notify the policy that these cached blocks were hits of a request.")
       .def("notify_release", &notify_release, py::arg("ids"), py::arg("prefix_tokens"),
-           py::kw_only(), py::arg("tokens_per_block") = 1, py::arg("turn") = 0,
-           py::arg("num_prefix_tokens") = 0, py::arg("num_new_blocks") = 0,
-           py::arg("num_output_tokens") = 0, py::arg("request_class") = -1,
+           py::kw_only(), py::arg("tokens_per_block") = 1, py::arg("num_prefix_tokens") = 0,
+           py::arg("num_new_blocks") = 0, py::arg("num_output_tokens") = 0,
            py::arg("logical_time") = 0, py::arg("wall_ms") = 0, py::arg("retention") = py::list(),
            py::arg("tenant") = 0,
            "Describe these blocks to the policy before they are released. prefix_tokens[i] is the\n"
@@ -598,7 +527,7 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
       .def(
           "is_pinned",
           [](const BlockPool& self, const py::object& id) {
-            const int32_t block = id_argument(id, "id");
+            const auto block = static_cast<BlockId>(int_argument(id, "id", kMinInt32, kMaxInt32));
             self.check_sound();
             return self.is_pinned(block);
           },
@@ -623,8 +552,6 @@ The constructor takes:
 - `num_blocks`: Number of blocks, including the null block.
 - `eviction`: The policy that chooses among free cached blocks, one of `eviction_names()`.
 - `eviction_options`: Options for the policy, such as default_priority for priority.
-- `copies_of`: The pool of another tier, whose blocks are copied to this pool (`publish_copy`). In
-  this case, `eviction` must be one of `host_eviction_names()`.
 
 Raises:
     ValueError: An id is out of range, a released block is not held, or a published block is free or
@@ -638,7 +565,7 @@ Example:
     4
 )");
   def_init(pool, &make_pool, py::arg("num_blocks"), py::arg("eviction") = "lru",
-           py::arg("eviction_options") = py::dict(), py::arg("copies_of") = py::none())
+           py::arg("eviction_options") = py::dict())
       .def(
           "allocate",
           [](BlockPool& self, const py::object& count) -> py::object {
@@ -741,7 +668,6 @@ Example:
       .def_property_readonly("num_bytes", sound<&BlockPool::num_bytes>,
                              "Memory that the pool uses once every block has been used, in bytes.");
   bind_eviction(m, &pool);
-  bind_copies(&pool);
   m.def(
       "reset_pools",
       [](const std::vector<BlockPool*>& pools) {

@@ -243,12 +243,10 @@ py::tuple explain(Manager& self, const RequestRows& requests, const py::object& 
 // of missed tokens by reason or None, and whether the eviction policy falls back to LRU.
 py::tuple stats_of(Manager& self) {
   const CacheStats& stats = self.stats();
-  const std::vector<GroupCount> recent = stats.window_groups();
   py::list groups;
-  for (size_t g = 0; g < recent.size(); ++g) {
+  for (size_t g = 0; g < stats.groups().size(); ++g) {
     const GroupCount& group = stats.groups()[g];
-    groups.append(py::make_tuple(group.query_blocks, group.hit_blocks, recent[g].query_blocks,
-                                 recent[g].hit_blocks, group.stored_blocks,
+    groups.append(py::make_tuple(group.query_blocks, group.hit_blocks, group.stored_blocks,
                                  self.pool().num_evicted_of(static_cast<uint8_t>(g))));
   }
   return py::make_tuple(as_tuple(stats.total()), as_tuple(stats.window()), groups,
@@ -286,16 +284,14 @@ py::tuple waiting_events(Manager& self) {
 }
 
 void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
-                   const ReleaseFeatures& features, int64_t after_step = -1,
-                   bool keep_blocks = false) {
+                   const ReleaseFeatures& features, bool keep_blocks = false) {
   if (!self.is_broken()) self.check_caller();  // also checked if there is nothing to free
   const RequestRows::Leaving leaving = requests.leaving(named);
-  LeavingBlocks blocks;
-  blocks.after_step = after_step;
+  KeptNames kept;
   for (size_t i = 0; i < leaving.ids.size() && keep_blocks; ++i) {
-    blocks.keep_as.push_back(py::cast<std::string>(py::str(leaving.ids[i])));
+    kept.push_back(py::cast<std::string>(py::str(leaving.ids[i])));
   }
-  self.free(leaving.rows.data(), static_cast<int64_t>(leaving.rows.size()), features, blocks);
+  self.free(leaving.rows.data(), static_cast<int64_t>(leaving.rows.size()), features, kept);
   requests.forget(leaving);
 }
 
@@ -623,7 +619,6 @@ void bind_manager(py::module_& m) {
                  self.would_extend(row, int_argument(num_tokens, "num_tokens"),
                                    int_argument(num_lookahead, "num_lookahead_tokens")));
            })
-      .def("take_cached", &Manager::take_cached)
       .def("checkpoint_tokens",
            [](Manager& self, TokenChain& chain, int32_t row, const py::object& num_tokens) {
              return self.checkpoint_tokens(chain, row, int_argument(num_tokens, "num_tokens"));
@@ -656,14 +651,11 @@ void bind_manager(py::module_& m) {
              free_requests(self, requests, named, {});
            })
       .def("free_requests",
-           [](Manager& self, RequestRows& requests, const py::tuple& named, const py::object& turn,
-              const py::object& request_class, const py::object& num_output_tokens,
+           [](Manager& self, RequestRows& requests, const py::tuple& named,
+              const py::object& num_output_tokens,
               const std::vector<std::tuple<int64_t, int64_t, int32_t, int64_t>>& retention,
-              const py::object& after_step, bool keep_blocks) {
+              bool keep_blocks) {
              ReleaseFeatures features;
-             features.turn = static_cast<int32_t>(int_argument(turn, "turn"));
-             features.request_class =
-                 static_cast<int32_t>(int_argument(request_class, "request_class"));
              if (!num_output_tokens.is_none()) {
                features.num_output_tokens = checked_size(
                    "num_output_tokens", int_argument(num_output_tokens, "num_output_tokens"), 0);
@@ -674,11 +666,7 @@ void bind_manager(py::module_& m) {
              }
              features.retention = ranges.data();
              features.num_retention = static_cast<int64_t>(ranges.size());
-             int64_t step = -1;
-             if (!after_step.is_none()) {
-               step = checked_size("after_step", int_argument(after_step, "after_step"), 0);
-             }
-             free_requests(self, requests, named, features, step, keep_blocks);
+             free_requests(self, requests, named, features, keep_blocks);
            })
       .def("fork", &fork)
       .def("admit_held", &admit_held)

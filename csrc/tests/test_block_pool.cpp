@@ -438,10 +438,9 @@ struct Recorder : kvcache::EvictionPolicy {
   void on_hit(const BlockId* ids, int64_t n) override { note("hit", n, ids[0]); }
   void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
                   const kvcache::ReleaseFeatures& f) override {
-    note("release", n, ids[0], prefix_tokens[0], f.turn, f.num_prefix_tokens, f.num_new_blocks,
-         f.num_output_tokens, f.request_class, f.logical_time, f.wall_ms, f.tokens_per_block,
-         f.num_retention, f.retention[0].first, f.retention[0].stop, f.retention[0].priority,
-         f.retention[0].ttl_ms);
+    note("release", n, ids[0], prefix_tokens[0], f.num_prefix_tokens, f.num_new_blocks,
+         f.num_output_tokens, f.logical_time, f.wall_ms, f.tokens_per_block, f.num_retention,
+         f.retention[0].first, f.retention[0].stop, f.retention[0].priority, f.retention[0].ttl_ms);
   }
   void on_idle(BlockId id) override { note("idle", id); }
   kvcache::Access begin_access(double now) override { return {now, 5}; }
@@ -480,13 +479,13 @@ TEST(a_policy_is_notified_of_all_changes_and_its_candidates_are_leaves) {
 
   const int64_t prefix_tokens[] = {16, 32, 40};
   const kvcache::Retention retention{1, 2, 3, 4};
-  const kvcache::ReleaseFeatures features{5, 6, 7, 8, 9, 10, 11, 16, &retention, 1};
+  const kvcache::ReleaseFeatures features{6, 7, 8, 10, 11, 16, &retention, 1};
   pool.notify_release(ids, prefix_tokens, 3, features);
   pool.access(ids, 2, pool.begin_access(7.0));
   pool.set_now(99);
   pool.release(ids, 3);  // block 1 has a child, block 3 belongs to no chain
-  CHECK(notified({"release 3 1 16 5 6 7 8 9 10 11 16 1 1 2 3 4", "access 2 1 7 5", "now 99",
-                  "idle 1", "idle 2", "insert 2", "idle 3", "insert 3"}));
+  CHECK(notified({"release 3 1 16 6 7 8 10 11 16 1 1 2 3 4", "access 2 1 7 5", "now 99", "idle 1",
+                  "idle 2", "insert 2", "idle 3", "insert 3"}));
 
   pool.hit(&ids[1], 1);
   pool.retain(&ids[1], 1);
@@ -628,6 +627,59 @@ TEST(policies_are_created_by_name) {
                "host_eviction 'lru': option 'x' is 1: expected no options");
   CHECK_THROWS(kvcache::make_eviction_policy("mru", {}, 8), "eviction is 'mru'");
   CHECK_THROWS(kvcache::make_eviction_policy("learned", {}, 1), "num_blocks is 1");
+}
+
+// Two pools of the policy that learns, of which the second holds copies of the first's blocks.
+struct Tiers {
+  BlockPool device{20, kvcache::make_eviction_policy("learned", {}, 20)};
+  BlockPool host{4, kvcache::make_host_eviction_policy("learned", {}, 4, device.policy())};
+
+  // Releases a request of three blocks and returns them.
+  std::vector<BlockId> release_request(int first) {
+    std::vector<BlockId> ids(3);
+    CHECK(device.allocate(3, ids.data()));
+    const Hash hashes[] = {hash_of(first), hash_of(first + 1), hash_of(first + 2)};
+    publish(&device, ids.data(), hashes, 3, 0);
+    const BlockId tail_first[] = {ids[2], ids[1], ids[0]};
+    const int64_t ends[] = {3 * 512, 2 * 512, 512};
+    kvcache::ReleaseFeatures features;
+    features.tokens_per_block = 512;
+    device.notify_release(tail_first, ends, 3, features);
+    device.release(tail_first, 3);
+    return ids;
+  }
+};
+
+TEST(a_copy_of_a_loaded_block_is_evicted_first) {
+  Tiers tiers;
+  const std::vector<BlockId> blocks = tiers.release_request(1);
+  BlockId pages[3], taken;
+  CHECK(tiers.host.allocate(3, pages));
+  for (int i = 0; i < 3; ++i) {
+    tiers.host.publish_copy(pages[i], tiers.device.copied(blocks[i], /*is_chain=*/false));
+  }
+  tiers.host.notify_load(pages[1]);
+  tiers.host.release(pages, 3);
+  CHECK(tiers.host.allocate(1, &taken) && taken == pages[1]);
+  CHECK(tiers.host.allocate(1, &taken) && taken == pages[0]);
+  tiers.host.check_invariants();
+}
+
+TEST(the_gain_of_a_copy_is_its_expected_hits) {
+  Tiers tiers;
+  BlockId held;
+  CHECK(tiers.device.allocate(1, &held));
+  const Hash hash = hash_of(9);
+  publish(&tiers.device, &held, &hash, 1, 0);
+  const auto gain = [&](BlockPool* host, BlockId id) {
+    return host->gain_of_copy(tiers.device.copied(id, /*is_chain=*/true));
+  };
+  CHECK_EQ(gain(&tiers.host, held), 1.0);  // no request has released the block yet
+  const BlockId block = tiers.release_request(1)[0];
+  CHECK(gain(&tiers.host, block) > 0 && gain(&tiers.host, block) < 1);
+  BlockPool plain(4);
+  CHECK_EQ(gain(&plain, block), 1.0);
+  CHECK_THROWS(tiers.host.notify_load(1), "id is block 1, which is not both cached and held");
 }
 
 TEST(invalid_pool_sizes_are_rejected) {

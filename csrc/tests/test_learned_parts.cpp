@@ -51,14 +51,12 @@ TEST(different_features_give_different_classes) {
   for (int gap = 0; gap < ReuseClass::kGaps; ++gap) {
     for (int64_t added : {2'559, 2'560, 20'480}) {
       for (int64_t answer : {99, 100, 300, 1'000}) {
-        for (int64_t request : {-1, 0, 1, 2}) {
-          const int c = ReuseClass::of_own(gap == 0 ? 0 : 2, gaps[gap], added, answer, request);
-          CHECK_EQ(ReuseClass::gap_of(c), gap);
-          CHECK_EQ(ReuseClass::is_later_turn(c), gap > 0);
-          CHECK_EQ(ReuseClass::added_of(c), (added >= 2'560) + (added >= 20'480));
-          CHECK_EQ(ReuseClass::answer_of(c), (answer >= 100) + (answer >= 300) + (answer >= 1'000));
-          ++seen[c];
-        }
+        const int c = ReuseClass::of_own(gap == 0 ? 0 : 2, gaps[gap], added, answer);
+        CHECK_EQ(ReuseClass::gap_of(c), gap);
+        CHECK_EQ(ReuseClass::is_later_turn(c), gap > 0);
+        CHECK_EQ(ReuseClass::added_of(c), (added >= 2'560) + (added >= 20'480));
+        CHECK_EQ(ReuseClass::answer_of(c), (answer >= 100) + (answer >= 300) + (answer >= 1'000));
+        ++seen[c];
       }
     }
   }
@@ -67,9 +65,8 @@ TEST(different_features_give_different_classes) {
   for (int c = ReuseClass::kLoose; c < ReuseClass::kNum; ++c) ++seen[c];
   CHECK_EQ(seen.size(), ReuseClass::kNum);
   CHECK(seen.begin()->first == 0 && seen.rbegin()->first == ReuseClass::kNum - 1);
-  CHECK_EQ(ReuseClass::of_own(3, 0, 0, 0, 2),
-           ReuseClass::of_own(1'000, 11'999, 2'559, 99, INT32_MAX));
-  CHECK_EQ(ReuseClass::of_own(0, 0, 0, 0, 0), ReuseClass::of_own(0, INT64_MAX, 0, 0, 0));
+  CHECK_EQ(ReuseClass::of_own(3, 0, 0, 0), ReuseClass::of_own(1'000, 11'999, 2'559, 99));
+  CHECK_EQ(ReuseClass::of_own(0, 0, 0, 0), ReuseClass::of_own(0, INT64_MAX, 0, 0));
   CHECK_EQ(ReuseClass::of_shared(16), ReuseClass::of_shared(65'535));
   CHECK(ReuseClass::is_shared(ReuseClass::of_shared(3)) && !ReuseClass::is_shared(0));
   CHECK(!ReuseClass::is_shared(ReuseClass::kLeft) && !ReuseClass::is_shared(ReuseClass::kLoose));
@@ -131,7 +128,7 @@ TEST(a_factor_is_the_ratio_of_observed_to_expected_uses) {
   ReuseFactors::CountsOfClasses counts{};
   ReuseHazards of_all;
   of_all.fill(0.1);
-  for (int own = 0; own < ReuseClass::kOfRequest; ++own) {
+  for (int own = 0; own < ReuseClass::kOwn; ++own) {
     for (ReuseCount& count : counts[own]) {
       count = {1'000, ReuseClass::answer_of(own) == 0 ? 240.0 : 80.0};
     }
@@ -139,7 +136,7 @@ TEST(a_factor_is_the_ratio_of_observed_to_expected_uses) {
   ReuseFactors factors;
   for (int own : {0, 1, 71}) CHECK_EQ(factors.hazard(own, 7, 0.1), 0.1);
   for (int round = 0; round < 20; ++round) factors.fit(counts, of_all);
-  for (int own = 0; own < ReuseClass::kOfRequest; ++own) {
+  for (int own = 0; own < ReuseClass::kOwn; ++own) {
     const double expected = ReuseClass::answer_of(own) == 0 ? 0.24 : 0.08;
     CHECK(std::abs(factors.hazard(own, 7, 0.1) - expected) < 0.001);
   }

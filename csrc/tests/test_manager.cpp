@@ -259,10 +259,10 @@ class Recorder : public kvcache::EvictionPolicy {
     std::ostringstream text;
     text << "  tokens";
     for (int64_t i = 0; i < n; ++i) text << " " << prefix_tokens[i];
-    text << ", turn " << f.turn << ", prefix " << f.num_prefix_tokens << ", new "
-         << f.num_new_blocks << ", output " << f.num_output_tokens << ", class " << f.request_class
-         << ", time " << f.logical_time << " " << f.wall_ms << ", of " << f.tokens_per_block
-         << ", retention " << f.num_retention << (f.is_swapped_out ? ", swapped" : "");
+    text << ", prefix " << f.num_prefix_tokens << ", new " << f.num_new_blocks << ", output "
+         << f.num_output_tokens << ", time " << f.logical_time << " " << f.wall_ms << ", of "
+         << f.tokens_per_block << ", retention " << f.num_retention
+         << (f.is_swapped_out ? ", swapped" : "");
     log_->push_back(text.str());
   }
   void on_retain(const BlockId* ids, int64_t n) override {
@@ -327,15 +327,12 @@ TEST(a_policy_is_notified_of_hits_releases_and_accesses) {
   serve(&manager, 0, 4, 0);  // serves the remaining tokens
   notified({});
   kvcache::ReleaseFeatures features;
-  features.turn = 3;
-  features.request_class = 5;
   const kvcache::Retention retention[] = {{0, 4, 90, -1}};
   features.retention = retention;
   features.num_retention = 1;
   manager.free(0, features);
   notified(
-      {"release 3 2 1",
-       "  tokens 12 8 4, turn 3, prefix 0, new 3, output 1, class 5, time 1 7, of 4, retention 1"});
+      {"release 3 2 1", "  tokens 12 8 4, prefix 0, new 3, output 1, time 1 7, of 4, retention 1"});
   // Releases the fence; the last block is not cached.
   manager.report(1, /*completed=*/true, {}, {});
   notified({"idle 2", "idle 1"});

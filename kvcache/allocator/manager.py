@@ -667,11 +667,8 @@ class KVCacheManager:
     def free(
         self,
         *requests: Request,
-        turn: int = 0,
-        request_class: int = -1,
         num_output_tokens: int | None = None,
         retention: Sequence[tuple[int, int, int, float | None]] = (),
-        after_step: int | None = None,
         keep_blocks: bool = False,
     ) -> None:
         """Release the blocks of the given requests, in order. The last block of each request is
@@ -684,41 +681,27 @@ class KVCacheManager:
 
         Args:
             *requests: The requests. The options apply to all of them.
-            turn: Turn number within the conversation, for eviction policies.
-            request_class: A class number chosen by the caller, for eviction policies. -1: no class.
             num_output_tokens: Number of tokens in the answer, for eviction policies. None: the
                 number of tokens appended to the prompt.
             retention: Eviction priorities of token ranges, as tuples (first token, end, priority
                 from 0 to 100, duration in seconds or None for no limit).
-            after_step: ID of a step. The blocks are released when a report covers this step, with or
-                without `fence_frees`.
             keep_blocks: Whether to keep the blocks for a connector until `release_blocks` is called.
                 The connector may read these blocks, and may still write to the blocks of a receiving
                 request. The row is freed immediately, and cached blocks can be hit. Blocks of groups
                 with `transferred=False` are released immediately.
 
         Raises:
-            ValueError: `after_step` is given with `keep_blocks`, the step is unknown, a receiving
-                request is freed without `keep_blocks`, a swapped-out request is freed with
-                `keep_blocks`, or blocks are already kept under a request's ID.
+            ValueError: A receiving request is freed without `keep_blocks`, a swapped-out request is
+                freed with `keep_blocks`, or blocks are already kept under a request's ID.
         """
         keep_blocks = flag(keep_blocks, "keep_blocks")
-        if keep_blocks and after_step is not None:
-            raise ValueError(
-                f"after_step is {after_step} with keep_blocks: expected only one of the two"
-            )
-        has_types = type(turn) is type(request_class) is int and type(retention) is tuple
-        is_plain = has_types and turn == 0 and request_class == -1 and not retention
-        is_plain = is_plain and num_output_tokens is None
-        if not is_plain or keep_blocks or after_step is not None:
+        is_plain = type(retention) is tuple and not retention and num_output_tokens is None
+        if not is_plain or keep_blocks:
             self._native.free_requests(
                 self._requests,
                 requests,
-                integer(turn, "turn"),
-                integer(request_class, "request_class", least=-1),
                 num_output_tokens,
                 checked_retention(retention),
-                after_step,
                 keep_blocks,
             )
         else:
@@ -810,27 +793,6 @@ class KVCacheManager:
             recompute. All blocks before this position are valid or cached.
         """
         return self._native.invalidate(self._requests, ids)
-
-    def take_cached(self, request: Request) -> int:
-        """Move an admitted request forward to its longest cached prefix on the device, if that is
-        longer than its computed tokens.
-
-        Use this method if several requests shared an invalid block (`report`, `invalidate`). One
-        request recomputes the block in a step. Once that step has been planned, call this method for
-        the other requests, so that they use the cached block. The request's previous blocks are
-        released, and the next plan contains its complete block table. If the cached prefix is not
-        longer than the request's computed tokens, nothing changes. Only whole blocks are used.
-
-        Args:
-            request: An admitted request on the device.
-
-        Returns:
-            The number of the request's computed tokens.
-
-        Raises:
-            ValueError: The request is not admitted, is swapped out, or is receiving.
-        """
-        return self._native.take_cached(self.row(request))
 
 
 def _id_of(request: Request) -> str:

@@ -306,8 +306,7 @@ class PrefixCache:
         """Replace the state of the eviction policy `learned`.
 
         Args:
-            learned: `stats.learned` of an earlier manager, or the result of `LearnedReuse.load`. None
-                changes nothing.
+            learned: `stats.learned` of another manager. None changes nothing.
 
         Raises:
             TypeError: `learned` has the wrong type.

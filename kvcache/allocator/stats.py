@@ -40,8 +40,6 @@ class GroupStats:
 
     query_blocks: int  # blocks of known tokens
     hit_blocks: int  # blocks within hits, including blocks that left a window
-    recent_query_blocks: int  # query_blocks of the most recent requests
-    recent_hit_blocks: int
     stored_blocks: int  # blocks that entered the cache
     evicted_blocks: int  # cached blocks evicted since the manager was created
 

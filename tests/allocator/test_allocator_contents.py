@@ -174,7 +174,6 @@ class Simulation:
             (1, self.pin),
             (2 if self.manager.host_pool is None else 8, self.report),
             (2, self.abort),
-            (1, self.take_cached),
             (2, self.finish_receiving),
             (1, self.release_blocks),
             (1, self.evict),
@@ -389,8 +388,7 @@ class Simulation:
         request.append_tokens(conversation.late_tokens())
         if is_kept:
             self.keep(conversation)
-        step = self.choose.pick([None, *self.in_flight]) if not is_kept else None
-        self.manager.free(request, after_step=step, keep_blocks=is_kept)
+        self.manager.free(request, keep_blocks=is_kept)
         conversation.is_receiving = False
         self.idle.append(conversation)
 
@@ -525,21 +523,6 @@ class Simulation:
         self.restart(self.manager.report(StepReport(first, completed=False)))
         if self.may_lose():
             self.check_what_is_kept(f"after an abort, {outcome}")
-
-    def take_cached(self) -> None:
-        """Restart a conversation from the cache if more of its tokens are cached than computed."""
-        on_device = self.rows_on_device()
-        if not on_device:
-            return
-        conversation = self.choose.pick(on_device)
-        self.decide(conversation)
-        request = conversation.request
-        before = self.manager.num_computed_tokens(request)
-        going_on = self.manager.take_cached(request)
-        if going_on != before:
-            self.restart({request.request_id: going_on})
-        if self.may_lose():
-            self.check_what_is_kept("after a row restarted from the cache")
 
     @staticmethod
     def garble_what_changed(pages: Pages, before: Pages) -> None:

@@ -144,23 +144,19 @@ class Driver:
             stop = first + self.random.randrange(3 * size)
             ttl = self.random.choice([None, 0, 1, 2, 5, 20])
             retention.append((first, stop, self.random.choice([0, 20, 35, 36, 60, 100]), ttl))
-        turn = self.random.choice([0, 0, 0, 1, 2, 5])
         num_prefix_tokens = self.random.choice(
             [0, max(prefixes), self.random.randint(0, max(prefixes))]
         )
         num_output_tokens = self.random.choice([0, 99, 100, 300, 1000])
         tenant = self.random.choice([0, 1, 2, 64, 3, 3])
-        request_class = self.random.choice([-1, -1, -1, 0, 1, 2, 7])
         self.pool.notify_release(
             ids,
             prefixes,
             tokens_per_block=size,
             logical_time=self.logical_time,
-            turn=turn,
             num_prefix_tokens=num_prefix_tokens,
             num_new_blocks=2,
             num_output_tokens=num_output_tokens,
-            request_class=request_class,
             wall_ms=0,
             retention=retention,
             tenant=tenant,
@@ -172,10 +168,8 @@ class Driver:
                 ids,
                 prefixes,
                 size,
-                turn,
                 num_prefix_tokens,
                 num_output_tokens,
-                request_class,
                 tenant,
             )
 
@@ -362,7 +356,7 @@ def test_victims_among_chats_match_the_model(seed):
             num_prefix_tokens=size * len(held),
             num_output_tokens=num_output_tokens,
         )
-        model.policy.on_release_all(ids, ends, size, 0, size * len(held), num_output_tokens)
+        model.policy.on_release_all(ids, ends, size, size * len(held), num_output_tokens)
         pool.release(ids)
         model.release(ids)
     pool.check_invariants()
@@ -399,25 +393,7 @@ def test_continued_conversations_outlive_abandoned_ones():
     assert hits["learned"] > 1000
 
 
-def test_caller_classes_distinguish_similar_requests():
-    """First turns of conversations that continue much later compete with one-off prompts of the
-    same length.
-    """
-    hits = {}
-    for tells in (False, True):
-        pool, hits[tells] = BlockPool(301, "learned"), 0
-        for number in range(1200):
-            first = [(1000 + number, k) for k in range(4)]
-            second = [(1000 + number - 60, k) for k in range(5)]
-            hits[tells] += serve(pool, [tuple(first[: k + 1]) for k in range(4)], 1 * tells - 1)
-            hits[tells] += serve(pool, [tuple(second[: k + 1]) for k in range(5)], 1 * tells - 1)
-            for scan in range(3):
-                once = [(10_000 * scan + number, k) for k in range(7, 11)]
-                serve(pool, [tuple(once[: k + 1]) for k in range(4)], 2 * tells - 1)
-    assert hits[True] > 2_000 and hits[True] > 1.3 * hits[False]
-
-
-def serve(pool, prefixes, request_class=-1):
+def serve(pool, prefixes):
     """Serve a request whose blocks have these contents. Return the number of hit blocks."""
     keys = np.array([list(hashlib.sha256(repr(each).encode()).digest()) for each in prefixes])
     keys = keys.astype(np.uint8)
@@ -434,7 +410,6 @@ def serve(pool, prefixes, request_class=-1):
         ends,
         tokens_per_block=512,
         num_prefix_tokens=512 * len(held),
-        request_class=request_class,
     )
     pool.release(ids)
     return len(held)

@@ -230,34 +230,7 @@ def test_admit_allocates_encoder_blocks():
     )
 
 
-# Deferred frees ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fence_frees", [False, True])
-def test_free_waits_for_the_given_step(fence_frees):
-    manager = make(fence_frees=fence_frees)
-    request = Request("a", range(8))
-    manager.step(new=[request])
-    manager.step([0], [1])
-    manager.free(request, after_step=0)
-    assert (manager.pool.num_free, manager.pool.num_fenced) == (17, 3)
-    manager.report(StepReport(0, completed=True))
-    assert manager.pool.num_fenced == (3 if fence_frees else 0)
-    manager.report(StepReport(1, completed=True))
-    assert manager.pool.num_free == 20
-
-
-def test_free_does_not_wait_for_a_completed_or_aborted_step():
-    manager = make()
-    a, b = Request("a", range(8)), Request("b", range(50, 58))
-    manager.step(new=[a, b])
-    manager.free(a, after_step=0)
-    manager.abort(0)
-    assert manager.pool.num_free == 20  # no other step was in flight, and b restarts
-    manager.step([manager.row(b)], [1])
-    manager.report(StepReport(1, completed=True))
-    manager.free(b, after_step=1)
-    assert manager.pool.num_free == 20
+# Kept blocks ----------------------------------------------------------------------------------------
 
 
 def test_kept_blocks_stay_allocated_until_the_connector_releases_them():
@@ -421,8 +394,6 @@ def test_invalid_types_are_rejected_by_name():
     with pytest.raises(TypeError, match=r"keep_blocks is 'yes': expected True or False"):
         manager.step(new=[request])
         manager.free(request, keep_blocks="yes")
-    with pytest.raises(TypeError, match=r"after_step is 'a': expected an integer"):
-        manager.free(request, after_step="a")
     assert manager.num_computed_tokens(request) == 9
 
 
@@ -433,7 +404,6 @@ def test_receiving_request_is_not_served_forked_swapped_out_or_admitted_again():
         lambda: manager.step([0], [1]),
         lambda: manager.step(swap_out=[0]),
         lambda: manager.fork(request, Request("b", range(21))),
-        lambda: manager.take_cached(request),
     ):
         with pytest.raises(
             ValueError, match=r"row 0 is receiving external tokens: expected a call"
@@ -458,12 +428,6 @@ def test_invalid_arguments_of_free_are_rejected():
     manager = make(num_host_blocks=9)
     request = Request("a", range(9))
     manager.step(new=[request])
-    with pytest.raises(ValueError, match=r"after_step is 0 with keep_blocks: expected only one"):
-        manager.free(request, after_step=0, keep_blocks=True)
-    with pytest.raises(ValueError, match=r"step_id is 1: expected 0 to 0, the steps so far"):
-        manager.free(request, after_step=1)
-    with pytest.raises(ValueError, match=r"after_step is -1: expected 0 to"):
-        manager.free(request, after_step=-1)
     manager.step(swap_out=[0])
     with pytest.raises(ValueError, match=r"row 0 is swapped out: expected one on the device"):
         manager.free(request, keep_blocks=True)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The counts learned by the eviction policy `learned`: how they are reported, saved, loaded and
-validated.
+"""The counts learned by the eviction policy `learned`: how they are reported, given to
+another manager and validated.
 """
 
 import itertools
-import json
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -17,6 +15,8 @@ from kvcache.compat import BlockSpaceManager
 from kvcache_lab import Replayer, chat_workload
 from tests.machinery.mixed_prompts import mixed_prompts
 from tests.machinery.shared import sampled
+
+ONES = np.ones((82, 26))
 
 
 def trained(num_requests=400, num_blocks=400):
@@ -31,35 +31,29 @@ def equal(one, two):
 
 def test_stats_show_the_learned_counts():
     learned = trained().cache.stats.learned
-    assert learned.reached.shape == learned.used.shape == (298, 26)
+    assert learned.reached.shape == learned.used.shape == (82, 26)
     assert learned.used.sum() > 50 and learned.reached[:, 0].sum() > learned.used.sum()
-    assert learned.reached[288:292].sum() > 0  # system prompts are shared
+    assert learned.reached[72:76].sum() > 0  # system prompts are shared
     with pytest.raises(ValueError, match="read-only"):
         learned.used[0, 0] = 1
     assert KVCacheManager(16, 9, 64).cache.stats.learned is None
     assert BlockSpaceManager(16, 9, 9).stats.learned is None
 
 
-def test_learned_statistics_are_saved_and_loaded(tmp_path):
-    learned, path = trained().cache.stats.learned, tmp_path / "reuse.json"
-    learned.save(path)
-    assert [each.name for each in tmp_path.iterdir()] == ["reuse.json"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loaded = LearnedReuse.load(path)
-    assert equal(loaded, learned)
+def test_learned_counts_are_given_to_another_manager():
+    learned = trained().cache.stats.learned
     manager = KVCacheManager(16, 400, 2**20, eviction="learned")
-    manager.cache.learn_from(loaded)
+    manager.cache.learn_from(learned)
     assert equal(manager.cache.stats.learned, learned)
     manager.cache.learn_from(None)
     assert equal(manager.cache.stats.learned, learned)
 
 
-def test_loaded_statistics_change_evictions():
+def test_given_counts_change_evictions():
     """Prompts of the older prompt's class have been reused, and those of the younger prompt's class
     never.
     """
-    reached, used = np.zeros((298, 26)), np.zeros((298, 26))
+    reached, used = np.zeros((82, 26)), np.zeros((82, 26))
     # Class 0 has answers shorter than 100 tokens, and class 1 has longer ones.
     reached[0] = reached[1] = 1000
     used[1] = 500
@@ -75,60 +69,22 @@ def test_loaded_statistics_change_evictions():
         assert survives == (learned is not None)
 
 
-GOOD = {
-    "kvcache": "learned reuse",
-    "version": 4,
-    "reached": np.ones((298, 26)).tolist(),
-    "used": np.zeros((298, 26)).tolist(),
-}
-
-
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("reached", "used", "says"),
     [
-        (None, "No such file"),
-        ("", "Expecting value"),
-        ("[" * 100_000, "recursion"),
-        ("[1]", "it is not a file of learned reuse"),
-        (json.dumps({**GOOD, "kvcache": "calibration"}), "it is not a file of learned reuse"),
-        (json.dumps({**GOOD, "version": 1}), "its version is 1: expected 4"),
-        (
-            json.dumps({**GOOD, "reached": [[1.0]]}),
-            r"reached has shape \[1, 1\]: expected \[298, 26\]",
-        ),
-        (json.dumps({**GOOD, "used": None}), r"used has shape \[\]"),
-        (json.dumps({**GOOD, "used": "x"}), "used is not an array of numbers"),
-        (json.dumps({**GOOD, "reached": [[-1.0] * 26] * 298}), "numbers that are not counts"),
-        (
-            json.dumps({**GOOD, "reached": [[float("nan")] * 26] * 298}),
-            "numbers that are not counts",
-        ),
-        (json.dumps({**GOOD, "reached": [[1e300] * 26] * 298}), "numbers that are not counts"),
-        (json.dumps(GOOD)[:-40], "delimiter"),
-        (
-            json.dumps({**GOOD, "reached": [[10**400, *[1.0] * 25], *GOOD["reached"][1:]]}),
-            r"reached is not an array of numbers \(",
-        ),
-        (
-            '{"kvcache": "learned reuse", "version": 4, "reached": [[1' + "0" * 5000,
-            "Exceeds the limit",
-        ),
-        (json.dumps({**GOOD, "used": [[float("inf")] * 26] * 298}), "numbers that are not counts"),
-        (json.dumps({**GOOD, "used": [[1.0], [1.0, 2.0]]}), "used is not an array of numbers"),
-        (json.dumps(GOOD) + " " * (1 << 22), "it has more than 4194304 bytes"),
+        ([[1.0]], ONES, r"reached has shape \[1, 1\]: expected \[82, 26\]"),
+        (ONES, None, r"used has shape \[\]"),
+        (ONES, "x", "used is not an array of numbers"),
+        (-ONES, ONES, "reached has numbers that are not counts"),
+        (np.nan * ONES, ONES, "reached has numbers that are not counts"),
+        (1e300 * ONES, ONES, "reached has numbers that are not counts"),
+        (ONES, np.inf * ONES, "used has numbers that are not counts"),
+        (ONES, [[1.0], [1.0, 2.0]], "used is not an array of numbers"),
     ],
 )
-def test_invalid_file_is_ignored_with_a_warning(tmp_path, text, says):
-    path = tmp_path / "reuse.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.warns(UserWarning, match=f"reuse.json is ignored: .*{says}"):
-        assert LearnedReuse.load(path) is None
-
-
-def test_endless_file_is_ignored_immediately():
-    with pytest.warns(UserWarning, match="/dev/zero is ignored: it has more than"):
-        assert LearnedReuse.load("/dev/zero") is None
+def test_invalid_counts_are_rejected(reached, used, says):
+    with pytest.raises(ValueError, match=says):
+        LearnedReuse(reached, used)
 
 
 def test_numbers_outside_the_range_of_floats_are_reported():
@@ -137,17 +93,11 @@ def test_numbers_outside_the_range_of_floats_are_reported():
             LearnedReuse([[value]], [[1]])
 
 
-def test_file_that_is_not_text_is_ignored(tmp_path):
-    (tmp_path / "reuse.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.warns(UserWarning, match="is ignored"):
-        assert LearnedReuse.load(tmp_path / "reuse.json") is None
-
-
 def test_invalid_call_is_reported_and_changes_nothing():
     manager = KVCacheManager(16, 9, 64, eviction="learned")
     before = manager.cache.stats.learned
     with pytest.raises(TypeError, match="learned has type dict: expected LearnedReuse or None"):
-        manager.cache.learn_from(GOOD)
+        manager.cache.learn_from({"reached": ONES, "used": ONES})
     assert equal(manager.cache.stats.learned, before)
     plain = KVCacheManager(16, 9, 64)
     with pytest.raises(
@@ -155,7 +105,7 @@ def test_invalid_call_is_reported_and_changes_nothing():
     ):
         plain.cache.learn_from(before)
     with pytest.raises(ValueError, match="used has numbers that are not counts: expected 0 to"):
-        LearnedReuse(np.zeros((298, 26)), -np.ones((298, 26)))
+        LearnedReuse(np.zeros((82, 26)), -np.ones((82, 26)))
 
 
 def test_priority_takes_precedence_over_the_learned_value():
@@ -164,7 +114,7 @@ def test_priority_takes_precedence_over_the_learned_value():
     Among blocks of equal priority, the one least likely to be reused is evicted first.
     """
     manager = KVCacheManager(16, 7, 64, num_preallocate_tokens=0, eviction="learned")
-    reached, used = np.zeros((298, 26)), np.zeros((298, 26))
+    reached, used = np.zeros((82, 26)), np.zeros((82, 26))
     reached[0] = reached[1] = 1000
     used[1] = 500  # requests with long answers are continued
     manager.cache.learn_from(LearnedReuse(reached, used))
@@ -279,23 +229,17 @@ def test_classes_of_later_turns_depend_on_the_time_since_the_previous_one():
     assert chats.rows() == {0: 2, 13: 4, 26: 6, 39: 8, 48: 10, 60: 12}
 
 
-def test_turn_of_an_unknown_conversation_has_an_average_gap():
-    chats = Chats()
-    chats.serve(0, range(32), turn=3)
-    assert chats.rows() == {36: 2}
-
-
 def test_blocks_after_a_fork_inside_a_later_turn_count_as_abandoned():
     chats = Chats()
     chats.serve(0, range(64))
     chats.serve(5, range(128))  # the conversation continues
     chats.serve(9, [*range(96), *range(1000, 1032)])  # a fork after six of eight blocks
-    # Row 288 has the six shared blocks, and row 292 the two abandoned ones. Row 0 includes the new
+    # Row 72 has the six shared blocks, and row 76 the two abandoned ones. Row 0 includes the new
     # branch.
-    assert chats.rows() == {0: 4 + 2, 12: 8, 288: 6, 292: 2}
+    assert chats.rows() == {0: 4 + 2, 12: 8, 72: 6, 76: 2}
     chats.serve(20, range(128))  # the abandoned blocks are used again
     learned = chats.manager.cache.stats.learned
-    assert learned.used[292].sum() == 2
+    assert learned.used[76].sum() == 2
     check_invariants(chats.manager)
 
 
@@ -304,7 +248,7 @@ def test_fork_inside_a_first_turn_abandons_no_blocks():
     chats = Chats()
     chats.serve(0, range(128))
     chats.serve(9, [*range(96), *range(1000, 1032)])
-    assert 292 not in chats.rows()
+    assert 76 not in chats.rows()
 
 
 def loops(rng):
@@ -330,7 +274,7 @@ def test_hits_lost_to_lru_are_bounded(seed):
     num_blocks = int(rng.integers(20, 60))
     learned, lru = Chats(num_blocks), Chats(num_blocks)
     lru.manager = KVCacheManager(16, num_blocks, 2**16, num_preallocate_tokens=0)
-    reached, used = np.full((298, 26), 1e6), rng.choice([0, 9e5], (298, 26))
+    reached, used = np.full((82, 26), 1e6), rng.choice([0, 9e5], (82, 26))
     learned.manager.cache.learn_from(LearnedReuse(reached, used))
     behind = num_uses = 0
     c = num_blocks - 1
@@ -351,7 +295,7 @@ def test_hits_lost_to_lru_are_bounded_while_other_requests_hold_blocks(seed):
         for eviction in ("learned", "lru")
     )
     learned.cache.set_now(0)
-    reached, used = np.full((298, 26), 1e6), rng.choice([0, 9e5], (298, 26))
+    reached, used = np.full((82, 26), 1e6), rng.choice([0, 9e5], (82, 26))
     learned.cache.learn_from(LearnedReuse(reached, used))
     behind = num_uses = 0
     c, running = num_blocks - 1, []
@@ -513,17 +457,17 @@ def conversations_left_behind():
 @pytest.mark.parametrize(
     ("prompts", "c", "never_used"),
     [
-        (prompts_with_a_shared_prefix, 100, [*range(288, 292), 0, 4, 8]),
-        (conversations_left_behind, 200, [*range(288, 292), 2, 6, 10]),
+        (prompts_with_a_shared_prefix, 100, [*range(72, 76), 0, 4, 8]),
+        (conversations_left_behind, 200, [*range(72, 76), 2, 6, 10]),
     ],
 )
 def test_hits_lost_to_lru_are_bounded_with_prefixes_and_forks(prompts, c, never_used):
     """The initial counts wrongly state that the recurring prompts never recur."""
     learned, lru = Chats(c + 1), Chats(c + 1)
     lru.manager = KVCacheManager(16, c + 1, 2**16, num_preallocate_tokens=0)
-    used = np.full((298, 26), 5e5)
+    used = np.full((82, 26), 5e5)
     used[never_used] = 0
-    learned.manager.cache.learn_from(LearnedReuse(np.full((298, 26), 1e6), used))
+    learned.manager.cache.learn_from(LearnedReuse(np.full((82, 26), 1e6), used))
     behind = num_uses = 0
     for time, (tokens, answer) in enumerate(itertools.islice(prompts(), 4_000)):
         behind += (lru.serve(time, tokens, answer) - learned.serve(time, tokens, answer)) // 16

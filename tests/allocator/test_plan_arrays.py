@@ -176,10 +176,10 @@ def test_requests_freed_in_one_call_are_freed_one_after_the_other(options, host)
         manager.report(StepReport(1, True))
         leaving = [requests[3], requests[0], requests[4]]
         if at_once:
-            manager.free(*leaving, turn=2)
+            manager.free(*leaving, num_output_tokens=2)
         else:
             for request in leaving:
-                manager.free(request, turn=2)
+                manager.free(request, num_output_tokens=2)
         assert [manager._requests.find(r) >= 0 for r in requests] == [
             False,
             True,

@@ -57,7 +57,7 @@ def test_only_blocks_expected_to_be_reused_are_written():
     """Prompts of the first prompt's class have been reused, and those of the second prompt's class
     never.
     """
-    reached, used = np.zeros((298, 26)), np.zeros((298, 26))
+    reached, used = np.zeros((82, 26)), np.zeros((82, 26))
     # Class 0 has answers shorter than 100 tokens, and class 1 has longer ones.
     reached[0] = reached[1] = 1000
     used[1] = 500

@@ -100,7 +100,6 @@ CALLS = {
         "step_id of a report": lambda: manager().report(StepReport(HUGE, True)),
         "ids": lambda: manager().invalidate([HUGE]),
         "seconds": lambda: manager().cache.set_now(HUGE),
-        "turn": lambda: manager().free(Request("q", [1]), turn=HUGE),
         "group": lambda: manager().cache.find(np.zeros((1, 32), np.uint8), HUGE),
         "num_tokens of slots": lambda: manager().admit(
             Admit(Request("r", [1]), num_tokens=HUGE), ()

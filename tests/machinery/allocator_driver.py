@@ -280,7 +280,6 @@ class Driver:
             (2, self.fork),
             (1, self.abort),
             (1, self.invalidate),
-            (1, self.take_cached),
             (1, self.reset),
             (1, self.wrong_call),
             (1, self.ask),
@@ -808,12 +807,9 @@ class Driver:
                     self.waiting.append(pair)
                 break
             pairs.append((row, self.requests.pop(row)))
-        step = None
-        if self.model.num_steps > 0 and self.choose.chance(4):
-            step = self.choose.integer(0, self.model.num_steps - 1)
-        self.manager.free(*(pair[0] for _, pair in pairs), after_step=step)
+        self.manager.free(*(pair[0] for _, pair in pairs))
         for row, pair in pairs:
-            self.model.free(row, step)
+            self.model.free(row)
             self.waiting.append(pair)
 
     def report(self) -> None:
@@ -851,18 +847,6 @@ class Driver:
         ids = self.some_blocks()
         found = self.manager.invalidate(ids)
         assert found == self.by_request(self.model.invalidate(ids))
-
-    def take_cached(self) -> None:
-        """Call `take_cached` on any rows, including rows that lost no block."""
-        rows = [
-            row
-            for row in sorted(self.requests)
-            if not self.model.rows[row].on_host and not self.model.rows[row].receiving
-        ]
-        if rows:
-            row = self.choose.pick(rows)
-            found = self.manager.take_cached(self.requests[row][0])
-            assert found == self.model.take_cached(row)
 
     def some_blocks(self) -> list[int]:
         """Return some blocks: arbitrary ones, those of a request, or recently dropped ones."""
@@ -982,7 +966,6 @@ class Driver:
                 lambda: manager.extend(receiver, 1),
                 lambda: manager.fork(receiver, Request("child", receiver.token_ids)),
                 lambda: manager.finish_receiving(receiver, -1),
-                lambda: manager.take_cached(receiver),
                 lambda: manager.finish_receiving(receiver, LONGEST),
                 lambda: manager.free(receiver),
                 lambda: manager.step(swap_out=[receiving[0]]),
@@ -994,7 +977,6 @@ class Driver:
                 lambda: manager.step(swap_out=[on_host[0]]),
                 lambda: manager.fork(away, Request("child", away.token_ids)),
                 lambda: manager.block_ids(away),
-                lambda: manager.take_cached(away),
                 lambda: manager.cache.num_common_prefix_blocks(away, 1),
             ]
         rows = self.rows(by_step=True)

@@ -129,12 +129,6 @@ class Pool:
             if other != i
         )
 
-    def publish_copy(self, i, cached, segment):
-        self.blocks[i].cached = cached
-        self.blocks[i].published = self.tick()
-        self.policy.on_publish(i, cached[:2], self.is_first(i))
-        self.policy.on_copy(i, segment)
-
     def evict(self, i):
         if not self.blocks[i].cached:
             return
@@ -340,14 +334,14 @@ class Ghost:
 class ByWorth(Policy):
     """Evicts the segment with the lowest worth, estimated from what `source` has learned."""
 
-    OF_REQUEST, NUM_OWN, NUM_SHARED, NUM_BUCKETS, NUM_GHOSTS = 72, 288, 4, 26, 32_768
+    NUM_OWN, NUM_SHARED, NUM_BUCKETS, NUM_GHOSTS = 72, 4, 26, 32_768
     LEFT = NUM_OWN + NUM_SHARED
     LOOSE, LOADED = LEFT + 1, LEFT + 2
     FIRST_BUCKET = 2_000  # ms
     may_follow_lru = True
     # For each class of a request's own blocks, the levels of the time since the previous turn, of
     # the number of added tokens, and of the answer length.
-    LEVELS = tuple((own // 12, own // 4 % 3, own % 4) for own in range(OF_REQUEST))
+    LEVELS = tuple((own // 12, own // 4 % 3, own % 4) for own in range(NUM_OWN))
 
     def open(self, *facts):
         self.num_opened += 1
@@ -704,18 +698,16 @@ class Learned(ByWorth):
         ids,
         prefixes,
         size,
-        turn,
         num_prefix_tokens,
         num_output_tokens,
-        request_class=-1,
         tenant=0,
     ):
         chain = sorted((prefix, i) for i, prefix in zip(ids, prefixes) if i in self.keys)
         self.tenant = 1 + tenant % 63 if self.has_shares and tenant else 0
-        self.release(chain, size, turn, num_prefix_tokens, num_output_tokens, request_class)
+        self.release(chain, size, num_prefix_tokens, num_output_tokens)
         self.wanted = {}
 
-    def release(self, chain, size, turn, num_prefix_tokens, num_output_tokens, request_class):
+    def release(self, chain, size, num_prefix_tokens, num_output_tokens):
         if not chain:
             return
         n = len(chain)
@@ -727,16 +719,14 @@ class Learned(ByWorth):
                 break
             num_known -= 1
         continues = num_known > 0 and last is not None and last.is_end
-        if turn == 0 and continues:
-            turn = last.turn + 1
-        gap = self.clock - last.time if continues else 60_000
+        turn = last.turn + 1 if continues else 0
+        gap = self.clock - last.time if continues else 0
         num_shared = self.release_fork(chain, 0 if continues else num_known)
         if num_shared < n:
             added = (n - num_known) * size
             own = 0 if turn == 0 else 1 + sum(gap >= t for t in (12e3, 30e3, 120e3, 480e3))
             own = 3 * own + (added >= 2560) + (added >= 20_480)
             own = 4 * own + sum(num_output_tokens >= limit for limit in (100, 300, 1000))
-            own += self.OF_REQUEST * min(request_class + 1, 3)
             self.release_segment(chain, num_shared, n, own, 0, turn)
         self.num_releases += 1
         if self.num_releases % 32 == 0:
@@ -746,7 +736,7 @@ class Learned(ByWorth):
         segment = self.segment_of.get(chain[num_to_fork - 1][1]) if num_to_fork else None
         num_shared = self.release_shared(chain, num_to_fork)
         if segment and segment.reuse_class < self.NUM_OWN:
-            is_later_turn = self.LEVELS[segment.reuse_class % self.OF_REQUEST][0] > 0
+            is_later_turn = self.LEVELS[segment.reuse_class][0] > 0
             members = [i for i, each in self.segment_of.items() if each is segment]
             if is_later_turn and members and not self.guard.follows_lru:
                 self.leave_behind(sorted(members, key=self.order.get), segment)
@@ -844,27 +834,14 @@ class Learned(ByWorth):
             pooled.append(max(hazard, 0.8 * pooled[-1]) if pooled else hazard)
         self.hazards, self.index = [None] * (self.LOOSE + 1), [None] * (self.LOOSE + 1)
         unknown = pooled, self.index_of(pooled)
-        own = [self.summed(c) for c in range(self.OF_REQUEST)]
-        self.fit(own, pooled)
+        self.fit([(self.reached[c], self.used[c]) for c in range(self.NUM_OWN)], pooled)
         for c in classes:
-            together = unknown
+            found = unknown
             if c < self.NUM_OWN:
-                together = self.together(c % self.OF_REQUEST, *own[c % self.OF_REQUEST], unknown)
-            is_apart = c >= self.OF_REQUEST and any(self.reached[c])
-            if is_apart:
-                together = self.solved(self.reached[c], self.used[c], together[0])
-            self.hazards[c], self.index[c] = together
-
-    def summed(self, own):
-        """Return the counts for a class of a request's own blocks, summed over all request
-        classes.
-        """
-        reached, used = [0.0] * self.NUM_BUCKETS, [0.0] * self.NUM_BUCKETS
-        for c in range(own, self.NUM_OWN, self.OF_REQUEST):
-            for b in range(self.NUM_BUCKETS):
-                reached[b] += self.reached[c][b]
-                used[b] += self.used[c][b]
-        return reached, used
+                found = self.together(c, self.reached[c], self.used[c], unknown)
+            elif any(self.reached[c]):
+                found = self.solved(self.reached[c], self.used[c], unknown[0])
+            self.hazards[c], self.index[c] = found
 
     def expected(self, own, b, of_all):
         gap, added, answer = self.LEVELS[own]
@@ -890,9 +867,7 @@ class Learned(ByWorth):
                     of_feature[level][r] = min(max(factor, 0.001), 100.0)
 
     def together(self, own, reached, used, unknown):
-        """Return (hazards, index) for a class of a request's own blocks, combined over all request
-        classes.
-        """
+        """Return (hazards, index) for a class of a request's own blocks."""
         if not any(reached):
             return unknown
         prior = [self.expected(own, b, unknown[0][b]) for b in range(self.NUM_BUCKETS)]
@@ -936,62 +911,6 @@ class Learned(ByWorth):
         self.tenants.pop(i, None)
         self.keys.pop(i, None)
         self.told.discard(i)
-
-
-class LearnedCopies(ByWorth):
-    """Pages of a second tier. Each page keeps the class and time of the block that was copied to
-    it.
-    """
-
-    def __init__(self, num_blocks, source):
-        self.source = source
-        source.sample(num_blocks)
-        self.num_assigned = self.num_opened = 0
-        self.clear()
-
-    def clear(self):
-        self.segment_of, self.order = {}, {}
-        self.chosen, self.following = {}, {}
-        self.loose = self.loaded = None
-
-    def on_copy(self, i, segment):
-        if segment is not None:
-            self.follow(i, segment)
-
-    def on_load(self, i):
-        self.loaded = self.joined(self.loaded, self.LOADED)
-        self.assign(i, self.loaded)
-
-    def on_idle(self, i):
-        if i not in self.segment_of:
-            self.loose = self.joined(self.loose, self.LOOSE)
-            self.assign(i, self.loose)
-
-    def on_forget(self, i, key, evicted):
-        self.segment_of.pop(i, None)
-
-    def gain(self, segment, candidates):
-        """Return the expected number of hits of a copy, minus the worth of the space it occupies.
-
-        If there are no candidates for eviction, the space costs nothing.
-        """
-        if segment is None:
-            return 1.0
-        source, price = self.source, 0.0
-        if candidates:
-            price = self.worth(self.segment_of[self.choose(candidates)])
-        age = source.clock - segment.time
-        first = source.bucket_of(age)
-        alive, gain, best = 1.0, 0.0, 0.0
-        for b in range(first, self.NUM_BUCKETS):
-            begin, end = source.begin[b], source.begin[b + 1]
-            share = (end - age) / (end - begin) if b == first < self.NUM_BUCKETS - 1 else 1.0
-            hazard = share * source.hazards[segment.reuse_class][b]
-            ticks = share * (end - begin) * (1 - hazard / 2)
-            gain += alive * (hazard * segment.cost - price * ticks)
-            alive *= 1 - hazard
-            best = max(best, gain)
-        return best
 
 
 MODELS = {

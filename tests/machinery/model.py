@@ -680,13 +680,13 @@ class ModelManager:
             self._note_left(state)
         self._release_row(state, with_encoder=False)
 
-    def free(self, row, after_step=None, keep_as=None):
+    def free(self, row, keep_as=None):
         state = self.rows.pop(row)
         self._note_had(state.request, state.num_hit if state.receiving else state.num_computed)
         if not state.on_host:
             self._publish(state)
             self._note_left(state)
-        self._release_row(state, with_encoder=True, after_step=after_step, keep_as=keep_as)
+        self._release_row(state, with_encoder=True, keep_as=keep_as)
         if state.by_step:
             self.to_clear.add(row)
 
@@ -1396,7 +1396,7 @@ class ModelManager:
                     last.append((-column * group.block_size, g, block))
         return first + [block for _, _, block in sorted(last)]
 
-    def _release_row(self, state, with_encoder, after_step=None, keep_as=None):
+    def _release_row(self, state, with_encoder, keep_as=None):
         blocks = self._tail_first(state, with_encoder)
         if state.on_host:
             for page in blocks:
@@ -1410,9 +1410,6 @@ class ModelManager:
             }
             self._release([block for block in blocks if block in own], self.last_issued)
             self.kept[keep_as] = [block for block in blocks if block not in own]
-        elif after_step is not None:
-            step = max(after_step, self.last_issued) if self.fence_frees else after_step
-            self._release(blocks, step, is_fenced=step >= self.num_completed)
         else:
             self._release(blocks, self.last_issued)
         for g, group in enumerate(self.groups):
@@ -1815,15 +1812,6 @@ class ModelManager:
             if whole:
                 self._add_prefix(prefixes, whole, 0, self.groups[g].block_size)
         return self._withdraw(invalid, limits, prefixes, invalid_pages)
-
-    def take_cached(self, row):
-        """Restart the row from the cache if the cache has more tokens than the row has computed."""
-        state = self.rows[row]
-        if self.hit_length(state.request, reads=state.reads) > state.num_computed:
-            state.resend |= state.by_step
-            self._let_go(state)
-            self._restart(state, state.num_computed)
-        return state.num_computed
 
     def _add_used(self, request, first_token, invalid, prefixes):
         """Add the prefixes that a row holding the block may have computed from this token on."""

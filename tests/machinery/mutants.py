@@ -111,14 +111,6 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        EVICTION + "learned/worth_order.h",
-        "learned_copies",
-        [
-            ("if (loaded != Segments::kNone) return loaded;", ""),
-            ("ReuseClass::kLoaded) return 0;", "ReuseClass::kLoaded) return 1;"),
-        ],
-    ),
-    (
         EVICTION + "learned/trials.h",
         "eviction",
         [
@@ -139,7 +131,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         EVICTION + "learned/copied_segment.h",
-        "learned_copies eviction",
+        "eviction",
         [
             ("segments->open(as.time,", "segments->open(0 * as.time,"),
             ("if (last != Segments::kNone && as.segment == of_)", "if (last != Segments::kNone)"),
@@ -157,7 +149,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         EVICTION + "learned_copies.h",
-        "learned_copies tiers",
+        "tiers",
         [
             ("if (segments_.of(id) != Segments::kNone) return;", ""),
             ("evicts ? order_.victim() : kNullBlock", "order_.victim()"),
@@ -165,7 +157,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         EVICTION + "learned/hazards.h",
-        "eviction learned_copies",
+        "eviction",
         [
             ("alive *= 1 - hazard[b];", ""),
             ("best = std::max(best, gain);", "best = gain;"),

@@ -150,7 +150,6 @@ MEMBERS_OF_MANAGER = [
     "last_step_id",
     "checkpoint_tokens",
     "invalidate",
-    "take_cached",
     "admit",
     "extend",
     "advance",

@@ -209,14 +209,13 @@ class Learned : public EvictionPolicy {
     }
     const bool continues = num_known > 0 && last != nullptr && last->is_end;
     const bool forks = num_known > 0 && !continues;
-    const int64_t turn = features.turn > 0 ? features.turn : continues ? last->turn + 1 : 0;
-    const int64_t gap = continues ? model_->clock() - last->time() : ReuseClass::kUnknownGap;
+    const int64_t turn = continues ? last->turn + 1 : 0;
+    const int64_t gap = continues ? model_->clock() - last->time() : 0;
     const int64_t num_shared =
         forks ? release_fork(num_known, features) : release_shared(0, features);
     if (num_shared == n) return;
     const int64_t num_added = (n - num_known) * features.tokens_per_block;
-    const int reuse_class = ReuseClass::of_own(turn, gap, num_added, features.num_output_tokens,
-                                               features.request_class);
+    const int reuse_class = ReuseClass::of_own(turn, gap, num_added, features.num_output_tokens);
     release_segment(num_shared, n, model_->release_of(reuse_class, turn, n - num_shared), 0,
                     features);
   }

@@ -88,11 +88,6 @@ class CacheStats {
   const HitCount& total() const { return total_; }
   const HitCount& window() const { return window_; }  // counts over the last `window` requests
   const std::vector<GroupCount>& groups() const { return groups_; }
-  std::vector<GroupCount> window_groups() const {
-    std::vector<GroupCount> out(block_sizes_.size());
-    for (const HitCount& one : recent_) add_blocks(one, 1, &out);
-    return out;
-  }
 
   void clear() {
     total_ = window_ = {};

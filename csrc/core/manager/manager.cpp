@@ -437,10 +437,10 @@ std::optional<std::vector<BlockId>> Manager::swap_in(const std::vector<int32_t>&
 }
 
 void Manager::free(const int32_t* rows, int64_t n, const ReleaseFeatures& features,
-                   const LeavingBlocks& blocks) {
+                   const KeptNames& kept) {
   if (guard_.is_broken()) return;
   const Call call(this);
-  checks_.check_leaving(rows, n, blocks);
+  checks_.check_leaving(rows, n, kept);
   for (int64_t i = 0; i < n; ++i) {
     if (!rows_[rows[i]].on_host) intake_.hash_filled(rows[i]);
   }
@@ -449,7 +449,7 @@ void Manager::free(const int32_t* rows, int64_t n, const ReleaseFeatures& featur
     const Row& r = rows_[rows[i]];
     stats_.note_had(r.chain.get(), r.is_receiving ? rows_.info(rows[i]).num_hit : r.num_computed);
     if (!r.on_host) publisher_.publish(rows[i]);
-    release_.leave(rows[i], features, blocks.departure_of(i));
+    release_.leave(rows[i], features, kept.empty() ? nullptr : &kept[static_cast<size_t>(i)]);
   }
 }
 
@@ -513,21 +513,6 @@ Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   intake_.hash_rows();
   const Soundness::Change change = this->change("invalidate");
   return recovery_.invalidate(invalid, {});
-}
-
-int64_t Manager::take_cached(int32_t row) {
-  const Call call(this);
-  checks_.check_on_device(row);
-  checks_.check_not_receiving(row);
-  TokenChain& chain = *rows_[row].chain;
-  const bool reads = rows_[row].reads;
-  if (reads) intake_.hash_ahead(chain, /*reads=*/true);
-  const PrefixHit& hit = finder_.find(chain, /*with_partial=*/false, /*with_host=*/false, reads);
-  if (hit.num_tokens > rows_[row].num_computed) {
-    const Soundness::Change change = this->change("take_cached");
-    recovery_.restart(row);
-  }
-  return rows_[row].num_computed;
 }
 
 bool Manager::reset_prefix_cache() {

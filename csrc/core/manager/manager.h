@@ -185,7 +185,7 @@ class Manager {
   // `features`: the caller's data about the conversations, for the eviction policy. Has no effect
   // on a broken manager.
   void free(const int32_t* rows, int64_t n, const ReleaseFeatures& features = {},
-            const LeavingBlocks& blocks = {});
+            const KeptNames& kept = {});
   void free(int32_t row, const ReleaseFeatures& features = {}) { free(&row, 1, features); }
   // Releases the blocks that were kept under this name.
   void release_kept(const std::string& name);
@@ -203,10 +203,6 @@ class Manager {
   // Invalidates blocks with wrong content. These blocks and everything computed from them are
   // removed from the cache, and rows that used them return to their valid tokens.
   Recompute invalidate(const BlockId* ids, int64_t n);
-
-  // Lets the row continue from its current hit in the device cache, if the hit is longer than the
-  // row's computed tokens. Returns the row's number of computed tokens.
-  int64_t take_cached(int32_t row);
 
   // Pins the request's full blocks that are cached on the device for a session (see
   // BlockPool::pin), replacing its earlier pins. Returns the number of pinned blocks.

@@ -197,12 +197,6 @@ void Recovery::receive(int32_t row, int64_t num_tokens) {
   parts_.publisher->publish(row);
 }
 
-void Recovery::restart(int32_t row) {
-  parts_.release->let_go(row);
-  c_.resend(row);
-  parts_.server->restart(row, (*c_.rows)[row].num_computed);
-}
-
 void Recovery::note_evicted(const std::function<bool(BlockId)>& is_evicted) {
   parts_.release->note_forgotten();
   for (const StepJournal::Step& step : c_.journal->in_flight()) {

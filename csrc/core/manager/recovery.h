@@ -43,8 +43,6 @@ class Recovery {
   // Ends the wait of a receiving row. At most num_tokens of its tokens have arrived, and the row
   // continues after them.
   void receive(int32_t row, int64_t num_tokens);
-  // Releases the blocks of the row. The row continues from its hit in the device cache.
-  void restart(int32_t row);
 
   // Adds the pages that aborted plans gave to rows, and that the rows still hold without content,
   // to the current plan, because the aborted plans may not have reached the worker.

@@ -138,17 +138,17 @@ void RequestChecks::check_receive(int32_t row, int64_t num_tokens) const {
                               std::to_string(most) + ", the external tokens of the request");
 }
 
-void RequestChecks::check_departure(int32_t row, const Departure& departure) const {
-  if ((*c_.rows)[row].is_receiving && departure.keep_as == nullptr) {
+void RequestChecks::check_departure(int32_t row, const std::string* keep_as) const {
+  if ((*c_.rows)[row].is_receiving && keep_as == nullptr) {
     throw std::invalid_argument(
         "row " + std::to_string(row) +
         " is receiving external tokens: expected a call to finish_receiving "
         "first, or keep_blocks");
   }
-  if (departure.keep_as == nullptr) return;
+  if (keep_as == nullptr) return;
   check_on_device(row);
-  if (!c_.frees->keeps(*departure.keep_as)) return;
-  throw std::invalid_argument("blocks of request '" + *departure.keep_as +
+  if (!c_.frees->keeps(*keep_as)) return;
+  throw std::invalid_argument("blocks of request '" + *keep_as +
                               "' are already kept: expected a call to release_blocks first");
 }
 
@@ -455,13 +455,11 @@ void RequestChecks::check_swap(const std::vector<int32_t>& rows, bool on_host) c
   }
 }
 
-void RequestChecks::check_leaving(const int32_t* rows, int64_t n,
-                                  const LeavingBlocks& blocks) const {
-  if (blocks.after_step >= 0) c_.journal->check_step_id(blocks.after_step);
+void RequestChecks::check_leaving(const int32_t* rows, int64_t n, const KeptNames& kept) const {
   c_.rows->begin_call();
   for (int64_t i = 0; i < n; ++i) {
     c_.rows->at(rows[i]);
-    check_departure(rows[i], blocks.departure_of(i));
+    check_departure(rows[i], kept.empty() ? nullptr : &kept[static_cast<size_t>(i)]);
     if (c_.rows->name(rows[i])) continue;
     throw std::invalid_argument("row " + std::to_string(rows[i]) +
                                 " would be freed twice: expected each row once");

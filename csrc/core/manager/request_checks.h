@@ -91,7 +91,7 @@ class RequestChecks {
   void check_kept(const std::string& name) const;
   void check_fork(int32_t row, const TokenChain& child) const;
   void check_swap(const std::vector<int32_t>& rows, bool on_host) const;
-  void check_leaving(const int32_t* rows, int64_t n, const LeavingBlocks& blocks) const;
+  void check_leaving(const int32_t* rows, int64_t n, const KeptNames& kept) const;
   // Returns the number of tokens in these blocks, which the caller has looked up.
   int64_t check_computed(const TokenChain& chain, const std::vector<std::vector<BlockId>>& computed,
                          bool reads = true) const;
@@ -110,7 +110,7 @@ class RequestChecks {
   }
   [[noreturn]] static void fail_undecided(int32_t row, int64_t num_left);
   void check_start(const RowAsk& ask) const;
-  void check_departure(int32_t row, const Departure& departure) const;
+  void check_departure(int32_t row, const std::string* keep_as) const;
   [[noreturn]] void fail_length(int64_t num_total, const char* what) const;
   [[noreturn]] static void fail_on_host(int32_t row);
   [[noreturn]] static void fail_driver(int32_t row, bool by_step);

@@ -8,13 +8,13 @@
 #include "core/groups/rules/page_rules.h"
 namespace kvcache {
 
-void RowRelease::leave(int32_t row, const ReleaseFeatures& features, const Departure& departure) {
+void RowRelease::leave(int32_t row, const ReleaseFeatures& features, const std::string* keep_as) {
   const Row& r = (*c_.rows)[row];
   if (!r.on_host) {
     note_left(row);
     notify_release(row, features);
   }
-  release_row(row, /*with_all=*/true, departure);
+  release_row(row, /*with_all=*/true, keep_as);
   if (r.by_step) c_.plan->clear_later(row);
   c_.plan->forget_resend(row);
   c_.rows->give_up(row);
@@ -60,15 +60,13 @@ void RowRelease::note_onboards(int32_t row) const {
   }
 }
 
-void RowRelease::release_row(int32_t row, bool with_all, const Departure& departure) {
+void RowRelease::release_row(int32_t row, bool with_all, const std::string* keep_as) {
   std::vector<BlockId> ids = c_.rows->tail_first(row, with_all);
   const auto n = static_cast<int64_t>(ids.size());
   if ((*c_.rows)[row].on_host) {
     c_.host->pages().release(ids.data(), n);
-  } else if (departure.keep_as != nullptr) {
-    keep(row, *departure.keep_as, std::move(ids));
-  } else if (departure.after_step >= 0) {
-    c_.frees->release_after(ids.data(), n, departure.after_step);
+  } else if (keep_as != nullptr) {
+    keep(row, *keep_as, std::move(ids));
   } else {
     c_.note_access(row, ids.data(), n);
     c_.frees->release_or_defer(ids.data(), n);

@@ -16,21 +16,8 @@
 
 namespace kvcache {
 
-// Options for the blocks of a row that is freed.
-struct Departure {
-  int64_t after_step = -1;               // keep the blocks until this step is done
-  const std::string* keep_as = nullptr;  // keep the blocks under this name
-};
-
-// The same options for several rows.
-struct LeavingBlocks {
-  int64_t after_step = -1;
-  std::vector<std::string> keep_as = {};  // one name per row, or none
-
-  Departure departure_of(int64_t i) const {
-    return {after_step, keep_as.empty() ? nullptr : &keep_as[static_cast<size_t>(i)]};
-  }
-};
+// The names under which the blocks of freed rows are kept, one per row, or none.
+using KeptNames = std::vector<std::string>;
 
 class RowRelease {
  public:
@@ -38,8 +25,8 @@ class RowRelease {
       : c_(context), hash_block_size_(hash_block_size), clock_(clock) {}
 
   // Releases the blocks of the row and frees the row. If plans contain the row, the next plan
-  // clears it.
-  void leave(int32_t row, const ReleaseFeatures& features, const Departure& departure);
+  // clears it. `keep_as`: keeps the blocks under this name; null: does not.
+  void leave(int32_t row, const ReleaseFeatures& features, const std::string* keep_as);
 
   // Called when hashes of held blocks are removed. From then on, lookups may fail to find a
   // published block.
@@ -50,7 +37,7 @@ class RowRelease {
 
   // Releases the blocks of the row, tail first. `with_all`: includes blocks that do not follow the
   // sequence.
-  void release_row(int32_t row, bool with_all, const Departure& departure = {});
+  void release_row(int32_t row, bool with_all, const std::string* keep_as = nullptr);
 
   // Restarts the row by releasing its blocks that follow the sequence.
   void let_go(int32_t row);

@@ -25,11 +25,9 @@ struct Retention {
 
 // Features of a request segment whose blocks are being released.
 struct ReleaseFeatures {
-  int32_t turn = 0;               // index of the turn in the conversation
   int64_t num_prefix_tokens = 0;  // hit length at admission
   int64_t num_new_blocks = 0;
   int64_t num_output_tokens = -1;  // -1: the manager counts the tokens appended to the prompt
-  int32_t request_class = -1;      // chosen by the caller; -1: none
   int64_t logical_time = 0;        // number of releases so far
   int64_t wall_ms = 0;             // time on the caller's clock
   int64_t tokens_per_block = 1;    // blocks start at multiples of this number

@@ -120,7 +120,6 @@ CALLS: dict[str, Call] = {
     ),
     "abort": lambda s: s.manager.abort(0),
     "invalidate": lambda s: s.manager.invalidate([1]),
-    "take_cached": lambda s: s.manager.take_cached(s.requests["a"]),
     "reject_tokens": lambda s: s.manager.reject_tokens(s.requests["c"], 0),
     "pin": lambda s: s.manager.cache.pin("session", s.requests["a"]),
     "would_fit": lambda s: s.manager.would_fit(s.request("e", 30, 600)),
@@ -206,7 +205,6 @@ class Serving(Managed):
             lambda: lambda: self.manager.free(some, other),
             lambda: lambda: self.manager.report(StepReport(last, True)),
             lambda: lambda: self.manager.abort(last),
-            lambda: lambda: self.manager.take_cached(some),
             lambda: lambda: self.manager.invalidate([self.random.randint(1, 60)]),
             lambda: lambda: self.manager.cache.drain_events(),
         ]

@@ -154,9 +154,8 @@ def _calls(groups: list[GroupSpec], has_host: bool) -> dict[str, Callable[[Manag
         "free": lambda s: s.manager.free(*s.of("a")),
         "free several": lambda s: s.manager.free(*s.of("a", "b", "c", "d")),
         "free with retention": lambda s: s.manager.free(
-            *s.of("a"), turn=2, retention=[(0, 4, 5, None), (4, 9, 50, 3.0)]
+            *s.of("a"), retention=[(0, 4, 5, None), (4, 9, 50, 3.0)]
         ),
-        "free after a step": lambda s: s.manager.free(*s.of("a"), after_step=3),
         "free, blocks are kept": lambda s: s.manager.free(*s.of("b"), keep_blocks=True),
         "report, completed": lambda s: s.manager.report(StepReport(3, True)),
         "report, failed pages": lambda s: s.manager.report(StepReport(2, True, s.blocks("a", 2))),
@@ -173,7 +172,6 @@ def _calls(groups: list[GroupSpec], has_host: bool) -> dict[str, Callable[[Manag
         "drain_events": lambda s: s.manager.cache.drain_events(),
         "clear_stats": lambda s: s.manager.cache.clear_stats(),
         "set_now": lambda s: s.manager.cache.set_now(5),
-        "take_cached": lambda s: s.manager.take_cached(s.requests["c"]),
         "stats": lambda s: s.manager.cache.stats,
         "cached_tokens": lambda s: s.manager.cache.cached_tokens(s.requests["h"]),
         "would_fit": lambda s: s.manager.would_fit(s.requests["h"]).name,

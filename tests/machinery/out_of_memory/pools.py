@@ -27,7 +27,7 @@ class Pooled:
         pool.publish(self.held[:4], _hashes(1, 4))
         pool.publish(self.free, _hashes(11, 8))
         pool.set_now(1.0)
-        pool.notify_release(self.free, np.arange(4, 36, 4), turn=1, num_prefix_tokens=8)
+        pool.notify_release(self.free, np.arange(4, 36, 4), num_prefix_tokens=8)
         pool.release(self.free[::-1].copy())
         pool.pin(self.free[:2])
 
@@ -72,7 +72,7 @@ _CALLS: dict[str, Callable[[Pooled], object]] = {
     "evict": lambda s: s.pool.evict([*s.held, *s.free]),
     "hit": lambda s: s.pool.hit(s.free[2:6]),
     "notify_release": lambda s: s.pool.notify_release(
-        s.held[:4], np.arange(4, 20, 4), turn=2, retention=[(0, 9, 70, 4.0)]
+        s.held[:4], np.arange(4, 20, 4), retention=[(0, 9, 70, 4.0)]
     ),
     "access": lambda s: s.pool.access(s.free[2:6], 3.0),
     "set_now": lambda s: s.pool.set_now(2.0),

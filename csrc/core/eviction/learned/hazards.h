@@ -103,9 +103,8 @@ class Hazards {
       if (b > 0) of_all[b] = std::max(of_all[b], kLeastFall * of_all[b - 1]);
     }
     const Solved unknown{of_all, index_of(of_all)};
-    for (int c = 0; c < ReuseClass::kOfRequest; ++c) sum_requests(c);
-    factors_.fit(own_, of_all);
-    for (int c = 0; c < ReuseClass::kOfRequest; ++c) solve_requests(c, unknown);
+    factors_.fit(counts_, of_all);
+    for (int c = 0; c < ReuseClass::kOwn; ++c) solved_[c] = solved_own(c, unknown);
     for (int c = ReuseClass::kOwn; c < ReuseClass::kNum; ++c) {
       solved_[c] = is_counted_[c] ? solved(counts_[c], of_all) : unknown;
     }
@@ -151,37 +150,17 @@ class Hazards {
     }
     return index;
   }
-  // Sums the counts of a class of own blocks over all request classes.
-  void sum_requests(int own) {
-    Counts& sum = own_[own];
-    sum = {};
-    for (int c = own; c < ReuseClass::kOwn; c += ReuseClass::kOfRequest) {
-      if (!is_counted_[c]) continue;
-      for (int b = 0; b < kBuckets; ++b) {
-        sum[b].reached += counts_[c][b].reached;
-        sum[b].used += counts_[c][b].used;
-      }
-    }
-  }
-  // Solves a class of own blocks, first for all request classes together and then for each of them.
-  void solve_requests(int own, const Solved& unknown) {
-    Solved together = unknown;
+  Solved solved_own(int own, const Solved& unknown) const {
     const auto is_reached = [](const ReuseCount& count) { return count.reached > 0; };
-    if (std::any_of(own_[own].begin(), own_[own].end(), is_reached)) {
-      Row expected;
-      for (int b = 0; b < kBuckets; ++b) expected[b] = factors_.hazard(own, b, unknown.hazard[b]);
-      together = solved(own_[own], expected);
-    }
-    for (int c = own; c < ReuseClass::kOwn; c += ReuseClass::kOfRequest) {
-      const bool is_apart = c >= ReuseClass::kOfRequest && is_counted_[c];
-      solved_[c] = is_apart ? solved(counts_[c], together.hazard) : together;
-    }
+    if (std::none_of(counts_[own].begin(), counts_[own].end(), is_reached)) return unknown;
+    Row expected;
+    for (int b = 0; b < kBuckets; ++b) expected[b] = factors_.hazard(own, b, unknown.hazard[b]);
+    return solved(counts_[own], expected);
   }
 
   AgeBuckets ages_;
   ReuseFactors factors_;
   std::array<Counts, ReuseClass::kNum> counts_{};
-  std::array<Counts, ReuseClass::kOfRequest> own_{};  // own blocks, of all request classes
   std::array<bool, ReuseClass::kNum> is_counted_{};
   std::array<Solved, ReuseClass::kNum> solved_{};
 };

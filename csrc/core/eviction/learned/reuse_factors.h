@@ -24,7 +24,7 @@ using ReuseHazards = std::array<double, AgeBuckets::kNum>;
 // equals the observed number.
 class ReuseFactors {
  public:
-  using CountsOfClasses = std::array<ReuseCounts, ReuseClass::kOfRequest>;
+  using CountsOfClasses = std::array<ReuseCounts, ReuseClass::kNum>;
 
   ReuseFactors() {
     for (auto& of_feature : factors_) {
@@ -65,7 +65,7 @@ class ReuseFactors {
   }
   void fit_feature(int feature, const CountsOfClasses& counts, const ReuseHazards& of_all) {
     double observed[kLevels][kRanges] = {}, expected[kLevels][kRanges] = {};
-    for (int own = 0; own < ReuseClass::kOfRequest; ++own) {
+    for (int own = 0; own < ReuseClass::kOwn; ++own) {
       const int level = level_of(feature, own);
       for (int b = 0; b < AgeBuckets::kNum; ++b) {
         const ReuseCount& count = counts[own][b];

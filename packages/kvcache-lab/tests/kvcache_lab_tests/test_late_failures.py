@@ -36,8 +36,7 @@ def test_aborted_tokens_are_not_hits_of_their_row(fence_frees):
     assert set(cached(manager)) == {-1} and len(manager.block_ids(request, 0)) == 0
 
 
-@pytest.mark.parametrize("how", ["free", "take_cached"])
-def test_abort_affects_rows_that_released_blocks(how):
+def test_abort_affects_rows_that_released_blocks():
     """Step 2 fills the page that step 1 began to write, and is aborted. The page's failure is
     reported for an earlier step.
     """
@@ -46,14 +45,8 @@ def test_abort_affects_rows_that_released_blocks(how):
     manager.step(new=[Admit(request, num_tokens=8)])
     manager.step([0], [4])
     page = int(manager.block_ids(request, 0)[1])
-    if how == "free":
-        plan = manager.step([0], [4])
-        manager.free(request)
-    else:
-        other = Request("b", range(26), read_cache=False)
-        plan = manager.step([0], [4], new=[Admit(other, num_tokens=24)])
-        manager.step([1], [1])
-        assert manager.take_cached(request) == 24
+    plan = manager.step([0], [4])
+    manager.free(request)
     manager.report(StepReport(plan.step_id, completed=False))
     probe = manager.cache.hashes(Request("probe", range(20)))
     assert manager.cache.find(probe, 1).device[2] > 0  # this is the state after 12 tokens
@@ -61,19 +54,12 @@ def test_abort_affects_rows_that_released_blocks(how):
     assert manager.cache.find(probe, 1).device[2] == -1
 
 
-@pytest.mark.parametrize("how", ["abort", "take_cached"])
-def test_failed_blocks_held_before_a_restart_are_found(how):
+def test_failed_blocks_held_before_a_restart_are_found():
     manager, request = manager_of(FULL, STATE), Request("a", range(20))
     manager.step(new=[Admit(request, num_tokens=6)])
     page = int(manager.block_ids(request, 1)[1])
-    if how == "abort":
-        plan = manager.step([0], [1])
-        assert manager.report(StepReport(plan.step_id, completed=False)) == {"a": 0}
-    else:
-        other = Request("b", range(20), read_cache=False)
-        manager.step(new=[Admit(other, num_tokens=8)])
-        manager.step([1], [5])
-        assert manager.take_cached(request) == 8
+    plan = manager.step([0], [1])
+    assert manager.report(StepReport(plan.step_id, completed=False)) == {"a": 0}
     fail(manager, page)
     assert set(cached(manager)) == {-1}
 
