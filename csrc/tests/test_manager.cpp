@@ -75,7 +75,7 @@ TEST(sizes_beyond_32_bits_are_rejected_and_the_largest_do_not_overflow) {
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
   constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
   for (int64_t size : {kLargest + 1, kHuge, -kHuge}) {
-    const auto refused = [&](int64_t ManagerOptions::* field, const char* message) {
+    const auto refused = [&](int64_t ManagerOptions::*field, const char* message) {
       ManagerOptions options = make_options(4, 9, 9);
       options.*field = size;
       CHECK_THROWS(Manager(options), message);
@@ -191,7 +191,9 @@ TEST(a_call_that_is_interrupted_while_hashing_changes_nothing) {
         request.new_rows = {{fresh.chain, 100}};
         t->manager.step(request);
       },
-      [](TwoRows* t, const Request& fresh) { t->manager.admit({fresh.chain, 9}, {{}}); },
+      [](TwoRows* t, const Request& fresh) {
+        t->manager.admit({fresh.chain, 9}, {{}});
+      },
       [](TwoRows* t, const Request& fresh) { t->manager.lookup(*fresh.chain); },
       [](TwoRows* t, const Request&) {
         const RowAsk ask{1, 5};
@@ -209,7 +211,9 @@ TEST(a_call_that_is_interrupted_while_hashing_changes_nothing) {
         t->manager.take_in(&ask, 1);
         t->manager.serve(ask, /*lists_new=*/false);
       },
-      [&](TwoRows* t, const Request&) { t->manager.extend({1, 5, 0, ids, 1, 4}); },
+      [&](TwoRows* t, const Request&) {
+        t->manager.extend({1, 5, 0, ids, 1, 4});
+      },
   };
   for (const auto& call : calls) {
     for (int num_hashed = 0;; ++num_hashed) {
@@ -350,18 +354,16 @@ TEST(a_policy_is_notified_of_hits_releases_and_accesses) {
   leave.swap_out_rows = &row;
   leave.num_swap_out_rows = 1;
   manager.step(leave);
-  notified(
-      {"release 4 2 1",
-       "  tokens 12 8 4, turn 0, prefix 9, new 0, output 0, class -1, time 2 7, of 4, retention 0"
-       ", swapped"});
+  notified({"release 4 2 1",
+            "  tokens 12 8 4, prefix 9, new 0, output 0, time 2 7, of 4, retention 0"
+            ", swapped"});
   manager.free(1);  // frees a row on the host, so no device block is released
   notified({});
   manager.free(0);
-  notified(
-      {"release 4 2 1",
-       "  tokens 12 8 4, turn 0, prefix 8, new 1, output 0, class -1, time 3 7, of 4, retention "
-       "0",
-       "access 4 2 1"});
+  notified({"release 4 2 1",
+            "  tokens 12 8 4, prefix 8, new 1, output 0, time 3 7, of 4, retention "
+            "0",
+            "access 4 2 1"});
   manager.report(3, /*completed=*/true, {}, {});
   notified({"idle 2", "idle 1"});
   manager.check_invariants();
