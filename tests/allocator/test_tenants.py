@@ -151,7 +151,7 @@ def test_only_documented_modules_listen_and_none_unpickle_or_create_temporary_fi
         REPO / "packages/kvcache-serve/src/kvcache_serve/cli/serve.py",
         *(REPO / "packages/kvcache-serve/src/kvcache_serve/server").glob("*.py"),
         *(REPO / "packages/kvcache-exchange/src/kvcache_exchange/router_events").glob("*.py"),
-        *(REPO / "kvcache/transfer/transport").glob("*.py"),
+        *(REPO / "packages/kvcache-exchange/src/kvcache_exchange/transport").glob("*.py"),
         # The module itself only connects to a server, but Mooncake's client listens.
         REPO / "packages/kvcache-exchange/src/kvcache_exchange/store/mooncake.py",
     }
