@@ -58,7 +58,7 @@ SEED = int(os.environ.get("KVCACHE_FUZZ_SEED", "1"))
 
 # Modules whose public calls are fuzzed here. `make fuzz` covers all modules.
 MENDED = [
-    *("kvcache_serve.demo", "kvcache_exchange.disaggregation", "kvcache.events", "kvcache.plugins"),
+    *("kvcache_serve.demo", "kvcache_exchange.disaggregation", "kvcache.events"),
     *("kvcache.kinds", "kvcache.layouts", "kvcache.metrics", "kvcache.ops", "kvcache_lab"),
     *(
         "kvcache_exchange.router_events",
