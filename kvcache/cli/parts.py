@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kvcache.cli.errors import MissingError
@@ -40,10 +40,25 @@ class Command:
 
 
 def commands() -> dict[str, Command]:
-    """Return the subcommands of all installed packages."""
+    """Return the subcommands of all installed packages.
+
+    A subcommand that cannot be imported raises MissingError when it is run.
+    """
     found = {each.name: each for each in entry_points(group="kvcache.commands")}
     order = [*(name for name in _COMMANDS if name in found), *sorted({*found} - {*_COMMANDS})]
-    return {name: found[name].load() for name in order}
+    return {name: _loaded(found[name]) for name in order}
+
+
+def _loaded(found: EntryPoint) -> Command:
+    try:
+        return found.load()
+    except ImportError as error:
+        reason = f"kvcache {found.name} cannot be loaded ({found.value}): {error}"
+
+    def run(args: argparse.Namespace) -> int:
+        raise MissingError(reason)
+
+    return Command(reason, run, lambda sub: None)
 
 
 def require_command(name: str) -> None:

@@ -116,6 +116,11 @@ class Sanitizer:
         return self._findings.step
 
     @property
+    def num_blocks(self) -> int:
+        """Number of blocks on the device, including the null block 0."""
+        return self._blocks.device.num_blocks
+
+    @property
     def num_bytes(self) -> int:
         """Size in bytes of the shadow state in host memory."""
         return sum(shadow.num_bytes for shadow in self._blocks.shadows.values())

@@ -197,12 +197,12 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             has_room = num_required <= self._pool.num_free
             if has_room:
                 encoder = HeldRow(self._tokens.unread(num_encoder_tokens))
-                self._encoders[request_id] = encoder
+        crosses = {} if encoder is None else {request_id: encoder}
         hits, num_cached = self._hit_of(request) if reads_ids else ([NO_IDS], 0)
         # Retry without the hit, because with a window, a sequence holds more blocks after a hit.
         fits = has_room and (
-            self._take(new, encoder, hits, num_cached, since)
-            or (num_cached > 0 and self._take(new, encoder, [NO_IDS], 0, since + 1))
+            self._take(new, crosses, hits, num_cached, since)
+            or (num_cached > 0 and self._take(new, crosses, [NO_IDS], 0, since + 1))
         )
         if not fits:
             what = f"seq_group {request_id!r} does not fit"
@@ -213,7 +213,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     def _take(
         self,
         new: dict[object, Request],
-        encoder: HeldRow | None,
+        crosses: dict[object, HeldRow],
         hits: list[np.ndarray],
         num_cached: int,
         since: int,
@@ -224,14 +224,20 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         parent = HeldRow(request, num_cached, skips_blocks=bool(num_skipped and not num_cached))
         held = [parent, *(parent.forked(each) for each in others)]
         chains = [each.request.chain(self._key) for each in held]
+        (encoder,) = crosses.values() or (None,)
         cross = None if encoder is None else encoder.request.chain(self._key)
-        self._sequences |= zip(new, held)
         self._begin_change(since)
-        fits = self._native.admit_held(held, chains, hits, encoder, cross)
-        if not fits:
-            for seq_id in new:
-                self._sequences.pop(seq_id)
-        return fits
+        # Entries precede their rows, so that an interrupt loses no row.
+        self._sequences |= zip(new, held)
+        self._encoders |= crosses
+        try:
+            return self._native.admit_held(held, chains, hits, encoder, cross)
+        finally:
+            if parent.row < 0:
+                for seq_id in new:
+                    self._sequences.pop(seq_id)
+                for request_id in crosses:
+                    self._encoders.pop(request_id)
 
     # Growth ----------------------------------------------------------------------------------------
 
@@ -312,9 +318,13 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         self._check_tier(parent, "parent_seq", id_of(parent_seq), on_host=False)
         request = self._tokens.of_child(child_seq, parent.request)
         child, chain = parent.forked(request), request.chain(self._key)
-        self._sequences[child_id] = child
         self._begin_change(since)
-        self._native.fork_held(parent.row, child, chain)
+        self._sequences[child_id] = child
+        try:
+            self._native.fork_held(parent.row, child, chain)
+        finally:
+            if child.row < 0:
+                self._sequences.pop(child_id)
         self._tokens.forget(child_id)
 
     # Checks ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def requirements(extra):
         if each.name == "torch-kvcache":
             for name in sorted(each.extras):
                 yield from requirements(name)
-        else:
+        elif not each.name.startswith("kvcache-"):
             yield each
 
 

@@ -109,10 +109,7 @@ class EngineObserver:
         self.sanitizer, self._cache, self._scheduler = sanitizer, cache, scheduler
         self.guard = ObserverGuard(sanitizer)
         wanted = tuple(_group(cache, g) for g in range(len(cache.plan.groups)))
-        if (
-            sanitizer.groups != wanted
-            or sanitizer._blocks.device.num_blocks != cache.pages.num_blocks
-        ):
+        if sanitizer.groups != wanted or sanitizer.num_blocks != cache.pages.num_blocks:
             raise ValueError("sanitizer has other groups or blocks: expected sanitizer_of(cache)")
         self._held: dict[int, tuple[Sequence, list[np.ndarray]]] = {}  # by row; blocks per group
         self._moves: dict[str, np.ndarray] = {}  # changes made by the worker in this step
