@@ -78,7 +78,10 @@ def part(name: str, purpose: str) -> Any:
         MissingError: The package is not installed. The message names the extra that installs it.
     """
     for found in entry_points(group="kvcache.parts", name=name):
-        return found.load()
+        try:
+            return found.load()
+        except ImportError as error:
+            raise MissingError(f"{purpose} cannot be loaded ({found.value}): {error}") from None
     raise _missing(name, purpose)
 
 

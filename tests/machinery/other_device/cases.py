@@ -419,7 +419,7 @@ def _(device: str) -> object:
         engine.swap_out(np.array([[1, 5], [2, 6], [8, 7]])).wait(5)
         engine.before_write(np.array([1, 2]))
         job = engine.swap_in(np.array([[5, 3], [7, 4], [9, 8]]))
-        engine.before_read(job, 1)
+        engine.before_read(job)
         engine.order_after_swap_ins()
         job.wait(5)
         found += [*caches, *(host.fragment(i).clone() for i in range(len(host.sizes)))]

