@@ -20,7 +20,7 @@ namespace {
 
 using Binding = py::class_<ManagerOptions>;
 
-void bind_size(Binding& binding, const char* name, int64_t ManagerOptions::*field) {
+void bind_size(Binding& binding, const char* name, int64_t ManagerOptions::* field) {
   binding.def_property(
       name, [field](const ManagerOptions& self) { return self.*field; },
       [field, name](ManagerOptions& self, const py::object& value) {
@@ -29,7 +29,7 @@ void bind_size(Binding& binding, const char* name, int64_t ManagerOptions::*fiel
 }
 
 // Binds a size that, if not set, is None in Python and 0 in C++.
-void bind_optional_size(Binding& binding, const char* name, int64_t ManagerOptions::*field) {
+void bind_optional_size(Binding& binding, const char* name, int64_t ManagerOptions::* field) {
   binding.def_property(
       name,
       [field](const ManagerOptions& self) -> py::object {

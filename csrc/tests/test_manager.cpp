@@ -75,7 +75,7 @@ TEST(sizes_beyond_32_bits_are_rejected_and_the_largest_do_not_overflow) {
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
   constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
   for (int64_t size : {kLargest + 1, kHuge, -kHuge}) {
-    const auto refused = [&](int64_t ManagerOptions::*field, const char* message) {
+    const auto refused = [&](int64_t ManagerOptions::* field, const char* message) {
       ManagerOptions options = make_options(4, 9, 9);
       options.*field = size;
       CHECK_THROWS(Manager(options), message);
@@ -191,9 +191,7 @@ TEST(a_call_that_is_interrupted_while_hashing_changes_nothing) {
         request.new_rows = {{fresh.chain, 100}};
         t->manager.step(request);
       },
-      [](TwoRows* t, const Request& fresh) {
-        t->manager.admit({fresh.chain, 9}, {{}});
-      },
+      [](TwoRows* t, const Request& fresh) { t->manager.admit({fresh.chain, 9}, {{}}); },
       [](TwoRows* t, const Request& fresh) { t->manager.lookup(*fresh.chain); },
       [](TwoRows* t, const Request&) {
         const RowAsk ask{1, 5};
@@ -211,9 +209,7 @@ TEST(a_call_that_is_interrupted_while_hashing_changes_nothing) {
         t->manager.take_in(&ask, 1);
         t->manager.serve(ask, /*lists_new=*/false);
       },
-      [&](TwoRows* t, const Request&) {
-        t->manager.extend({1, 5, 0, ids, 1, 4});
-      },
+      [&](TwoRows* t, const Request&) { t->manager.extend({1, 5, 0, ids, 1, 4}); },
   };
   for (const auto& call : calls) {
     for (int num_hashed = 0;; ++num_hashed) {
