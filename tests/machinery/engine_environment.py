@@ -130,8 +130,10 @@ def call(command: list[str]) -> str:
 
 
 def test_files(*patterns: str) -> list[str]:
-    """Return the test files that match glob patterns in the folders of tests, as paths relative to
-    the checkout.
-    """
-    found = (each for root in roots.TESTS for pattern in patterns for each in root.glob(pattern))
-    return sorted(str(each.relative_to(REPO)) for each in found)
+    """Return the test files that match glob patterns relative to the checkout, as such paths."""
+    found = sorted(
+        str(each.relative_to(REPO)) for pattern in patterns for each in REPO.glob(pattern)
+    )
+    if len(found) < len(patterns):
+        raise ValueError(f"patterns is {patterns}: expected patterns of existing files")
+    return found

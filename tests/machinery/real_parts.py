@@ -37,24 +37,12 @@ PACKAGES = (
     "ai-dynamo-runtime==1.6.1",
 )
 TESTS = (
-    *(
-        "packages/kvcache-exchange/tests/kvcache_exchange_tests/test_transports.py",
-        "packages/kvcache-exchange/tests/kvcache_exchange_tests/test_transport_paths.py",
-    ),
-    *(
-        "packages/kvcache-exchange/tests/kvcache_exchange_tests/test_network_faults.py",
-        "tests/sources",
-        "tests/server",
-    ),
-    *(
-        "packages/kvcache-exchange/tests/kvcache_exchange_tests/test_dynamo_indexer.py",
-        "packages/kvcache-lab/tests/kvcache_lab_tests/test_fleet_processes.py",
-    ),
+    "packages/kvcache-exchange/tests/kvcache_exchange_tests",
+    "packages/kvcache-serve/tests/kvcache_serve_tests",
+    "packages/kvcache-lab/tests/kvcache_lab_tests/test_fleet_processes.py",
     "packages/kvcache-lab/tests/kvcache_lab_tests/test_fleet_faults.py",
-    *(
-        "packages/kvcache-serve/tests/kvcache_serve_tests/test_smollm2.py",
-        "--ignore=packages/kvcache-serve/tests/kvcache_serve_tests/test_load_generator.py",
-    ),  # needs vLLM
+    # needs vLLM
+    "--ignore=packages/kvcache-serve/tests/kvcache_serve_tests/test_load_generator.py",
 )
 BROWSERS = ("chromium", "google-chrome", "chrome")
 _REASONS = (
@@ -117,7 +105,7 @@ def main(arguments: list[str]) -> int:
     except Unavailable as missing:
         print(f"SKIPPED: tests of real parts: {missing}")
         return 0
-    names_files = any(each.startswith("tests/") for each in arguments)
+    names_files = any(each.startswith(("tests/", "packages/")) for each in arguments)
     command = [sys.executable, "-m", "tests.machinery.real_parts", "--here", *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), roots.python_path()])}
     return subprocess.run(

@@ -22,7 +22,7 @@ from tests.machinery.shared import REPO
 
 VERSION = "0.5.23"  # the tests use SGLang's internals and therefore only run with this version
 FOLDERS = Path(os.environ.get("KVCACHE_SGLANG_VENVS") or "~/.cache/kvcache/sglang").expanduser()
-TESTS = test_files("plugins/sglang/test_*.py")
+TESTS = test_files("packages/kvcache-sglang/tests/kvcache_sglang_tests/test_*.py")
 STUBS = REPO / "tests" / "machinery" / "sglang_stubs"
 # Requirements of SGLang that are not installed. torch is installed separately, and CUDA and most
 # multimodal packages are not needed.

@@ -24,7 +24,10 @@ from tests.machinery.engine_environment import EngineEnvironment, Unavailable, c
 
 NEWEST = "0.33.0"  # the newest version covered by the tests
 FOLDERS = Path(os.environ.get("KVCACHE_VLLM_VENVS") or "~/.cache/kvcache/vllm").expanduser()
-TESTS = test_files("plugins/vllm/test_*.py", "server/test_load_generator.py")
+TESTS = test_files(
+    "packages/kvcache-vllm/tests/kvcache_vllm_tests/test_*.py",
+    "packages/kvcache-serve/tests/kvcache_serve_tests/test_load_generator.py",
+)
 # Requirements of vLLM that are not installed. torch is installed separately, and the tests do not
 # need the others.
 LEFT_OUT = {
