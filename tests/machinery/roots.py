@@ -14,7 +14,7 @@ REPO = Path(__file__).resolve().parents[2]
 KERNEL = REPO / "kvcache"
 PACKAGES = sorted(path.parent for path in REPO.glob("packages/*/pyproject.toml"))
 # The importable folders: kvcache, kvcache_exchange, ...
-SOURCES = [KERNEL, *sorted(REPO.glob("packages/*/src/kvcache_*"))]
+SOURCES = [KERNEL, *(p.parent for p in sorted(REPO.glob("packages/*/src/kvcache_*/__init__.py")))]
 TESTS = [REPO / "tests", *sorted(REPO.glob("packages/*/tests/kvcache_*_tests"))]
 
 

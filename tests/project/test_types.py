@@ -189,5 +189,5 @@ def test_wheels_of_packages_have_the_types(package):
 
     project = tomllib.loads((package / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["*"]
-    (root,) = (package / "src").glob("kvcache_*")
-    assert (root / "py.typed").exists() and "*.pyi" in patterns and "py.typed" in patterns
+    (init,) = (package / "src").glob("kvcache_*/__init__.py")
+    assert init.with_name("py.typed").exists() and "*.pyi" in patterns and "py.typed" in patterns
