@@ -159,8 +159,8 @@ ptx: setup
 	$(BIN)/python -m tests.machinery.ptx $(SEED:%=--seed %)
 
 # Build a source distribution and, from that distribution alone, a wheel with all native libraries, and the
-# wheels of the packages (docs/building.md#wheels). The CUDA library is included if nvcc is found, unless KVCACHE_CUDA overrides
-# this.
+# wheels of the packages (docs/building.md#wheels). The CUDA library is included if nvcc is found, unless
+# KVCACHE_CUDA overrides this.
 WHEEL_ARCHS := 80;90;100;110;120
 NVCC := $(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/bin/nvcc)$(shell command -v nvcc)
 wheel: setup

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcache.cli.errors import MissingError, UsageError
+from kvcache.cli.errors import UsageError
 from kvcache.cli.parts import part
 
 if TYPE_CHECKING:
@@ -71,11 +71,7 @@ def of_vllm(arguments: list[str]) -> list[tuple[str, str, bool]]:
     """
     if not arguments:
         raise UsageError("--vllm: expected a model, or a folder with its config.json")
-    try:
-        diagnose = part("diagnose_vllm", "--vllm")
-    except ImportError as error:
-        raise MissingError(str(error)) from None
-    return diagnose(arguments)
+    return part("diagnose_vllm", "--vllm")(arguments)
 
 
 def _asked(name: str, ask: Callable[[], str], needed: bool = False) -> tuple[str, str, bool]:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvcache import GroupSpec, KVCacheManager
+from tests.machinery.roots import REPO
 
-REPO = Path(__file__).resolve().parents[2]
 SHARED = REPO.parent / "shared"
 
 

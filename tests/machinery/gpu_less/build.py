@@ -25,7 +25,7 @@ from tests.machinery import roots
 from tests.machinery.compilers import cxx
 from tests.machinery.gpu_less import limits
 
-REPO = Path(__file__).resolve().parents[3]
+REPO = roots.REPO
 BUILD = REPO / "build" / "gpu-less"
 TREE = BUILD / "tree"
 EMULATOR = REPO / "tools" / "cuda_emulator"
