@@ -5,6 +5,7 @@
 """
 
 import collections
+import functools
 import gc
 import inspect
 import itertools
@@ -1506,3 +1507,43 @@ def test_a_group_whose_kind_is_no_truth_value_is_named():
             TypeError, match=r"is_encoder_decoder\(\) is .*: expected True or False"
         ):
             getattr(make(), call)(Wrong("r", [seq("a", 5)]))
+
+
+class CallingForTokens(Seq):
+    """A sequence that calls the manager once when its token ids are read."""
+
+    call = None
+
+    def get_token_ids(self):
+        call, self.call = self.call, None
+        if call is not None:
+            call()
+        return super().get_token_ids()
+
+
+@pytest.mark.parametrize("verb", ["allocate", "fork"])
+def test_nested_call_for_the_same_sequence_keeps_its_blocks(verb):
+    manager = BlockSpaceManager(4, 20, 0, enable_caching=True)
+    parent, inner, outer = Seq(1, range(9)), Seq(2, range(9)), CallingForTokens(2, range(9))
+    if verb == "allocate":
+        outer.call = lambda: manager.allocate(Group("r", [inner]))
+        outer_call = functools.partial(manager.allocate, Group("r", [outer]))
+    else:
+        manager.allocate(Group("p", [parent]))
+        outer.call = lambda: manager.fork(parent, inner)
+        outer_call = functools.partial(manager.fork, parent, outer)
+    with pytest.raises(RuntimeError, match="another call changed the manager"):
+        outer_call()
+    manager.check_invariants()
+    manager.free(inner)
+    manager.free(parent)
+    assert manager.get_num_free_gpu_blocks() == 19
+
+
+def test_failed_calls_keep_no_entry():
+    manager = BlockSpaceManager(4, 6, 0, max_model_len=10)
+    for i, (num_tokens, num_encoder_tokens) in enumerate([(11, None), (11, 3), (4, 300)]):
+        encoder = None if num_encoder_tokens is None else Seq(0, range(num_encoder_tokens))
+        with pytest.raises(ValueError):
+            manager.allocate(Group(i, [Seq(i, range(num_tokens))], encoder))
+    assert not manager._sequences and not manager._encoders
