@@ -14,8 +14,8 @@ namespace kvcache {
 namespace {
 
 // Compiles a function twice, with and without AVX2. The dynamic loader selects the version that the
-// CPU supports.
-#ifdef KV_X86
+// CPU supports. It does so before ThreadSanitizer, which would instrument the selection, is ready.
+#if defined(KV_X86) && !defined(__SANITIZE_THREAD__)
 #define KV_VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
 #else
 #define KV_VECTOR_CLONES
