@@ -467,7 +467,7 @@ void notify_release(BlockPool& self, const py::object& ids, const py::object& pr
   features.tenant = static_cast<uint32_t>(int_argument(tenant, "tenant", 0, UINT32_MAX));
   features.retention = wanted.data();
   features.num_retention = static_cast<int64_t>(wanted.size());
-  self.notify_release(array.data(), wide.data(), array.size(), features);
+  self.notify(Released{{array.data(), array.size()}, /*access=*/{}, wide.data(), &features});
 }
 
 void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
@@ -479,7 +479,7 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
           [](BlockPool& self, const py::object& ids) {
             const Int32Input array(ids, "ids");
             check_ids(self, array);
-            self.hit(array.data(), array.size());
+            self.notify(Hit{{array.data(), array.size()}, Hit::By::kRequest});
           },
           py::arg("ids"), "Notify the policy that these cached blocks were hits of a request.")
       .def("notify_release", &notify_release, py::arg("ids"), py::arg("prefix_tokens"),
@@ -498,7 +498,7 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
             const Int32Input array(ids, "ids");
             check_ids(self, array);
             const double moment = number_argument(now, "now");
-            self.access(array.data(), array.size(), self.begin_access(moment));
+            self.notify(Released{{array.data(), array.size()}, self.begin_access(moment)});
           },
           py::arg("ids"), py::arg("now"), "Notify the policy that these blocks were accessed.")
       .def(
@@ -532,7 +532,8 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
             return self.is_pinned(block);
           },
           py::arg("id"))
-      .def_property_readonly("has_policy", &BlockPool::has_policy)
+      .def_property_readonly("has_policy",
+                             [](const BlockPool& self) { return self.order() != nullptr; })
       .def_property_readonly("num_pinned", sound<&BlockPool::num_pinned>)
       .def_property_readonly("num_pins_broken", sound<&BlockPool::num_pins_broken>,
                              "Number of evicted blocks that were pinned.");

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Python bindings of the manager and its attention kinds. The bindings only convert arguments and
 // results.
+#include "core/eviction/learned/eviction_policy.h"
 #include "core/manager/manager.h"
 
 #include <pybind11/numpy.h>
@@ -249,10 +250,11 @@ py::tuple stats_of(Manager& self) {
     groups.append(py::make_tuple(group.query_blocks, group.hit_blocks, group.stored_blocks,
                                  self.pool().num_evicted_of(static_cast<uint8_t>(g))));
   }
+  const auto* policy = dynamic_cast<const EvictionPolicy*>(self.pool().order());
   return py::make_tuple(as_tuple(stats.total()), as_tuple(stats.window()), groups,
                         as_tuple(self.tiers(), self.host()),
                         self.misses() ? py::cast(as_list(self.misses()->total())) : py::none(),
-                        self.pool().has_policy() && self.pool().policy()->falls_back());
+                        policy != nullptr && policy->falls_back());
 }
 
 // Returns a tuple of arrays: kinds uint8[n]; mediums uint8[n]; groups int32[n]; hashes and parents,

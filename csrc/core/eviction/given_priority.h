@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "core/pool/eviction_policy.h"
+#include "core/pool/block_listener.h"
 
 namespace kvcache {
 

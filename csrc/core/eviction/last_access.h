@@ -13,12 +13,13 @@
 #include <tuple>
 
 #include "core/eviction/ranked.h"
-#include "core/pool/eviction_policy.h"
+#include "core/pool/block_listener.h"
+#include "core/pool/eviction_order.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {
 
-class LastAccess : public EvictionPolicy {
+class LastAccess : public EvictionOrder, public BlockListener {
  public:
   explicit LastAccess(int64_t num_blocks)
       : states_(static_cast<size_t>(num_blocks)), candidates_(num_blocks) {}
@@ -30,56 +31,42 @@ class LastAccess : public EvictionPolicy {
   void remove(BlockId id) override { candidates_.erase(id); }
   BlockId victim() override { return candidates_.top(); }
 
-  void on_allocate(const BlockId* ids, int64_t n) override {
-    for (int64_t i = 0; i < n; ++i) reset(ids[i]);
-  }
-  void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
-                  const ReleaseFeatures& features) override {
-    logical_time_ = features.logical_time;
-    for (int64_t i = 0; i < n; ++i) {
-      states_[ids[i]].num_prefix_tokens = prefix_tokens[i];
-      refresh(ids[i]);
+  void on_release(const Released& released) override {
+    if (released.access.number > 0) return record(released, released.access);
+    if (released.hit_ends != nullptr) return;
+    if (released.features != nullptr) {
+      logical_time_ = released.features->logical_time;
+      for (int64_t i = 0; i < released.n; ++i) {
+        states_[released.ids[i]].num_prefix_tokens = released.prefix_tokens[i];
+        refresh(released.ids[i]);
+      }
     }
-    on_released(ids, n);
-  }
-  void on_released(const BlockId* ids, int64_t n) override {
-    for (int64_t i = 0; i < n; ++i) {
-      State& state = states_[ids[i]];
-      state.announced_time = clock_;
+    for (const BlockId id : released) {
+      State& state = states_[id];
+      state.announced_time = view().clock.access_time;
       state.told_tick = logical_time_;
       state.is_told = true;
     }
   }
-  void on_idle(BlockId id) override {
-    State& state = states_[id];
-    state.idle = ++num_idle_;
-    // A fence may have delayed this call, so the time recorded at the release is used.
-    if (!state.is_accessed) {
-      state.time = state.is_told ? state.announced_time : clock_;
-      state.tick = state.is_told ? state.told_tick : logical_time_;
-    }
-    state.is_told = false;
-  }
-  Access begin_access(double now) override {
-    clock_ = num_accesses_ > 0 ? std::max(clock_, now) : now;
-    return {now, ++num_accesses_};
-  }
-  void on_access(const BlockId* ids, int64_t n, const Access& access) override {
-    for (int64_t i = 0; i < n; ++i) {
-      State& state = states_[ids[i]];
-      if (access.number <= std::max(state.last_access, cleared_at_)) continue;
-      state.last_access = access.number;
-      state.is_accessed = true;
-      state.time = access.now;
-      state.tick = kAccessed;
-      refresh(ids[i]);
+  void on_idle(const Blocks& blocks) override {
+    for (const BlockId id : blocks) {
+      State& state = states_[id];
+      state.idle = ++num_idle_;
+      // A fence may have delayed this call, so the time recorded at the release is used.
+      if (!state.is_accessed) {
+        state.time = state.is_told ? state.announced_time : view().clock.access_time;
+        state.tick = state.is_told ? state.told_tick : logical_time_;
+      }
+      state.is_told = false;
     }
   }
-  void on_forget(BlockId id, const Hash*, uint8_t, bool) override { reset(id); }
-  void clear() override {
-    states_.zero();
-    cleared_at_ = num_accesses_;
-    candidates_.clear();
+  // Later records of earlier accesses are ignored.
+  void on_forget(const Forgotten& forgotten) override {
+    for (const BlockId id : forgotten) {
+      states_[id] = {};
+      states_[id].last_access = view().clock.num_accesses;
+    }
+    if (forgotten.why == Forgotten::Why::kReset) cleared_at_ = view().clock.num_accesses;
   }
   size_t num_bytes() const override {
     return sizeof(*this) + states_.num_bytes() + candidates_.num_bytes();
@@ -96,15 +83,21 @@ class LastAccess : public EvictionPolicy {
     int64_t idle;           // number of the release, counted over all blocks
     double announced_time;  // time of a release that was announced but has not taken effect
     int64_t told_tick;
-    // Sequence number of the block's last access. Reallocation sets it to the number of the
-    // policy's latest access, so that earlier accesses are ignored.
+    // Number of the block's last access, or of the pool's last access when the block was forgotten.
     int64_t last_access;
     bool is_told;
     bool is_accessed;
   };
-  void reset(BlockId id) {
-    states_[id] = {};
-    states_[id].last_access = num_accesses_;
+  void record(const Blocks& blocks, const Access& access) {
+    for (const BlockId id : blocks) {
+      State& state = states_[id];
+      if (access.number <= std::max(state.last_access, cleared_at_)) continue;
+      state.last_access = access.number;
+      state.is_accessed = true;
+      state.time = access.now;
+      state.tick = kAccessed;
+      refresh(id);
+    }
   }
   void refresh(BlockId id) {  // updates the rank of a candidate
     if (candidates_.has(id)) insert(id);
@@ -112,8 +105,7 @@ class LastAccess : public EvictionPolicy {
 
   ZeroedArray<State> states_;
   Ranked<std::tuple<double, int64_t, int64_t, int64_t>> candidates_;
-  double clock_ = 0;
-  int64_t num_accesses_ = 0, cleared_at_ = 0;
+  int64_t cleared_at_ = 0;  // the last access before the pool was reset
   int64_t logical_time_ = 0;
   int64_t num_idle_ = 0;
 };

@@ -26,7 +26,7 @@
 #include "core/eviction/learned/reuse_model.h"
 #include "core/eviction/learned/segments.h"
 #include "core/eviction/learned/state_budget.h"
-#include "core/pool/eviction_policy.h"
+#include "core/eviction/learned/eviction_policy.h"
 
 namespace kvcache {
 
@@ -49,7 +49,6 @@ class Learned : public EvictionPolicy {
   // Shared with the policy of another tier, which then learns from the same releases.
   const std::shared_ptr<ReuseModel>& model() const { return model_; }
 
-  void attach(const PublishedBlocks& blocks) override { blocks_ = blocks; }
   void compare_requests(int64_t num_host_blocks) override {
     guard_.compare_requests(num_blocks_, num_host_blocks);
   }
@@ -62,13 +61,10 @@ class Learned : public EvictionPolicy {
     levels_.of(id).segments.remove(id);
     if (budget_.is_limited()) budget_.remove(id);
   }
-  BlockId victim() override {
+  BlockId choose() override {
     const BlockId state =
         budget_.victim([&](BlockId id, int64_t num_hit) { return worth_of_state(id, num_hit); });
     return state != kNullBlock ? state : levels_.victim();
-  }
-  bool prefers_least_recent() const override {
-    return model_->follows_lru() && levels_.is_single() && !budget_.is_limited();
   }
 
   void on_publish(BlockId, const Hash* hash, uint8_t group, bool is_first) override {
@@ -85,7 +81,7 @@ class Learned : public EvictionPolicy {
   }
   void on_hit(const BlockId* ids, int64_t n) override {
     for (int64_t i = 0; i < n; ++i) {
-      const Block* block = blocks_.find(ids[i]);
+      const Block* block = view().blocks.find(ids[i]);
       if (block == nullptr) continue;
       const uint32_t key = ReuseModel::key_of(block->hash, block->group);
       model_->note_use(key);
@@ -99,7 +95,7 @@ class Learned : public EvictionPolicy {
       note_side(ids[i]);
       if (budget_.is_limited()) budget_.set_hit(ids[i], kUnknownHit);
       levels_.of(ids[i]).assign_loose(ids[i], ReuseClass::kLikely, model_->clock());
-      const Block* block = blocks_.find(ids[i]);
+      const Block* block = view().blocks.find(ids[i]);
       if (block == nullptr || simulated() == nullptr) continue;
       guard_.note_loose(ReuseModel::key_of(block->hash, block->group), ReuseClass::kLikely);
     }
@@ -111,7 +107,7 @@ class Learned : public EvictionPolicy {
                   const ReleaseFeatures& features) override {
     if (!features.is_chain) {
       for (int64_t i = 0; i < n; ++i) {
-        if (ids[i] != kNullBlock && blocks_.find(ids[i]) != nullptr) {
+        if (ids[i] != kNullBlock && view().blocks.find(ids[i]) != nullptr) {
           add_end(ids[i], EndBlocks::kHeld);
         }
       }
@@ -123,7 +119,7 @@ class Learned : public EvictionPolicy {
     int64_t end = 0;  // end of the previous block
     for (int64_t i = n - 1; i >= 0; --i) {
       if (i >= kPrefetchBlocks) prefetch(ids[i - kPrefetchBlocks]);
-      const Block* block = blocks_.find(ids[i]);
+      const Block* block = view().blocks.find(ids[i]);
       // Candidates are not held by any request, so no request can release them.
       if (block == nullptr || levels_.of(ids[i]).segments.is_candidate(ids[i])) continue;
       Released& last = chain_[num_in_chain_];
@@ -141,7 +137,7 @@ class Learned : public EvictionPolicy {
     model_->learn();
   }
   void on_idle(BlockId id) override {
-    const Block* block = blocks_.find(id);
+    const Block* block = view().blocks.find(id);
     const uint32_t key = block == nullptr ? 0 : ReuseModel::key_of(block->hash, block->group);
     if (!levels_.told().take_told(id)) assign_unreported(id, block, key);
     if (block != nullptr) guard_.note_idle(key);
@@ -190,7 +186,7 @@ class Learned : public EvictionPolicy {
   };
 
   void prefetch(BlockId id) const {
-    blocks_.prefetch(id);
+    view().blocks.prefetch(id);
     levels_.prefetch(id);
   }
 
@@ -247,7 +243,7 @@ class Learned : public EvictionPolicy {
       segments->assign(id, to);
       if (is_candidate) segments->insert(id);
       if (is_candidate && budget_.is_limited()) add_to_budget(id);
-      const Block* block = blocks_.find(id);
+      const Block* block = view().blocks.find(id);
       if (block == nullptr) continue;
       const uint32_t key = ReuseModel::key_of(block->hash, block->group);
       const GhostRing::Record* record = model_->find(key);
@@ -316,7 +312,7 @@ class Learned : public EvictionPolicy {
   template <class SegmentIn>
   void release_end(const Released& block, const ReleaseFeatures& features, SegmentIn segment_in) {
     if (budget_.is_limited()) budget_.set_hit(block.id, block.prefix_tokens);
-    const Block* cached = blocks_.find(block.id);
+    const Block* cached = view().blocks.find(block.id);
     if (cached != nullptr && simulated() != nullptr) {
       guard_.note_release(ReuseModel::key_of(cached->hash, cached->group));
     }
@@ -344,7 +340,7 @@ class Learned : public EvictionPolicy {
   // so these uses do not count as uses of a chain.
   bool is_side(uint8_t group) const { return (side_groups_ >> group & 1) != 0; }
   void note_side(BlockId id) {
-    const Block* block = blocks_.find(id);
+    const Block* block = view().blocks.find(id);
     if (block != nullptr) side_groups_ |= uint32_t{1} << block->group;
   }
   void add_end(BlockId id, int64_t hit_end) {
@@ -362,7 +358,7 @@ class Learned : public EvictionPolicy {
   }
   void add_to_budget(BlockId id) {
     budget_.remove(id);  // its class may have changed
-    const Block* block = blocks_.find(id);
+    const Block* block = view().blocks.find(id);
     if (block == nullptr || !is_side(block->group)) return;
     const Segments& segments = levels_.of(id).segments;
     const int32_t s = segments.of(id);
@@ -397,7 +393,6 @@ class Learned : public EvictionPolicy {
   LruGuard guard_;
   Levels levels_;
   StateBudget budget_;
-  PublishedBlocks blocks_;
   // The first `num_in_chain_` entries are the blocks of the current release, in chain order.
   std::vector<Released> chain_;
   int64_t num_in_chain_ = 0;

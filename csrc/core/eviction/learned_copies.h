@@ -16,7 +16,7 @@
 #include "core/eviction/learned/reuse_model.h"
 #include "core/eviction/learned/segments.h"
 #include "core/eviction/learned/worth_order.h"
-#include "core/pool/eviction_policy.h"
+#include "core/eviction/learned/eviction_policy.h"
 
 namespace kvcache {
 
@@ -29,7 +29,7 @@ class LearnedCopies : public EvictionPolicy {
 
   void insert(BlockId id) override { segments_.insert(id); }
   void remove(BlockId id) override { segments_.remove(id); }
-  BlockId victim() override { return order_.victim(); }
+  BlockId choose() override { return order_.victim(); }
 
   void on_copy(BlockId id, const ReleasedAs& as) override {
     if (as.segment == 0) return;

@@ -8,18 +8,18 @@
 // default priority.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <utility>
 
 #include "core/eviction/given_priority.h"
 #include "core/eviction/ranked.h"
-#include "core/pool/eviction_policy.h"
+#include "core/pool/block_listener.h"
+#include "core/pool/eviction_order.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {
 
-class Priority : public EvictionPolicy {
+class Priority : public EvictionOrder, public BlockListener {
  public:
   Priority(int64_t num_blocks, int32_t default_priority)
       : default_priority_(default_priority),
@@ -29,7 +29,7 @@ class Priority : public EvictionPolicy {
 
   void insert(BlockId id) override {
     const State& state = states_[id];
-    const bool is_given = state.is_given && state.end > now_;
+    const bool is_given = state.is_given && state.end > now();
     candidates_.set(id, {is_given ? state.priority : default_priority_, state.idle});
     is_given ? ends_.set(id, {state.end, id}) : ends_.erase(id);
   }
@@ -38,33 +38,28 @@ class Priority : public EvictionPolicy {
     ends_.erase(id);
   }
   BlockId victim() override {
-    while (ends_.size() > 0 && ends_.top_key().first <= now_) insert(ends_.top());
+    while (ends_.size() > 0 && ends_.top_key().first <= now()) insert(ends_.top());
     return candidates_.top();
   }
 
-  void on_allocate(const BlockId* ids, int64_t n) override {
-    for (int64_t i = 0; i < n; ++i) states_[ids[i]] = {};
-  }
-  void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
-                  const ReleaseFeatures& features) override {
-    if (features.num_retention == 0) return;
-    for (int64_t i = 0; i < n; ++i) {
-      const GivenPriority given = GivenPriority::of(prefix_tokens[i], features, now_);
+  void on_release(const Released& released) override {
+    if (released.features == nullptr || released.features->num_retention == 0) return;
+    for (int64_t i = 0; i < released.n; ++i) {
+      const GivenPriority given =
+          GivenPriority::of(released.prefix_tokens[i], *released.features, now());
       if (given.priority < 0) continue;
-      State& state = states_[ids[i]];
+      State& state = states_[released.ids[i]];
       state.priority = given.priority;
       state.end = given.end;
       state.is_given = true;
-      if (candidates_.has(ids[i])) insert(ids[i]);
+      if (candidates_.has(released.ids[i])) insert(released.ids[i]);
     }
   }
-  void on_idle(BlockId id) override { states_[id].idle = ++num_idle_; }
-  void on_forget(BlockId id, const Hash*, uint8_t, bool) override { states_[id] = {}; }
-  void set_now(int64_t ms) override { now_ = std::max(now_, ms); }
-  void clear() override {
-    states_.zero();
-    candidates_.clear();
-    ends_.clear();
+  void on_idle(const Blocks& blocks) override {
+    for (const BlockId id : blocks) states_[id].idle = ++num_idle_;
+  }
+  void on_forget(const Forgotten& forgotten) override {
+    for (const BlockId id : forgotten) states_[id] = {};
   }
   size_t num_bytes() const override {
     return sizeof(*this) + states_.num_bytes() + candidates_.num_bytes() + ends_.num_bytes();
@@ -77,11 +72,12 @@ class Priority : public EvictionPolicy {
     int32_t priority;
     bool is_given;
   };
+  int64_t now() const { return view().clock.now_ms; }
+
   int32_t default_priority_;
   ZeroedArray<State> states_;
   Ranked<std::pair<int32_t, int64_t>> candidates_;
   Ranked<std::pair<int64_t, BlockId>> ends_;  // candidates with an assigned priority
-  int64_t now_ = 0;
   int64_t num_idle_ = 0;
 };
 

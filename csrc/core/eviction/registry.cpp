@@ -30,28 +30,28 @@ struct Entry {
   const char* name;
   std::vector<Option> options;
   bool serves_host;  // can serve the host tier, which tracks neither accesses nor priorities
-  std::unique_ptr<EvictionPolicy> (*make)(int64_t num_blocks, const Values& values);
+  std::unique_ptr<EvictionOrder> (*make)(int64_t num_blocks, const Values& values);
   // Creates the host's policy from the device's policy. Set only for policies that the host can use
   // only if the device uses them too. Such policies have no options on the host.
-  std::unique_ptr<EvictionPolicy> (*make_beside)(int64_t num_blocks,
-                                                 const EvictionPolicy* device) = nullptr;
+  std::unique_ptr<EvictionOrder> (*make_beside)(int64_t num_blocks,
+                                                 const EvictionOrder* device) = nullptr;
 };
 
 const Entry kEntries[] = {
     {"last_access",
      {},
      false,
-     [](int64_t num_blocks, const Values&) -> std::unique_ptr<EvictionPolicy> {
+     [](int64_t num_blocks, const Values&) -> std::unique_ptr<EvictionOrder> {
        return std::make_unique<LastAccess>(num_blocks);
      }},
     {"learned",
      {{"double_cost_tokens", 0, 0, 1e9}, {"tenant_share", 1, 0, 1}, {"state_share", 1, 0, 1}},
      true,
-     [](int64_t num_blocks, const Values& values) -> std::unique_ptr<EvictionPolicy> {
+     [](int64_t num_blocks, const Values& values) -> std::unique_ptr<EvictionOrder> {
        return std::make_unique<Learned>(num_blocks, values.at("double_cost_tokens"),
                                         values.at("tenant_share"), values.at("state_share"));
      },
-     [](int64_t num_blocks, const EvictionPolicy* device) -> std::unique_ptr<EvictionPolicy> {
+     [](int64_t num_blocks, const EvictionOrder* device) -> std::unique_ptr<EvictionOrder> {
        const auto* learned = dynamic_cast<const Learned*>(device);
        if (learned == nullptr) return nullptr;
        return std::make_unique<LearnedCopies>(num_blocks, learned->model());
@@ -59,11 +59,11 @@ const Entry kEntries[] = {
     {"lru",
      {},
      true,
-     [](int64_t, const Values&) -> std::unique_ptr<EvictionPolicy> { return nullptr; }},
+     [](int64_t, const Values&) -> std::unique_ptr<EvictionOrder> { return nullptr; }},
     {"priority",
      {{"default_priority", 35, 0, 100, true}},
      false,
-     [](int64_t num_blocks, const Values& values) -> std::unique_ptr<EvictionPolicy> {
+     [](int64_t num_blocks, const Values& values) -> std::unique_ptr<EvictionOrder> {
        return std::make_unique<Priority>(num_blocks,
                                          static_cast<int32_t>(values.at("default_priority")));
      }},
@@ -148,7 +148,7 @@ std::vector<std::string> eviction_names() { return names_for(kDevicePool); }
 
 std::vector<std::string> host_eviction_names() { return names_for(kHostPool); }
 
-std::unique_ptr<EvictionPolicy> make_eviction_policy(const std::string& name,
+std::unique_ptr<EvictionOrder> make_eviction_policy(const std::string& name,
                                                      const std::map<std::string, double>& options,
                                                      int64_t num_blocks) {
   const Choice choice(kDevicePool, name, options);
@@ -167,9 +167,9 @@ void check_host_eviction_beside(const std::string& host, const std::string& devi
                               "' for both, because the host learns from releases on the device");
 }
 
-std::unique_ptr<EvictionPolicy> make_host_eviction_policy(
+std::unique_ptr<EvictionOrder> make_host_eviction_policy(
     const std::string& name, const std::map<std::string, double>& options, int64_t num_blocks,
-    const EvictionPolicy* device) {
+    const EvictionOrder* device) {
   const Choice choice(kHostPool, name, options);
   checked_blocks(num_blocks);
   if (choice.entry.make_beside == nullptr) {

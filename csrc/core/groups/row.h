@@ -8,7 +8,7 @@
 
 #include "core/groups/cache_group.h"
 #include "core/hashing/token_chain.h"
-#include "core/pool/eviction_policy.h"
+#include "core/pool/block_listener.h"
 
 namespace kvcache {
 

@@ -18,7 +18,7 @@ std::unique_ptr<BlockPool> pages_of(const ManagerOptions& options, const BlockPo
   const int64_t n = options.num_host_blocks;
   auto policy = eviction.make ? eviction.make(n)
                               : make_host_eviction_policy(eviction.policy, eviction.options, n,
-                                                          device.policy());
+                                                          device.order());
   return std::make_unique<BlockPool>(n, std::move(policy));
 }
 
@@ -29,8 +29,8 @@ std::unique_ptr<HostTier> host_of(const ManagerOptions& options, const HostTier:
 }
 
 bool asks_for_time(const ManagerOptions& options, const BlockPool& pool, const BlockPool* pages) {
-  return options.explain_misses > 0 || pool.has_policy() ||
-         (pages != nullptr && pages->has_policy());
+  return options.explain_misses > 0 || pool.order() != nullptr ||
+         (pages != nullptr && pages->order() != nullptr);
 }
 
 // Whether a hit may need windows or states.
@@ -57,30 +57,33 @@ CacheTiers::CacheTiers(const ManagerSetup* setup, Steps* steps)
       frees_(&pool_, &steps->numbers(), setup->options.fence_frees),
       host_(host_of(setup->options, {&pool_, &setup->groups, &steps->plan()})),
       clock_(asks_for_time(setup->options, pool_, host_pages())) {
-  pool_.set_eviction_listener(host_.get());
-  if (setup->options.record_events) {
-    pool_.emit_to(&events_, Tier::kDevice);
-    if (host_ != nullptr) host_->pages().emit_to(&events_, Tier::kHost);
-  }
+  if (host_ != nullptr) pool_.add_listener(host_.get());
+  if (setup->options.record_events) add_recorders<EventRecorder>(&events_);
   // If not all evicted blocks and only these are written, the policy is compared on the device
   // alone.
   const HostWrites& writes = setup->options.host_writes;
   const int64_t num_host_blocks =
       writes.is_through || writes.min_gain ? 0 : setup->options.num_host_blocks;
   if (num_host_blocks > 0 || has_side_groups(setup->groups)) {
-    pool_.compare_requests(num_host_blocks);
+    auto* policy = dynamic_cast<EvictionPolicy*>(pool_.order());
+    if (policy != nullptr) policy->compare_requests(num_host_blocks);
   }
 }
 
-void CacheTiers::record_lost(LostBlocks* lost) {
-  lost_ = lost;
-  pool_.record_lost(lost, Tier::kDevice);
-  if (host_ != nullptr) host_->pages().record_lost(lost, Tier::kHost);
+template <class Recorder, class Target>
+void CacheTiers::add_recorders(Target* target) {
+  const auto add = [&](BlockPool* pool, Tier tier) {
+    recorders_.push_back(std::make_unique<Recorder>(target, tier));
+    pool->add_listener(recorders_.back().get());
+  };
+  add(&pool_, Tier::kDevice);
+  if (host_ != nullptr) add(&host_->pages(), Tier::kHost);
 }
+
+void CacheTiers::record_lost(LostBlocks* lost) { add_recorders<LossRecorder>(lost); }
 
 void CacheTiers::notify_clock() {
   const int64_t ms = clock_.now_ms();
-  if (lost_ != nullptr) lost_->set_now(ms);
   pool_.set_now(ms);
   if (host_ != nullptr) host_->pages().set_now(ms);
 }

@@ -17,7 +17,8 @@
 #include "core/manager/options.h"
 #include "core/manager/steps.h"
 #include "core/pool/block_pool.h"
-#include "core/pool/event_log.h"
+#include "core/listeners/event_log.h"
+#include "core/listeners/lost_blocks.h"
 #include "core/pool/per_block.h"
 
 namespace kvcache {
@@ -80,6 +81,8 @@ class CacheTiers {
   void check_invariants(PerBlock<int32_t> device, PerBlock<int32_t> host) const;
 
  private:
+  template <class Recorder, class Target>
+  void add_recorders(Target* target);
   void notify_clock();
 
   Steps* steps_;
@@ -87,8 +90,8 @@ class CacheTiers {
   DeferredFrees frees_;
   std::unique_ptr<HostTier> host_;
   Clock clock_;
-  LostBlocks* lost_ = nullptr;
   EventLog events_;
+  std::vector<std::unique_ptr<BlockListener>> recorders_;
 };
 
 }  // namespace kvcache

@@ -18,7 +18,7 @@ DeferredFrees::DeferredFrees(BlockPool* pool, const StepNumbers* steps, bool is_
 
 void DeferredFrees::release_or_defer(const BlockId* ids, int64_t n, int64_t step_id) {
   if (n == 0) return;
-  pool_->notify_released(ids, n);
+  pool_->notify(Released{{ids, n}});
   if (defers(step_id)) {
     add_fence(ids, n, step_id);
   } else {
@@ -29,7 +29,7 @@ void DeferredFrees::release_or_defer(const BlockId* ids, int64_t n, int64_t step
 void DeferredFrees::release_after(const BlockId* ids, int64_t n, int64_t step_id) {
   if (is_enabled_) step_id = std::max(step_id, steps_->last_issued);
   if (n == 0) return;
-  pool_->notify_released(ids, n);
+  pool_->notify(Released{{ids, n}});
   if (step_id >= steps_->num_completed) {
     add_fence(ids, n, step_id);
   } else {

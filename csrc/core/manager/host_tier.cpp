@@ -11,6 +11,8 @@ HostTier::HostTier(std::unique_ptr<BlockPool> pages, const Context& context,
                    const HostWrites& writes)
     : pages_(std::move(pages)),
       device_(context.device),
+      policy_(dynamic_cast<EvictionPolicy*>(pages_->order())),
+      device_policy_(dynamic_cast<EvictionPolicy*>(device_->order())),
       groups_(context.groups),
       plan_(context.plan),
       writes_(writes),
@@ -18,7 +20,14 @@ HostTier::HostTier(std::unique_ptr<BlockPool> pages, const Context& context,
       num_onboards_(device_->num_blocks()) {}
 
 Copied HostTier::content_of(BlockId id) const {
-  return device_->copied(id, (*groups_)[device_->group_of(id)].keeps_all);
+  Copied content = device_->copied(id, (*groups_)[device_->group_of(id)].keeps_all);
+  if (device_policy_ != nullptr) content.released_as = device_policy_->released_as(id);
+  return content;
+}
+
+double HostTier::gain_of(const Copied& content) const {
+  if (policy_ == nullptr) return 1;
+  return policy_->gain_of_copy(content.released_as, /*evicts=*/!pages_->has_uncached());
 }
 
 // Writes this cached block to the host. Returns whether the plan contains the write.
@@ -34,7 +43,7 @@ bool HostTier::offload(BlockId id) {
   if (offloading != offloading_.end() && (offloading->second >> content.group & 1) != 0) {
     return false;
   }
-  if (writes_.min_gain && pages_->gain_of_copy(content) < *writes_.min_gain) {
+  if (writes_.min_gain && gain_of(content) < *writes_.min_gain) {
     ++counts_.declined_blocks;
     return false;
   }
@@ -57,12 +66,17 @@ void HostTier::add_row_page(BlockId page, BlockId block) {
   add_offload(page, content_of(block), /*is_row=*/true);
 }
 
-void HostTier::on_published(const BlockId* ids, int64_t n) {
-  for (int64_t i = 0; i < n && writes_.is_through; ++i) queue(ids[i]);
+void HostTier::on_publish(const Published& published) {
+  if (!writes_.is_through || published.content == nullptr) return;
+  for (const BlockId id : published) queue(id);
 }
 
-void HostTier::on_eviction(BlockId id) {
-  if (plan_->is_step()) offload(id);  // outside of steps, no plan can contain the write
+void HostTier::on_forget(const Forgotten& forgotten) {
+  // Outside of steps, no plan can contain the write.
+  if (forgotten.why != Forgotten::Why::kEvicted || !plan_->is_step()) return;
+  for (int64_t i = 0; i < forgotten.n; ++i) {
+    if (forgotten.is_last(i)) offload(forgotten.ids[i]);
+  }
 }
 
 void HostTier::queue(BlockId id) {
@@ -86,7 +100,7 @@ void HostTier::offload_queued(size_t n, bool holds_blocks) {
 
 void HostTier::clear() {
   pages_->clear();
-  for (SimulatedCache* each = device_->simulated(); each != nullptr; each = each->next()) {
+  for (SimulatedCache* each = simulated_in(device_); each != nullptr; each = each->next()) {
     each->clear_host();
   }
   for (BlockId id : queue_) is_queued_[id] = 0;
@@ -146,7 +160,7 @@ bool HostTier::may_publish(const Onboard& onboard) const {
 void HostTier::note_loaded(const Onboard& onboard) {
   // With a minimum gain, the policy is not notified: evicting loaded pages first would gain hits,
   // but keeping them avoids writing them again.
-  if (!writes_.min_gain) pages_->notify_load(onboard.page);
+  if (!writes_.min_gain) pages_->notify(Hit{{&onboard.page, 1}, Hit::By::kOtherTier});
 }
 
 void HostTier::finish(const std::vector<Onboard>& over) {

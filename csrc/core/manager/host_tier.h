@@ -16,17 +16,17 @@
 
 #include "core/groups/cache_group.h"
 #include "core/hashing/token_chain.h"
+#include "core/eviction/learned/eviction_policy.h"
 #include "core/manager/cache_stats.h"
 #include "core/manager/options.h"
 #include "core/manager/plan_builder.h"
 #include "core/pool/block_pool.h"
-#include "core/pool/eviction_listener.h"
 #include "core/pool/per_block.h"
 #include "core/secret_key.h"
 
 namespace kvcache {
 
-class HostTier : public EvictionListener {
+class HostTier : public BlockListener {
  public:
   struct Onboard {  // a load of a host page that has not arrived
     int64_t step_id;
@@ -42,7 +42,7 @@ class HostTier : public EvictionListener {
     const std::vector<CacheGroup>* groups;
     PlanBuilder* plan;  // receives the offloads and onboards
   };
-  // The object must be set as the eviction listener of the device pool.
+  // The object must be added to the device pool as a listener.
   HostTier(std::unique_ptr<BlockPool> pages, const Context& context, const HostWrites& writes);
 
   BlockPool& pages() { return *pages_; }
@@ -50,10 +50,10 @@ class HostTier : public EvictionListener {
   const TierCount& counts() const { return counts_; }
   TierCount* mutable_counts() { return &counts_; }
 
-  // Handle events of the device pool: blocks were published, or are about to be evicted within a
-  // step. Published blocks are offloaded by a later plan, evicted ones by the current plan.
-  void on_published(const BlockId* ids, int64_t n);
-  void on_eviction(BlockId id) override;
+  // With write-through, published blocks are offloaded by a later plan.
+  void on_publish(const Published& published) override;
+  // Blocks that a step evicts are offloaded by its plan.
+  void on_forget(const Forgotten& forgotten) override;
 
   // Number of blocks that earlier steps published and that wait to be offloaded.
   size_t num_queued() const { return queue_.size(); }
@@ -103,12 +103,14 @@ class HostTier : public EvictionListener {
   };
 
   Copied content_of(BlockId id) const;
+  double gain_of(const Copied& content) const;
   bool offload(BlockId id);
   void add_offload(BlockId page, const Copied& content, bool is_row);
   void queue(BlockId id);
 
   std::unique_ptr<BlockPool> pages_;
   BlockPool* device_;
+  EvictionPolicy *policy_, *device_policy_;  // null: not learned
   const std::vector<CacheGroup>* groups_;
   PlanBuilder* plan_;
   HostWrites writes_;

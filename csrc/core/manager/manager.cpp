@@ -19,7 +19,7 @@ RowContext row_context(const ManagerSetup& setup, CacheTiers* tiers, RowTable* r
           &steps->plan(), &steps->journal(), &tiers->frees()};
 }
 
-std::unique_ptr<MissReasons> misses_of(const ManagerSetup& setup, const CacheTiers& tiers,
+std::unique_ptr<MissReasons> misses_of(const ManagerSetup& setup, CacheTiers& tiers,
                                        const RowTable& rows) {
   if (setup.options.explain_misses == 0) return nullptr;
   const MissReasons::Parts parts{
@@ -94,12 +94,14 @@ void Manager::clear_stats() {
 
 std::vector<double> Manager::learned() const {
   check_reader();
-  return pool().learned();
+  const auto* policy = dynamic_cast<const EvictionPolicy*>(pool().order());
+  return policy == nullptr ? std::vector<double>{} : policy->learned();
 }
 
 void Manager::learn(const std::vector<double>& numbers) {
   const Call call(this);
-  pool().learn(numbers);
+  auto* policy = dynamic_cast<EvictionPolicy*>(pool().order());
+  if (policy != nullptr) policy->learn(numbers);
 }
 
 const std::vector<BlockId>& Manager::blocks(int32_t row, int64_t group) const {
@@ -263,10 +265,8 @@ const StepPlan& Manager::step(const StepRequest& request) {
   checks_.check_step(request);
   const std::vector<int64_t> hits = external_hits(request.new_rows);
   intake_.take_in(request);
-  if (misses_ != nullptr) {
-    misses_->release_dropped();
-    misses_->set_taker(Taker::kOther);
-  }
+  if (misses_ != nullptr) misses_->release_dropped();
+  pool().set_taker(Taker::kOther);
   // After this point, nothing is rejected.
   const Soundness::Change change = this->change("step");
   steps_.begin();
@@ -423,7 +423,7 @@ std::optional<std::vector<BlockId>> Manager::swap_out(const std::vector<int32_t>
   checks_.check_swap(rows, /*on_host=*/false);
   for (int32_t row : rows) intake_.hash_filled(row);
   const Soundness::Change change = this->change("swap_out");
-  if (misses_ != nullptr) misses_->set_taker(Taker::kOther);
+  pool().set_taker(Taker::kOther);
   return swap_.swap_out(rows);
 }
 
@@ -432,7 +432,7 @@ std::optional<std::vector<BlockId>> Manager::swap_in(const std::vector<int32_t>&
   checks_.check_has_host("swap_in was called");
   checks_.check_swap(rows, /*on_host=*/true);
   const Soundness::Change change = this->change("swap_in");
-  if (misses_ != nullptr) misses_->set_taker(Taker::kOther);
+  pool().set_taker(Taker::kOther);
   return swap_.swap_in(rows);
 }
 

@@ -44,7 +44,7 @@
 #include "core/manager/steps.h"
 #include "core/manager/token_intake.h"
 #include "core/pool/block_pool.h"
-#include "core/pool/event_log.h"
+#include "core/listeners/event_log.h"
 #include "core/prefault.h"
 
 namespace kvcache {

@@ -32,7 +32,7 @@ MissReasons::MissReasons(const Parts& parts, int64_t one_of)
     : parts_(parts),
       group_(parts.is_enabled ? group_of(*parts.groups) : nullptr),
       lost_(parts.pool->num_blocks() + (parts.host == nullptr ? 0 : parts.host->num_blocks()),
-            one_of, group_ == nullptr ? uint8_t{0} : group_->id),
+            one_of, group_ == nullptr ? uint8_t{0} : group_->id, &parts.pool->view()),
       signs_(kMostRecent),
       recent_(kMostRecent) {}
 
@@ -61,7 +61,7 @@ void MissReasons::note(int32_t row, const Asked& asked, const Found& found, bool
   report = of(asked, found);
   for (size_t i = 0; counts && i < kNumMissReasons; ++i) total_[i] += report.missed[i];
   add_recent(asked, row);
-  lost_.set_taker(asked.num_hit > 0 ? Taker::kContinued : Taker::kNew);
+  parts_.pool->set_taker(asked.num_hit > 0 ? Taker::kContinued : Taker::kNew);
 }
 
 void MissReasons::note_fork(int32_t row, int64_t num_tokens, int64_t num_computed) {

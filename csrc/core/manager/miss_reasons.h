@@ -18,7 +18,7 @@
 #include "core/hashing/token_chain.h"
 #include "core/manager/row_table.h"
 #include "core/pool/block_pool.h"
-#include "core/pool/lost_blocks.h"
+#include "core/listeners/lost_blocks.h"
 
 namespace kvcache {
 
@@ -57,7 +57,7 @@ class MissReasons {
  public:
   struct Parts {
     const std::vector<CacheGroup>* groups;
-    const BlockPool* pool;
+    BlockPool* pool;
     const BlockPool* host;  // null without a host tier
     const RowTable* rows;
     const HitEnds* ends;
@@ -92,7 +92,6 @@ class MissReasons {
   // Records that the row is a fork. It shares the computed tokens of its parent and looks up
   // nothing.
   void note_fork(int32_t row, int64_t num_tokens, int64_t num_computed);
-  void set_taker(Taker taker) { lost_.set_taker(taker); }
 
   // Returns the report for the admission of this row.
   MissReport of_row(int32_t row) const;

@@ -12,14 +12,14 @@
 
 #include "core/groups/cache_group.h"
 #include "core/groups/hit_ends.h"
-#include "core/pool/eviction_policy.h"
+#include "core/pool/eviction_order.h"
 
 namespace kvcache {
 
 // Which cached blocks are written to the host.
 struct HostWrites {
   bool is_through = false;         // by the step after the step that filled them
-  std::optional<double> min_gain;  // only with as many expected hits (EvictionPolicy::gain_of_copy)
+  std::optional<double> min_gain;  // only with as many expected hits (Learned::gain_of_copy)
 };
 
 struct GroupOptions {
@@ -34,7 +34,7 @@ struct Eviction {  // the eviction policy of one pool
   std::string policy = "lru";
   std::map<std::string, double> options;
   // Creates a user-defined policy for a pool with this number of blocks. Overrides `policy`.
-  std::function<std::unique_ptr<EvictionPolicy>(int64_t)> make;
+  std::function<std::unique_ptr<EvictionOrder>(int64_t)> make;
 };
 
 struct ManagerOptions {  // all sizes are at most 2**31 - 1
@@ -102,6 +102,6 @@ struct ManagerSetup {
 
 // Returns the eviction policy for a pool. Null selects the pool's built-in order, least recently
 // released first.
-std::unique_ptr<EvictionPolicy> policy_of(const Eviction& eviction, int64_t num_blocks);
+std::unique_ptr<EvictionOrder> policy_of(const Eviction& eviction, int64_t num_blocks);
 
 }  // namespace kvcache

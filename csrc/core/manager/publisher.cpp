@@ -66,7 +66,7 @@ void Publisher::publish_part(int32_t row, const CacheGroup& group, int64_t block
   const int64_t end = (hash + 1) * c_.hash_block_size;
   const RetainedEnds& retained = c_.rows->info(row).retained;
   if (serves_chains(*c_.groups, group) && CacheGroup::first_retained(end, retained, 0) == end) {
-    c_.pool->notify_retain(&id, 1);
+    c_.pool->notify(Hit{{&id, 1}, Hit::By::kExpected});
   }
   note(row, group, block, id);
 }
@@ -81,7 +81,7 @@ void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_
   const bool notifies = serves_chains(*c_.groups, group);
   for (int64_t i = 0; notifies && i < n; ++i) {
     if (group.is_read_at(first_block + i, c_.rows->info(row).retained)) {
-      c_.pool->notify_retain(ids + i, 1);
+      c_.pool->notify(Hit{{ids + i, 1}, Hit::By::kExpected});
     }
   }
   if (!c_.journal->notes(r)) return;
@@ -137,7 +137,6 @@ void Publisher::publish_ids(const Content& content, const CacheGroup& group, con
                             int64_t n) {
   c_.pool->publish(ids, content, n, group.id);
   c_.stats->add_stored(group.id, n);
-  if (c_.host != nullptr) c_.host->on_published(ids, n);
 }
 
 // Records published blocks, because an aborted step must find all blocks that it published,

@@ -27,7 +27,8 @@ struct RowContext {
 
   // Records the row's last access to these blocks. Called before the row releases them.
   void note_access(int32_t row, const BlockId* ids, int64_t n) const {
-    pool->access(ids, n, rows->info(row).access);
+    const Access& access = rows->info(row).access;
+    if (access.number > 0) pool->notify(Released{{ids, n}, access});
   }
 
   // Records in the journal that the row drops the block in this column.

@@ -43,7 +43,7 @@ void RowGrowth::take_hit(ServedRow* served, const PrefixHit& hit) {
     const BlockId source = hit.sources[group.id];
     if (source != kNullBlock) {
       c_.pool->retain(&source, 1);  // keeps the block until it has been copied
-      c_.pool->hit(&source, 1);
+      c_.pool->notify(Hit{{&source, 1}, Hit::By::kRequest});
       c_.plan->hold(source);
     }
     if (hit.num_host_blocks > 0) {
@@ -70,12 +70,13 @@ void RowGrowth::take_hit_on_host(int32_t row, const CacheGroup& group, const Pre
   c_.pool->retain(ids.data(), static_cast<int64_t>(ids.size()));
   note_hits(ids.data(), static_cast<int64_t>(ids.size()));
   c_.host->pages().retain(pages.data(), static_cast<int64_t>(pages.size()));
-  c_.host->pages().hit(pages.data(), static_cast<int64_t>(pages.size()));
+  c_.host->pages().notify(
+      Hit{{pages.data(), static_cast<int64_t>(pages.size())}, Hit::By::kRequest});
 }
 
 void RowGrowth::note_hits(const BlockId* ids, int64_t n) {
   if (n == 0) return;
-  c_.pool->hit(ids, n);
+  c_.pool->notify(Hit{{ids, n}, Hit::By::kRequest});
 }
 
 // Allocates and loads blocks for the part of a hit that is on the host.

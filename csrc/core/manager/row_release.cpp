@@ -94,7 +94,7 @@ void RowRelease::keep(int32_t row, const std::string& name, std::vector<BlockId>
 }
 
 void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
-  if (!c_.pool->has_policy()) return;
+  if (!c_.pool->has_listeners()) return;
   const AdmissionInfo& info = c_.rows->info(row);
   features.num_prefix_tokens = info.num_hit;
   if (features.num_output_tokens < 0) {
@@ -132,7 +132,10 @@ void RowRelease::notify_release_of(int32_t row, const CacheGroup& group,
     ends.push_back(end * group.block_size);
   }
   features->tokens_per_block = group.block_size;
-  c_.pool->notify_release(ids.data(), ends.data(), static_cast<int64_t>(ends.size()), *features);
+  c_.pool->notify(Released{{ids.data(), static_cast<int64_t>(ids.size())},
+                           /*access=*/{},
+                           ends.data(),
+                           features});
 }
 
 // The likely hits end where the request's own hit ended, at the retained ends, and at the end of
@@ -159,7 +162,9 @@ void RowRelease::notify_release_ends(int32_t row) const {
       ends.resize(ids.size(), hit);
     }
   }
-  c_.pool->notify_release_ends(ids.data(), ends.data(), static_cast<int64_t>(ids.size()));
+  Released released{{ids.data(), static_cast<int64_t>(ids.size())}};
+  released.hit_ends = ends.data();
+  c_.pool->notify(released);
 }
 
 // Appends the cached blocks of the group that a hit of this many tokens reads.

@@ -12,7 +12,7 @@
 #include "core/groups/cache_group.h"
 #include "core/manager/clock.h"
 #include "core/manager/row_context.h"
-#include "core/pool/eviction_policy.h"
+#include "core/pool/block_listener.h"
 
 namespace kvcache {
 

@@ -65,7 +65,7 @@ inline void RowServer::note_slots(int32_t row, const Span& span) {
 }
 
 void RowServer::serve_rows(const StepRequest& request) {
-  if (parts_.misses != nullptr) parts_.misses->set_taker(Taker::kRunning);
+  c_.pool->set_taker(Taker::kRunning);
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const int32_t row = request.rows[i];
     const int64_t rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
@@ -287,7 +287,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
 // A hit is not compared if the request declines a part of it. If the request limits its host
 // blocks, only the hit on the device is compared.
 void RowServer::compare_hit(const NewRow& asked, const PrefixHit& hit, bool by_step) {
-  SimulatedCache* simulated = c_.pool->simulated();
+  SimulatedCache* simulated = simulated_in(c_.pool);
   if (simulated == nullptr || !asked.reads()) return;
   const int64_t unit = parts_.ends->unit(/*with_partial=*/false);
   if (hit.num_tokens / unit < found_.num_tokens / unit) return;
@@ -335,7 +335,7 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit) {
   c_.plan->begin_direct();
   ServedRow served;
   served.span = span_of(asked, hit);
-  if (parts_.misses != nullptr || c_.pool->simulated() != nullptr) {
+  if (parts_.misses != nullptr || simulated_in(c_.pool) != nullptr) {
     NewRow on_device = asked;  // `admit` loads no blocks
     on_device.max_host_blocks = 0;
     find_hit(on_device, HitChoice::kPartial);  // sets `found_`
@@ -366,7 +366,7 @@ void RowServer::await_copies() {
 
 Slots RowServer::serve(const RowAsk& ask, bool lists_new) {
   const int32_t row = ask.row;
-  if (parts_.misses != nullptr) parts_.misses->set_taker(Taker::kRunning);
+  c_.pool->set_taker(Taker::kRunning);
   ServedRow served;
   served.row = row;
   served.span = ask.start ? Span{*ask.start, *ask.start + ask.num_tokens, ask.num_lookahead}

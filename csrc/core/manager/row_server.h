@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/eviction/learned/eviction_policy.h"
 #include "core/groups/hit_ends.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/block_holders.h"

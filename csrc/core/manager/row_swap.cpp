@@ -115,7 +115,7 @@ std::optional<std::vector<BlockId>> RowSwap::swap_in(const std::vector<int32_t>&
   // Shared blocks are held first, so that loading does not evict any of them.
   const auto num_shared = static_cast<int64_t>(shared.size());
   c_.pool->retain(shared.data(), num_shared);
-  c_.pool->hit(shared.data(), num_shared);
+  c_.pool->notify(Hit{{shared.data(), num_shared}, Hit::By::kRequest});
   moved_ = std::move(twins);
   for (int32_t row : rows) move_in(row, /*start=*/0, nullptr);
   c_.pool->release(shared.data(), num_shared);

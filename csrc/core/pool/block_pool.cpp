@@ -24,18 +24,19 @@ std::string named(const char* what, BlockId id) {
 
 }  // namespace
 
-BlockPool::BlockPool(int64_t num_blocks, std::unique_ptr<EvictionPolicy> policy)
+BlockPool::BlockPool(int64_t num_blocks, std::unique_ptr<EvictionOrder> order)
     : num_blocks_(checked_size("num_blocks", num_blocks, 2, " (the null block is counted)")),
       blocks_(static_cast<size_t>(num_blocks)),
       links_(static_cast<size_t>(num_blocks)),
       lineage_(static_cast<size_t>(num_blocks)),
       index_(blocks_.data(), num_blocks),
       num_free_(num_blocks - 1),
-      is_plain_(policy == nullptr) {
-  if (policy) {
-    candidates_ =
-        std::make_unique<Candidates>(std::move(policy), blocks_.data(), &epoch_, num_blocks);
-  }
+      view_{{blocks_.data(), &epoch_}, {}} {
+  if (order == nullptr) return;
+  order->attach(&view_);
+  if (auto* listener = dynamic_cast<BlockListener*>(order.get())) listeners_.push_back(listener);
+  candidates_ = std::make_unique<Candidates>(std::move(order), blocks_.data(), num_blocks);
+  is_plain_ = false;
 }
 
 size_t BlockPool::num_bytes() const {
@@ -63,28 +64,27 @@ void BlockPool::set_cached(BlockId id, uint8_t group, uint64_t parent, uint32_t 
   if (group >= evicted_by_group_.size()) evicted_by_group_.resize(size_t{group} + 1);
 }
 
-void BlockPool::forget(BlockId id, bool evicted) {
-  const uint32_t tag = index_.tag_of(blocks_[id].hash, blocks_[id].group);
-  index_.prefetch_bucket(tag);
-  note_lost(blocks_[id], evicted);
-  if (!is_plain_) forget_place(id, evicted);
-  forget_hashes(id, tag);
-  if (candidates_) update_changed();
-}
-
-void BlockPool::forget_hashes(BlockId id, uint32_t tag) {
+uint8_t BlockPool::forget_hashes(BlockId id, uint32_t tag) {
   Block& block = blocks_[id];
-  if (is_indexed(block) && index_.erase(tag, id) && events_ != nullptr) {
-    events_->removed(block.hash, block.group, tier_);
+  uint8_t flags = 0;
+  if (is_indexed(block)) {
+    flags = Forgotten::kHasHash;
+    if (index_.erase(tag, id)) flags |= Forgotten::kIsLast;
   }
-  if (!partial_.empty()) partial_.forget(id);
-  variants_.forget(id);
   block.epoch = 0;
   --num_cached_;
+  return flags;
 }
 
-void BlockPool::take_evicted(int64_t n, BlockId* out) {
-  if (!is_plain_) return take_chosen(n, out);
+void BlockPool::forget_details(const BlockId* ids, int64_t n) {
+  if (partial_.empty() && variants_.empty()) return;
+  for (int64_t i = 0; i < n; ++i) {
+    partial_.forget(ids[i]);
+    variants_.forget(ids[i]);
+  }
+}
+
+void BlockPool::take_oldest(int64_t n, BlockId* out) {
   // Traverses the list first, so that the blocks and the index entries of their hashes can be
   // prefetched.
   for (int64_t i = 0; i < n; ++i) {
@@ -97,16 +97,9 @@ void BlockPool::take_evicted(int64_t n, BlockId* out) {
     return {block.hash, block.group};
   });
   for (int64_t i = 0; i < n; ++i) {
-    const uint32_t tag = tags.next(i);
-    if (lost_ != nullptr && i + kPrefetchBlocks < n) {
-      lost_->prefetch(blocks_[out[i + kPrefetchBlocks]].hash);
-    }
-    notify_eviction(out[i]);
-    note_lost(blocks_[out[i]], /*is_evicted=*/true);
     ++evicted_by_group_[blocks_[out[i]].group];
-    forget_hashes(out[i], tag);
+    flags_[i] = forget_hashes(out[i], tags.next(i));
   }
-  num_evicted_ += n;
 }
 
 void BlockPool::note_use() { peak_used_ = std::max(peak_used_, num_total() - num_free_); }
@@ -115,6 +108,7 @@ bool BlockPool::allocate(int64_t n, BlockId* out) {
   if (n < 0) throw std::invalid_argument("n is " + std::to_string(n) + ": expected 0 or more");
   if (n > num_free_) return false;
   const Soundness::Change change = this->change("allocate");
+  flags(n);
   int64_t done = std::min<int64_t>(n, num_blocks_ - next_fresh_);
   std::iota(out, out + done, next_fresh_);
   next_fresh_ += static_cast<BlockId>(done);
@@ -123,15 +117,18 @@ bool BlockPool::allocate(int64_t n, BlockId* out) {
     uncached_free_.remove(links_.data(), out[done]);
     __builtin_prefetch(&blocks_[out[done]], 1);
   }
-  take_evicted(n - done, out + done);
+  const int64_t num_evicted = n - done;
+  BlockId* const evicted = out + done;
+  candidates_ || pins_ ? take_chosen(num_evicted, evicted) : take_oldest(num_evicted, evicted);
+  num_evicted_ += num_evicted;
   for (int64_t i = 0; i < n; ++i) {
     Block& block = blocks_[out[i]];
     block.ref_count = 1;
     ++block.generation;
   }
   num_free_ -= n;
-  if (candidates_) candidates_->policy().on_allocate(out, n);
   note_use();
+  if (num_evicted > 0) tell_forgotten(Forgotten::Why::kEvicted, evicted, num_evicted);
   return true;
 }
 
@@ -147,22 +144,18 @@ void BlockPool::retain(const BlockId* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     if (i + kPrefetchBlocks < n) __builtin_prefetch(&blocks_[ids[i + kPrefetchBlocks]], 1);
     Block& block = blocks_[ids[i]];
-    if (block.ref_count++ == 0) {
-      --num_free_;
-      if (is_plain_) {
-        cached_free_.remove(links_.data(), ids[i]);
-      } else {
-        unlist(ids[i]);
-        update_candidate(ids[i]);
-      }
-    }
+    if (block.ref_count++ > 0) continue;
+    --num_free_;
+    unlist(ids[i]);
   }
+  if (candidates_) update_candidates(ids, n);
   note_use();
 }
 
 void BlockPool::release(const BlockId* ids, int64_t n) {
   check_sound();
-  const BlockId last = cached_free_.tail();
+  if (is_notifying_) fail_in_listener("release");
+  const BlockId last_cached = cached_free_.tail(), last_uncached = uncached_free_.tail();
   for (int64_t i = 0; i < n; ++i) {
     const BlockId ahead = i + kPrefetchBlocks < n ? ids[i + kPrefetchBlocks] : kNullBlock;
     if (ahead > kNullBlock && ahead < num_blocks_) __builtin_prefetch(&blocks_[ahead], 1);
@@ -185,9 +178,9 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
     throw std::invalid_argument(named("ids", id) +
                                 " more often than it is held: it was already released");
   }
-  if (!candidates_) return;
+  if (is_plain_) return;
   const Soundness::Change change = this->change("release");
-  notify_idle(last);
+  tell_released(last_cached, last_uncached);
 }
 
 void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
@@ -220,9 +213,10 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
   check_publish(ids, n, group);
   const Soundness::Change change = this->change("publish");
   if (n == 0) return;
+  uint8_t* const is_first = flags(n);
   const uint32_t root = content.root ? short_tag_of(*content.root) : 0;
   uint64_t lineage = tag_of(*content.parent);
-  for (int64_t i = 0; i < n; ++i) {
+  const auto publish_one = [&](int64_t i) {
     const uint32_t tag = tags.next(i);
     Block& block = blocks_[ids[i]];
     const Hash& hash = content.hash(i);
@@ -233,15 +227,22 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
     lineage_[ids[i]].set_parent(parent);  // partial hashes were published without the parent
     block.hash = hash;
     variants_.note(ids[i], content.variant(i), content.adapter);
-    const bool is_first = index_.insert(tag, ids[i]);
-    if (candidates_) {
+    is_first[i] = index_.insert(tag, ids[i]);
+  };
+  if (!candidates_) {
+    for (int64_t i = 0; i < n; ++i) publish_one(i);
+  } else {
+    for (int64_t i = 0; i < n; ++i) {
+      publish_one(i);
       const bool has_parent = content.is_chain && (i > 0 || !content.begins_chain);
       BlockId parent = kNullBlock;
       if (has_parent) parent = i > 0 ? ids[i - 1] : parent_of_first(content, group);
-      notify_published(ids[i], parent, has_parent, is_first);
+      add_place(ids[i], parent, has_parent);
     }
-    if (is_first && events_ != nullptr) events_->stored(content, i, group);
   }
+  if (listeners_.empty()) return;
+  tell(&BlockListener::on_publish, Published{{ids, n}, group, is_first, &content});
+  finish();
 }
 
 BlockId BlockPool::parent_of_first(const Content& content, uint8_t group) const {
@@ -253,10 +254,8 @@ BlockId BlockPool::parent_of_first(const Content& content, uint8_t group) const 
 
 Copied BlockPool::copied(BlockId id, bool is_chain) const {
   const Block& block = blocks_[id];
-  Copied copied{block.hash, block.group, lineage_[id].parent(), lineage_[id].root,
-                is_chain,   {},          variants_.of(id),      variants_.adapter_of(id)};
-  if (candidates_) copied.released_as = candidates_->policy().released_as(id);
-  return copied;
+  return {block.hash, block.group, lineage_[id].parent(), lineage_[id].root,
+          is_chain,   {},          variants_.of(id),      variants_.adapter_of(id)};
 }
 
 void BlockPool::publish_copy(BlockId id, const Copied& copied) {
@@ -268,13 +267,13 @@ void BlockPool::publish_copy(BlockId id, const Copied& copied) {
   if (candidates_ && !candidates_->tree().finds_by_tag()) {
     candidates_->tree().find_by_tag(published());
   }
-  const bool is_first = index_.insert(id);
+  const uint8_t is_first = index_.insert(id);
   if (candidates_) {
-    notify_published(id, kNullBlock, copied.is_chain && copied.root != short_tag_of(copied.hash),
-                     is_first);
-    candidates_->policy().on_copy(id, copied.released_as);
+    add_place(id, kNullBlock, copied.is_chain && copied.root != short_tag_of(copied.hash));
   }
-  if (is_first && events_ != nullptr) events_->stored_on_host(copied.hash, copied.group);
+  tell(&BlockListener::on_publish,
+       Published{{&id, 1}, copied.group, &is_first, /*content=*/nullptr, &copied});
+  finish();
 }
 
 void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, uint8_t group,
@@ -287,11 +286,15 @@ void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, 
     throw std::invalid_argument(named("id", id) + ", which is published for another group");
   }
   const Soundness::Change change = this->change("publish_partial");
+  bool is_new = false;
   if (!is_cached(block)) {
     set_cached(id, group, /*parent=*/0, short_tag_of(root));
-    if (candidates_) candidates_->policy().on_publish(id, nullptr, group, true);
+    is_new = true;
   }
   partial_.add(id, hash, group, variant);
+  const uint8_t is_first = 1;
+  if (is_new) tell(&BlockListener::on_publish, Published{{&id, 1}, group, &is_first});
+  finish();
 }
 
 int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint8_t group, bool prefix, BlockId* out,
@@ -318,15 +321,19 @@ int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint8_t group, bool pre
 void BlockPool::evict(const BlockId* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) at(ids[i], "ids");
   const Soundness::Change change = this->change("evict");
+  flags(n);
+  batch_.clear();
   for (int64_t i = 0; i < n; ++i) {
-    Block& block = blocks_[ids[i]];
+    const Block& block = blocks_[ids[i]];
     if (!is_cached(block)) continue;
     if (block.ref_count == 0) {
       unlist(ids[i]);
       uncached_free_.push(links_.data(), ids[i]);
     }
-    forget(ids[i]);
+    flags_[batch_.size()] = forget(ids[i], /*evicted=*/false);
+    batch_.push_back(ids[i]);
   }
+  tell_forgotten(Forgotten::Why::kRemoved, batch_.data(), static_cast<int64_t>(batch_.size()));
 }
 
 void BlockPool::evict_group(uint8_t group) {
@@ -344,12 +351,13 @@ bool BlockPool::reset() {
 
 void BlockPool::clear() {
   const Soundness::Change change = this->change("reset");
-  for (BlockId id = 1; lost_ != nullptr && id < next_fresh_; ++id) {
-    note_lost(blocks_[id], /*is_evicted=*/false);
+  batch_.clear();
+  for (BlockId id = 1; !listeners_.empty() && id < next_fresh_; ++id) {
+    if (!is_cached(blocks_[id])) continue;
+    batch_.push_back(id);
+    flags(num_cached_)[batch_.size() - 1] = is_indexed(blocks_[id]) ? Forgotten::kHasHash : 0;
   }
   if (num_cached_ > 0) index_.clear();
-  partial_.clear();
-  variants_.clear();
   if (!is_plain_) clear_places();
   uncached_free_.take_over(links_.data(), &cached_free_);
   num_cached_ = 0;
@@ -357,7 +365,9 @@ void BlockPool::clear() {
     for (BlockId id = 1; id < next_fresh_; ++id) blocks_[id].epoch = 0;
     epoch_ = 1;
   }
-  if (events_ != nullptr) events_->cleared(tier_);
+  partial_.clear();
+  variants_.clear();
+  tell_forgotten(Forgotten::Why::kReset, batch_.data(), static_cast<int64_t>(batch_.size()));
 }
 
 void BlockPool::check_invariants() const {

@@ -3,14 +3,15 @@
 // blocks.
 //
 // Every method processes a whole batch of ids, or throws or returns failure without any change. If
-// memory for a policy, an event or a partial hash runs out during a change, the pool is broken
+// memory runs out during a change, or a listener throws after it, the pool is broken
 // (soundness.h). The pool handles only block ids and 32-byte hashes, not requests, tokens or KV
 // bytes. It is plain C++17 and does not use torch, CUDA or Python.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
+#include <exception>
 #include <memory>
 #include <unordered_map>
 #include <unordered_set>
@@ -19,14 +20,12 @@
 
 #include "core/hash.h"
 #include "core/pool/block.h"
+#include "core/pool/block_listener.h"
 #include "core/pool/candidates.h"
 #include "core/pool/content.h"
-#include "core/pool/event_log.h"
-#include "core/pool/eviction_listener.h"
-#include "core/pool/eviction_policy.h"
+#include "core/pool/eviction_order.h"
 #include "core/pool/free_list.h"
 #include "core/pool/hash_index.h"
-#include "core/pool/lost_blocks.h"
 #include "core/pool/partial_index.h"
 #include "core/pool/pins.h"
 #include "core/pool/variants.h"
@@ -44,9 +43,12 @@ struct InvalidChains {
 class BlockPool {
  public:
   // `num_blocks` includes the null block. The memory for a block's metadata is not committed until
-  // the block is first used, unless a Prefault commits it. Without a policy, the least recently
-  // released block is evicted first.
-  explicit BlockPool(int64_t num_blocks, std::unique_ptr<EvictionPolicy> policy = nullptr);
+  // the block is first used, unless a Prefault commits it. Without an order, the least recently
+  // released block is evicted first. An order that is a BlockListener listens to the pool.
+  explicit BlockPool(int64_t num_blocks, std::unique_ptr<EvictionOrder> order = nullptr);
+
+  // Adds a listener, which must outlive all later calls.
+  void add_listener(BlockListener* listener);
 
   int64_t num_blocks() const { return num_blocks_; }
   int64_t num_total() const { return num_blocks_ - 1; }  // excludes the null block
@@ -88,8 +90,8 @@ class BlockPool {
 
   // Allocates n blocks with one reference each. Returns false, without any change, if fewer blocks
   // are free. Uncached blocks are allocated first, least recently released first. They are followed
-  // by cached blocks chosen by the policy, which are evicted and lose their hashes. If the policy
-  // has no candidate, parents of held blocks are evicted, least recently released first, and
+  // by cached blocks chosen by the order, which are evicted and lose their hashes. If the order has
+  // no candidate, parents of held blocks are evicted, least recently released first, and
   // finally pinned blocks, least recently released first.
   bool allocate(int64_t n, BlockId* out);
 
@@ -107,14 +109,6 @@ class BlockPool {
   // Like `publish`, for one block that holds a copy of a cached block in another pool.
   void publish_copy(BlockId id, const Copied& copied);
   Copied copied(BlockId id, bool is_chain) const;  // the block must be published
-
-  // Calls between the pools of two tiers, on behalf of the policy (eviction_policy.h). copy_again:
-  // called when the original of this cached and held block was released again and evicted.
-  // notify_load: called when the content of this block is in the other pool again. gain_of_copy:
-  // returns the expected number of hits of a copy, minus the value of the space it would occupy.
-  void copy_again(BlockId id, const Copied& copied);
-  void notify_load(BlockId id);
-  double gain_of_copy(const Copied& copied);
 
   // Publishes the partial content of a held block for `find_partial`, under an additional hash.
   void publish_partial(BlockId id, const Hash& hash, const Hash& root, uint8_t group,
@@ -177,74 +171,30 @@ class BlockPool {
   // Number of pinned blocks that were evicted.
   int64_t num_pins_broken() const { return pins_ ? pins_->num_broken() : 0; }
 
-  // Whether there is an eviction policy. Without a policy, the notifications below have no effect.
-  bool has_policy() const { return candidates_ != nullptr; }
-  const EvictionPolicy* policy() const { return has_policy() ? &candidates_->policy() : nullptr; }
-  // See EvictionPolicy.
-  void compare_requests(int64_t num_host_blocks) {
-    if (has_policy()) candidates_->policy().compare_requests(num_host_blocks);
+  // What the pool shows to its order, and may show to listeners.
+  const PoolView& view() const { return view_; }
+  void set_taker(Taker taker) { view_.taker = taker; }
+  // Whether a block is free that is not cached.
+  bool has_uncached() const {
+    return uncached_free_.head() != kNullBlock || next_fresh_ < num_blocks_;
   }
-  SimulatedCache* simulated() { return has_policy() ? candidates_->policy().simulated() : nullptr; }
-  void hit(const BlockId* ids, int64_t n) {
-    if (has_policy()) notify_hit(ids, n);
-  }
-  void notify_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
-                      const ReleaseFeatures& features) {
-    if (has_policy()) notify_policy_release(ids, prefix_tokens, n, features);
-  }
-  // See `on_retain` and `on_release_ends` of EvictionPolicy.
-  void notify_retain(const BlockId* ids, int64_t n) {
-    if (!has_policy() || n == 0) return;
-    const Soundness::Change change = this->change("notify_retain");
-    candidates_->policy().on_retain(ids, n);
-  }
-  void notify_release_ends(const BlockId* ids, const int64_t* hit_ends, int64_t n) {
-    if (!has_policy() || n == 0) return;
-    const Soundness::Change change = this->change("notify_release");
-    candidates_->policy().on_release_ends(ids, hit_ends, n);
-  }
-  void notify_released(const BlockId* ids, int64_t n) {
-    if (!has_policy()) return;
-    const Soundness::Change change = this->change("release");
-    candidates_->policy().on_released(ids, n);
-  }
-  // Starts an access. Pass the result to `access` with the accessed blocks. Throws if `now` is not
-  // finite.
+  const EvictionOrder* order() const { return candidates_ ? &candidates_->order() : nullptr; }
+  EvictionOrder* order() { return candidates_ ? &candidates_->order() : nullptr; }
+  bool has_listeners() const { return !listeners_.empty(); }
+
+  // Notify the listeners of what only the caller knows (block_listener.h). Throw, without any
+  // change, if an id, a number or a range is invalid, or if a hit block is not cached or a copy not
+  // held.
+  void notify(const Hit& hit);
+  void notify(const Released& released);
+  // The content of this cached and held copy was released and evicted once more in the other pool.
+  void copy_again(BlockId id, const Copied& copied);
+
+  // Sets the clock of the order. It never goes back.
+  void set_now(int64_t ms) { view_.clock.now_ms = std::max(view_.clock.now_ms, ms); }
+  // Starts an access, to be passed on with the blocks that the request releases. Throws if `now` is
+  // not finite.
   Access begin_access(double now);
-  void access(const BlockId* ids, int64_t n, const Access& access) {
-    if (access.number > 0 && has_policy()) notify_access(ids, n, access);
-  }
-  void set_now(int64_t ms) {
-    if (!has_policy()) return;
-    const Soundness::Change change = this->change("set_now");
-    candidates_->policy().set_now(ms);
-  }
-
-  // The policy's learned statistics (eviction_policy.h); empty without a policy.
-  std::vector<double> learned() const {
-    return has_policy() ? candidates_->policy().learned() : std::vector<double>{};
-  }
-  void learn(const std::vector<double>& numbers) {
-    if (!has_policy()) return;
-    const Soundness::Change change = this->change("learn");
-    candidates_->policy().learn(numbers);
-  }
-
-  // Sets the log for stored, removed and cleared hashes, and the tier named in events.
-  void emit_to(EventLog* events, Tier tier) {
-    events_ = events;
-    tier_ = tier;
-  }
-
-  // Sets the listener that is notified of evictions; null: no listener. The listener must outlive
-  // all calls of the pool.
-  void set_eviction_listener(EvictionListener* listener) { eviction_listener_ = listener; }
-
-  // Records the blocks that leave the cache; null: none. The record must outlive all calls.
-  void record_lost(LostBlocks* lost, Tier tier) {
-    lost_ = lost;
-    tier_ = tier;
-  }
 
   // Makes the pool share the soundness state of the object that contains it.
   void share(Soundness* soundness) { soundness_ = soundness; }
@@ -254,7 +204,11 @@ class BlockPool {
   void check_invariants() const;
 
  private:
-  Soundness::Change change(const char* call) { return {soundness_, call}; }
+  Soundness::Change change(const char* call) {
+    if (is_notifying_) fail_in_listener(call);
+    return {soundness_, call};
+  }
+  [[noreturn]] static void fail_in_listener(const char* call);  // a listener made this call
   const Block& at(BlockId id, const char* what) const;
   Block& at(BlockId id, const char* what) {
     return const_cast<Block&>(std::as_const(*this).at(id, what));
@@ -263,49 +217,51 @@ class BlockPool {
   bool is_indexed(const Block& block) const {
     return is_cached(block) && block.older != kNullBlock;
   }
-  void notify_eviction(BlockId id) {
-    // Notifies the listener only for the last block of a hash, after which the hash is no longer
-    // found.
-    if (eviction_listener_ == nullptr) return;
-    const Block& block = blocks_[id];
-    if (is_indexed(block) && block.younger == id) eviction_listener_->on_eviction(id);
-  }
-  void note_lost(const Block& block, bool is_evicted) {
-    if (lost_ == nullptr || !is_indexed(block)) return;
-    lost_->note(block.hash, block.group, is_evicted, tier_ == Tier::kHost);
-  }
-  void take_evicted(int64_t n, BlockId* out);
   void check_publish(const BlockId* ids, int64_t n, uint8_t group);
   void set_cached(BlockId id, uint8_t group, uint64_t parent, uint32_t root);
   bool is_untouched(BlockId id, const std::unordered_set<uint64_t>& invalid,
                     std::unordered_map<uint64_t, BlockId>* by_hash) const;
-  // Removes the block from the index, with all of its hashes.
-  void forget(BlockId id, bool evicted = false);
-  void forget_hashes(BlockId id, uint32_t tag);  // `tag`: the index's tag of the block's hash
   FreeList& list_of(const Block& block) { return is_cached(block) ? cached_free_ : uncached_free_; }
   void note_use();
 
-  // Defined in block_pool_eviction.cpp: operations of a pool that has a policy or ever had a pin.
+  // Take the next n blocks to evict out of `cached_free_`. Without candidates and pins, these are
+  // its first blocks.
+  void take_oldest(int64_t n, BlockId* out);
+  void take_chosen(int64_t n, BlockId* out);
+  // Removes a block from the index, with all of its hashes. `tag`: the index's tag of its hash.
+  // Returns its flags for listeners. `forget_details` completes this after they were notified.
+  uint8_t forget_hashes(BlockId id, uint32_t tag);
+  // The same, and removes its place in the tree and its pins.
+  uint8_t forget(BlockId id, bool evicted);
+  void forget_details(const BlockId* ids, int64_t n);
+  // Provides flags of n blocks, as scratch memory.
+  uint8_t* flags(int64_t n) {
+    if (flags_.size() < static_cast<size_t>(n)) flags_.resize(static_cast<size_t>(n));
+    return flags_.data();
+  }
+
+  // Defined in block_pool_listeners.cpp. An exception of a listener is kept until `finish`, which
+  // throws it when the change is complete.
+  template <class Event>
+  void tell(void (BlockListener::*method)(const Event&), const Event& event);
+  void tell_forgotten(Forgotten::Why why, const BlockId* ids, int64_t n);
+  void tell_released(BlockId last_cached, BlockId last_uncached);
+  void finish();
+
+  // Operations of a pool that has an order, or that had a pin.
   BlockId id_of(const Block& block) const { return static_cast<BlockId>(&block - blocks_.data()); }
   bool has_pin(const Block& block) const { return pins_ && pins_->has(id_of(block)); }
-  void check_ids(const BlockId* ids, int64_t n) const;
   void check_copy(BlockId id) const;
-  void notify_hit(const BlockId* ids, int64_t n);
-  void notify_policy_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
-                             const ReleaseFeatures& features);
-  void notify_access(const BlockId* ids, int64_t n, const Access& access);
+  void check_released(const Released& released) const;
   BlockId parent_of_first(const Content& content, uint8_t group) const;
-  void notify_published(BlockId id, BlockId parent, bool has_parent, bool is_first);
+  void add_place(BlockId id, BlockId parent, bool has_parent);
   std::vector<CacheTree::Member> published() const;
   void update_changed();
-  void notify_idle(BlockId last);
-  void take_chosen(int64_t n, BlockId* out);
   BlockId chosen_candidate();
   BlockId first_unpinned();
   void unlist(BlockId id);
+  void update_candidates(const BlockId* ids, int64_t n);
   void update_candidate(BlockId id);
-  void update_candidate_of(BlockId id, Candidates* candidates);
-  void forget_place(BlockId id, bool evicted);
   void clear_places();
   void check_places() const;
 
@@ -336,11 +292,14 @@ class BlockPool {
   uint16_t epoch_ = 1;
   PartialIndex partial_;
   Variants variants_;  // variants of indexed blocks
-  EventLog* events_ = nullptr;
-  Tier tier_ = Tier::kDevice;
-  EvictionListener* eviction_listener_ = nullptr;
-  LostBlocks* lost_ = nullptr;
-  bool is_plain_;  // whether there is no policy and no block was ever pinned
+  // Whether there is neither an order nor a listener, and no block was ever pinned.
+  bool is_plain_ = true;
+  std::vector<BlockListener*> listeners_;
+  bool is_notifying_ = false;
+  std::exception_ptr failure_;
+  std::vector<BlockId> batch_;   // scratch
+  std::vector<uint8_t> flags_;   // scratch
+  PoolView view_;
   std::unique_ptr<Candidates> candidates_;
   std::vector<BlockId> changed_;  // scratch
   std::unique_ptr<Pins> pins_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The blocks from which a policy may choose its victim. All of them are leaves.
+// The blocks from which an order chooses its victim. All of them are leaves.
 #pragma once
 
 #include <cstddef>
@@ -8,19 +8,16 @@
 #include <utility>
 
 #include "core/pool/cache_tree.h"
-#include "core/pool/eviction_policy.h"
+#include "core/pool/eviction_order.h"
 
 namespace kvcache {
 
 class Candidates {
  public:
-  Candidates(std::unique_ptr<EvictionPolicy> policy, const Block* blocks, const uint16_t* epoch,
-             int64_t num_blocks)
-      : policy_(std::move(policy)), tree_(blocks, num_blocks) {
-    policy_->attach({blocks, epoch});
-  }
+  Candidates(std::unique_ptr<EvictionOrder> order, const Block* blocks, int64_t num_blocks)
+      : order_(std::move(order)), tree_(blocks, num_blocks) {}
 
-  EvictionPolicy& policy() { return *policy_; }
+  EvictionOrder& order() const { return *order_; }
   CacheTree& tree() { return tree_; }
   const CacheTree& tree() const { return tree_; }
   bool has(BlockId id) const { return tree_.is_marked(id); }
@@ -32,17 +29,18 @@ class Candidates {
     const bool is_in = is_idle && tree_.is_leaf(id);
     if (is_in == has(id)) return;
     tree_.mark(id, is_in);
-    is_in ? policy_->insert(id) : policy_->remove(id);
+    is_in ? order_->insert(id) : order_->remove(id);
   }
 
-  void clear() {
-    policy_->clear();
+  // No block below `stop` is a candidate any more, and no block is cached.
+  void clear(BlockId stop) {
+    for (BlockId id = 1; id < stop; ++id) set_idle(id, false);
     tree_.clear();
   }
-  size_t num_bytes() const { return policy_->num_bytes() + tree_.num_bytes(); }
+  size_t num_bytes() const { return order_->num_bytes() + tree_.num_bytes(); }
 
  private:
-  std::unique_ptr<EvictionPolicy> policy_;
+  std::unique_ptr<EvictionOrder> order_;
   CacheTree tree_;
 };
 

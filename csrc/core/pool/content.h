@@ -6,9 +6,17 @@
 #include <memory>
 
 #include "core/hash.h"
-#include "core/pool/eviction_policy.h"
 
 namespace kvcache {
+
+// A learning policy's classification of a released block.
+struct ReleasedAs {
+  int64_t segment = 0;     // equal for blocks released together; 0: unknown
+  int64_t time = 0;        // release time, on the policy's clock
+  float cost = 1;          // cost of recomputing the block, relative to the first block of a chain
+  uint16_t num_forks = 0;  // forks observed in its chain
+  uint16_t reuse_class = 0;
+};
 
 // The content of a cached block, as passed to another pool.
 struct Copied {

@@ -12,7 +12,7 @@
 #include "core/eviction/learned/ghost_ring.h"
 #include "core/eviction/learned/hazards.h"
 #include "core/hash.h"
-#include "core/pool/eviction_policy.h"
+#include "core/eviction/learned/eviction_policy.h"
 
 namespace kvcache {
 

@@ -10,7 +10,7 @@
 
 #include "core/eviction/learned/reuse_class.h"
 #include "core/hash.h"
-#include "core/pool/eviction_policy.h"
+#include "core/eviction/learned/eviction_policy.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {

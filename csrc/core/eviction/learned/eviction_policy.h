@@ -11,60 +11,20 @@
 #include <vector>
 
 #include "core/hash.h"
-#include "core/pool/published_blocks.h"
+#include "core/pool/block_listener.h"
+#include "core/pool/block_pool.h"
+#include "core/pool/eviction_order.h"
 #include "core/pool/simulated_cache.h"
 
 namespace kvcache {
 
-// Retention priority that a caller assigns to tokens [first, stop) of a request.
-struct Retention {
-  int64_t first, stop;
-  int32_t priority;  // 0 to 100; lower priorities are evicted first
-  int64_t ttl_ms;    // counted from the release; negative: unlimited
-};
-
-// Features of a request segment whose blocks are being released.
-struct ReleaseFeatures {
-  int64_t num_prefix_tokens = 0;  // hit length at admission
-  int64_t num_new_blocks = 0;
-  int64_t num_output_tokens = -1;  // -1: the manager counts the tokens appended to the prompt
-  int64_t logical_time = 0;        // number of releases so far
-  int64_t wall_ms = 0;             // time on the caller's clock
-  int64_t tokens_per_block = 1;    // blocks start at multiples of this number
-  const Retention* retention = nullptr;
-  int64_t num_retention = 0;
-  uint32_t tenant = 0;  // derived from the cache salt; 0: none
-  // Whether the blocks form a chain. If false, they are window or state blocks of a request whose
-  // chains are released next.
-  bool is_chain = true;
-  bool is_swapped_out = false;  // the request continues later, from copies on the host
-};
-
-// A learning policy's classification of a released block.
-struct ReleasedAs {
-  int64_t segment = 0;     // equal for blocks released together; 0: unknown
-  int64_t time = 0;        // release time, on the policy's clock
-  float cost = 1;          // cost of recomputing the block, relative to the first block of a chain
-  uint16_t num_forks = 0;  // forks observed in its chain
-  uint16_t reuse_class = 0;
-};
-
-// One access by a request. It is recorded for the request's blocks only when they are released,
-// because most requests access their blocks far more often than they release them.
-struct Access {
-  double now = 0;      // time on the caller's clock
-  int64_t number = 0;  // sequence number of the access; 0: no access
-};
-
 // A policy is notified only about the blocks of its own pool. Its records of a block are valid
 // until the block is forgotten or reallocated.
-class EvictionPolicy {
+class EvictionPolicy : public EvictionOrder, public BlockListener {
  public:
-  virtual ~EvictionPolicy() = default;
 
   // Called once, before all other calls. The policy may read the hashes of the pool's blocks at any
   // time; a block's hash is available from before `on_publish` until after `on_forget`.
-  virtual void attach(const PublishedBlocks&) {}
   // Called at most once, after `attach`, if a hit needs more than a chain of device blocks: states,
   // windows, or the pages of a host to which all evicted blocks are written (`num_host_blocks`; 0:
   // no such host). From then on, the manager reports the hits of each request to `simulated()`,
@@ -72,20 +32,49 @@ class EvictionPolicy {
   virtual void compare_requests(int64_t /*num_host_blocks*/) {}
   virtual SimulatedCache* simulated() { return nullptr; }
 
-  // Called when the block becomes a candidate: it is cached, not held and not pinned, and has no
-  // cached child. Called again after a child or pin is removed, so the rank must not depend on the
-  // time of the call.
-  virtual void insert(BlockId id) = 0;
-  virtual void remove(BlockId id) = 0;  // no longer a candidate
-  // Returns the next candidate to evict, without removing it, or the null block if there is none.
-  virtual BlockId victim() = 0;
-  // Whether the pool should evict the least recently released candidate instead of `victim()`. It
-  // searches only the oldest free blocks, and evicts `victim()` if none of them is a candidate.
-  virtual bool prefers_least_recent() const { return false; }
+  BlockId victim() final {
+    sync();
+    return choose();
+  }
+  void on_publish(const Published& batch) final {
+    sync();
+    for (int64_t i = 0; i < batch.n; ++i) {
+      if (!batch.is_again) {
+        on_publish(batch.ids[i], batch.hash(i), batch.group, batch.is_first[i] != 0);
+      }
+      if (batch.copied != nullptr) on_copy(batch.ids[i], batch.copied->released_as);
+    }
+  }
+  void on_hit(const Hit& batch) final {
+    sync();
+    if (batch.by == Hit::By::kRequest) on_hit(batch.ids, batch.n);
+    if (batch.by == Hit::By::kExpected) on_retain(batch.ids, batch.n);
+    for (int64_t i = 0; batch.by == Hit::By::kOtherTier && i < batch.n; ++i) on_load(batch.ids[i]);
+  }
+  void on_release(const Released& batch) final {
+    sync();
+    if (batch.hit_ends != nullptr) {
+      on_release_ends(batch.ids, batch.hit_ends, batch.n);
+    } else if (batch.features != nullptr) {
+      on_release(batch.ids, batch.prefix_tokens, batch.n, *batch.features);
+    }
+  }
+  void on_idle(const Blocks& batch) final {
+    sync();
+    for (const BlockId id : batch) on_idle(id);
+  }
+  void on_forget(const Forgotten& batch) final {
+    sync();
+    if (batch.why == Forgotten::Why::kReset) return clear();
+    for (int64_t i = 0; batch.why != Forgotten::Why::kFreed && i < batch.n; ++i) {
+      on_forget(batch.ids[i], batch.hash(i), batch.group(i),
+                batch.why == Forgotten::Why::kEvicted);
+    }
+  }
+  virtual BlockId choose() = 0;
 
   // Notifications from which policies learn. Each is sent before the `insert` or after the `remove`
   // that it causes.
-  virtual void on_allocate(const BlockId*, int64_t) {}  // blocks were allocated for new content
   // Called when the block becomes cached. `hash` is null while the block is only partially cached.
   // `is_first`: whether no other block is cached under this hash.
   virtual void on_publish(BlockId, const Hash*, uint8_t /*group*/, bool /*is_first*/) {}
@@ -103,13 +92,7 @@ class EvictionPolicy {
   // `on_released` is called.
   virtual void on_release(const BlockId*, const int64_t* /*prefix_tokens*/, int64_t,
                           const ReleaseFeatures&) {}
-  virtual void on_released(const BlockId*, int64_t) {}  // blocks were released for any reason
   virtual void on_idle(BlockId) {}  // a cached block is no longer held; called in release order
-  // Starts a new access. Called only if the policy uses accesses.
-  virtual Access begin_access(double /*now*/) { return {}; }
-  // Assigns this access to the blocks. Blocks that were reallocated, forgotten or accessed after it
-  // are ignored.
-  virtual void on_access(const BlockId*, int64_t, const Access&) {}
   // Called when the block is no longer cached. `evicted`: whether it was evicted to free space.
   virtual void on_forget(BlockId, const Hash*, uint8_t /*group*/, bool /*evicted*/) {}
   virtual void set_now(int64_t /*ms*/) {}
@@ -132,7 +115,18 @@ class EvictionPolicy {
   // Whether a learning policy currently evicts in LRU order because it had fewer hits than LRU
   // would have had.
   virtual bool falls_back() const { return false; }
-  virtual size_t num_bytes() const { return 0; }
+
+ private:
+  void sync() {
+    if (view().clock.now_ms != now_ms_) set_now(now_ms_ = view().clock.now_ms);
+  }
+  int64_t now_ms_ = 0;
 };
+
+// The cache that the pool's policy simulates; null: none.
+inline SimulatedCache* simulated_in(BlockPool* pool) {
+  auto* policy = dynamic_cast<EvictionPolicy*>(pool->order());
+  return policy == nullptr ? nullptr : policy->simulated();
+}
 
 }  // namespace kvcache

@@ -11,16 +11,10 @@
 #include <vector>
 
 #include "core/hash.h"
+#include "core/pool/block_listener.h"
+#include "core/pool/eviction_order.h"
 
 namespace kvcache {
-
-// The purpose for which a block was evicted.
-enum class Taker : uint8_t {
-  kOther = 0,      // a swap, or a load by a connector
-  kRunning = 1,    // the next tokens of a running request
-  kNew = 2,        // a new request without a hit
-  kContinued = 3,  // a new request with a hit
-};
 
 // Each manager has one object, which the pools of both tiers share. The hash table has a fixed
 // size: a new record replaces the oldest one of its bucket.
@@ -36,9 +30,11 @@ class LostBlocks {
   static constexpr int64_t kMsPerUnit = 100;
 
   // Samples one in `one_of` blocks of the group and keeps the latest records: four times as many as
-  // a pool of num_blocks blocks has sampled blocks, and at least kLeastRecords.
-  LostBlocks(int64_t num_blocks, int64_t one_of, uint8_t group)
-      : last_sampled_(static_cast<uint32_t>(UINT32_MAX / one_of)),
+  // a pool of num_blocks blocks has sampled blocks, and at least kLeastRecords. `view`: clock and
+  // purpose of evictions.
+  LostBlocks(int64_t num_blocks, int64_t one_of, uint8_t group, const PoolView* view)
+      : view_(view),
+        last_sampled_(static_cast<uint32_t>(UINT32_MAX / one_of)),
         group_(group),
         buckets_(num_buckets(num_blocks / one_of)) {}
 
@@ -46,20 +42,11 @@ class LostBlocks {
   // sampled.
   bool is_sampled(const Hash& hash) const { return is_sampled(mixed(hash)); }
 
-  void set_now(int64_t ms) { now_ = static_cast<uint32_t>(ms / kMsPerUnit); }
-  // Sets the purpose to which later evictions are attributed.
-  void set_taker(Taker taker) { taker_ = taker; }
-
   // Records that a block has left the cache, either evicted to make room or removed for another
   // reason.
   void note(const Hash& hash, uint8_t group, bool is_evicted, bool was_on_host) {
     const uint64_t mixed = LostBlocks::mixed(hash);
     if (is_sampled(mixed) && group == group_) add(mixed, is_evicted, was_on_host);
-  }
-  // Prefetches the record of a block that will leave the cache soon.
-  void prefetch(const Hash& hash) const {
-    const uint64_t mixed = LostBlocks::mixed(hash);
-    if (is_sampled(mixed)) __builtin_prefetch(&buckets_[index_of(mixed)], 1);
   }
   // Returns how a block left the cache. Empty if it never did, is not sampled, or its record was
   // replaced.
@@ -67,7 +54,7 @@ class LostBlocks {
     const uint64_t mixed = LostBlocks::mixed(hash);
     for (const Record& each : buckets_[index_of(mixed)]) {
       if (each.key != key_of(mixed)) continue;
-      const uint32_t age = (now_ - each.time) & kTimeMask;
+      const uint32_t age = (now() - each.time) & kTimeMask;
       return Loss{each.is_evicted != 0, each.was_on_host != 0, static_cast<Taker>(each.taker),
                   kMsPerUnit * int64_t{age}};
     }
@@ -101,7 +88,8 @@ class LostBlocks {
     size_t i = 0;
     while (i + 1 < kPerBucket && bucket[i].key != key) ++i;
     std::copy_backward(bucket.begin(), bucket.begin() + i, bucket.begin() + i + 1);
-    bucket[0] = {key, now_ & kTimeMask, static_cast<uint32_t>(taker_), is_evicted, was_on_host};
+    bucket[0] = {key, now() & kTimeMask, static_cast<uint32_t>(view_->taker), is_evicted,
+                 was_on_host};
   }
   static size_t num_buckets(int64_t num_sampled) {
     size_t num = kLeastRecords / kPerBucket;
@@ -109,11 +97,31 @@ class LostBlocks {
     return num;
   }
 
+  uint32_t now() const { return static_cast<uint32_t>(view_->clock.now_ms / kMsPerUnit); }
+
+  const PoolView* view_;
   uint32_t last_sampled_;  // blocks whose upper half is at most this number are sampled
   uint8_t group_;
   std::vector<Bucket> buckets_;
-  uint32_t now_ = 0;  // in units of kMsPerUnit
-  Taker taker_ = Taker::kOther;
+};
+
+// Records the blocks that leave the cache of one tier.
+class LossRecorder : public BlockListener {
+ public:
+  LossRecorder(LostBlocks* lost, Tier tier) : lost_(lost), is_host_(tier == Tier::kHost) {}
+
+  void on_forget(const Forgotten& forgotten) override {
+    if (forgotten.why == Forgotten::Why::kFreed) return;
+    for (int64_t i = 0; i < forgotten.n; ++i) {
+      const Hash* hash = forgotten.hash(i);
+      if (hash == nullptr) continue;
+      lost_->note(*hash, forgotten.group(i), forgotten.why == Forgotten::Why::kEvicted, is_host_);
+    }
+  }
+
+ private:
+  LostBlocks* lost_;
+  bool is_host_;
 };
 
 }  // namespace kvcache

@@ -10,11 +10,10 @@
 #include <vector>
 
 #include "core/hash.h"
+#include "core/pool/block_listener.h"
 #include "core/pool/content.h"
 
 namespace kvcache {
-
-enum class Tier : uint8_t { kDevice = 0, kHost = 1 };
 
 class EventLog {
  public:
@@ -95,6 +94,35 @@ class EventLog {
   int64_t num_dropped_ = 0;
   int64_t num_notices_ = 0;  // number of leading cleared events in `waiting_`
   Drained waiting_;
+};
+
+// Records the events of one tier.
+class EventRecorder : public BlockListener {
+ public:
+  EventRecorder(EventLog* log, Tier tier) : log_(log), tier_(tier) {}
+
+  void on_publish(const Published& published) override {
+    if (published.hash(0) == nullptr) return;  // partial content
+    for (int64_t i = 0; i < published.n; ++i) {
+      if (!published.is_first[i]) continue;
+      if (published.copied != nullptr) {
+        log_->stored_on_host(*published.hash(i), published.group);
+      } else {
+        log_->stored(*published.content, i, published.group);
+      }
+    }
+  }
+  void on_forget(const Forgotten& forgotten) override {
+    if (forgotten.why == Forgotten::Why::kFreed) return;
+    if (forgotten.why == Forgotten::Why::kReset) return log_->cleared(tier_);
+    for (int64_t i = 0; i < forgotten.n; ++i) {
+      if (forgotten.is_last(i)) log_->removed(*forgotten.hash(i), forgotten.group(i), tier_);
+    }
+  }
+
+ private:
+  EventLog* log_;
+  Tier tier_;
 };
 
 }  // namespace kvcache
