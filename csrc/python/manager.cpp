@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Python bindings of the manager and its attention kinds. The bindings only convert arguments and
 // results.
-#include "core/eviction/learned/eviction_policy.h"
 #include "core/manager/manager.h"
+#include "core/eviction/learned/eviction_policy.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <random>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "core/eviction/registry.h"
+#include "core/listeners/event_log.h"
 #include "tests/check.h"
 #include "tests/core_fixtures.h"
 
@@ -232,21 +234,26 @@ TEST(only_a_prefix_lookup_stops_at_the_first_miss) {
   CHECK_EQ(found[2], ids[1]);
 }
 
-struct Listener : kvcache::EvictionListener {
+struct Listener : kvcache::BlockListener {
   const BlockPool* pool;
   std::vector<BlockId> heard;
-  void on_eviction(BlockId id) override {
-    CHECK(pool->hash_of(id) != nullptr);  // the block is still found
-    heard.push_back(id);
+  void on_forget(const kvcache::Forgotten& forgotten) override {
+    if (forgotten.why == kvcache::Forgotten::Why::kFreed) return;
+    for (int64_t i = 0; i < forgotten.n; ++i) {
+      const BlockId id = forgotten.ids[i];
+      CHECK(pool->hash_of(id) == nullptr);  // the block is no longer found
+      CHECK(pool->copied(id, /*is_chain=*/false).hash == *forgotten.hash(i));
+      if (forgotten.is_last(i)) heard.push_back(id);
+    }
   }
 };
 
-TEST(a_listener_is_notified_before_content_is_evicted) {
-  for (const char* policy : {"lru", "learned"}) {
+TEST(a_listener_is_notified_of_evicted_content) {
+  for (const char* policy : {"lru", "priority"}) {
     BlockPool pool(5, kvcache::make_eviction_policy(policy, {}, 5));
     Listener listener;
     listener.pool = &pool;
-    pool.set_eviction_listener(&listener);
+    pool.add_listener(&listener);
     BlockId ids[4];
     CHECK(pool.allocate(4, ids));
     const Hash hashes[] = {hash_of(1), hash_of(2)};
@@ -264,7 +271,8 @@ TEST(a_listener_is_notified_before_content_is_evicted) {
 TEST(stored_and_removed_events_are_logged_in_order) {
   BlockPool pool(4);
   EventLog events;
-  pool.emit_to(&events, kvcache::Tier::kDevice);
+  kvcache::EventRecorder recorder(&events, kvcache::Tier::kDevice);
+  pool.add_listener(&recorder);
   BlockId ids[3];
   CHECK(pool.allocate(3, ids));
   const Hash hashes[] = {hash_of(1), hash_of(2)};
@@ -410,8 +418,8 @@ TEST(reset_fails_while_a_block_is_held) {
   pool.check_invariants();
 }
 
-// A policy that evicts the oldest candidate first, and records its notifications.
-struct Recorder : kvcache::EvictionPolicy {
+// An order that evicts the oldest candidate first, and records its notifications.
+struct Recorder : kvcache::EvictionOrder, kvcache::BlockListener {
   explicit Recorder(std::vector<std::string>* log) : log(log) {}
   std::vector<std::string>* log;
   std::deque<BlockId> candidates;
@@ -431,33 +439,43 @@ struct Recorder : kvcache::EvictionPolicy {
     candidates.erase(std::find(candidates.begin(), candidates.end(), id));
   }
   BlockId victim() override { return candidates.empty() ? 0 : candidates.front(); }
-  void on_allocate(const BlockId* ids, int64_t n) override { note("allocate", n, ids[0]); }
-  void on_publish(BlockId id, const Hash* hash, uint8_t group, bool is_first) override {
-    note(hash == nullptr ? "part" : is_first ? "publish" : "publish again", id, int{group});
+  void on_publish(const kvcache::Published& p) override {
+    for (int64_t i = 0; i < p.n; ++i) {
+      note(p.hash(i) == nullptr ? "part"
+           : p.is_first[i]      ? "publish"
+                                : "publish again",
+           p.ids[i], int{p.group});
+    }
   }
-  void on_hit(const BlockId* ids, int64_t n) override { note("hit", n, ids[0]); }
-  void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
-                  const kvcache::ReleaseFeatures& f) override {
-    note("release", n, ids[0], prefix_tokens[0], f.num_prefix_tokens, f.num_new_blocks,
+  void on_hit(const kvcache::Hit& hit) override { note("hit", hit.n, hit.ids[0]); }
+  void on_release(const kvcache::Released& r) override {
+    if (r.access.number > 0) {
+      return note("access", r.n, r.ids[0], static_cast<int>(r.access.now), r.access.number);
+    }
+    if (r.features == nullptr) return note("released", r.n, r.ids[0]);
+    const kvcache::ReleaseFeatures& f = *r.features;
+    note("release", r.n, r.ids[0], r.prefix_tokens[0], f.num_prefix_tokens, f.num_new_blocks,
          f.num_output_tokens, f.logical_time, f.wall_ms, f.tokens_per_block, f.num_retention,
          f.retention[0].first, f.retention[0].stop, f.retention[0].priority, f.retention[0].ttl_ms);
   }
-  void on_idle(BlockId id) override { note("idle", id); }
-  kvcache::Access begin_access(double now) override { return {now, 5}; }
-  void on_access(const BlockId* ids, int64_t n, const kvcache::Access& access) override {
-    note("access", n, ids[0], static_cast<int>(access.now), access.number);
+  void on_idle(const kvcache::Blocks& blocks) override {
+    for (BlockId id : blocks) note("idle", id);
   }
-  void on_forget(BlockId id, const Hash* hash, uint8_t group, bool evicted) override {
-    note("forget", id, int{hash != nullptr}, int{group}, int{evicted});
-  }
-  void set_now(int64_t ms) override { note("now", ms); }
-  void clear() override {
-    note("clear");
-    candidates.clear();
+  void on_forget(const kvcache::Forgotten& f) override {
+    using Why = kvcache::Forgotten::Why;
+    if (f.why == Why::kReset) note("reset", f.n);
+    for (int64_t i = 0; i < f.n; ++i) {
+      if (f.why == Why::kFreed) {
+        note("freed", f.ids[i]);
+      } else {
+        note("forget", f.ids[i], int{f.hash(i) != nullptr}, int{f.group(i)},
+             int{f.why == Why::kEvicted});
+      }
+    }
   }
 };
 
-TEST(a_policy_is_notified_of_all_changes_and_its_candidates_are_leaves) {
+TEST(an_order_is_notified_of_all_changes_and_its_candidates_are_leaves) {
   std::vector<std::string> log;
   BlockPool pool(4, std::make_unique<Recorder>(&log));
   const auto notified = [&](const std::vector<std::string>& expected) {
@@ -469,25 +487,25 @@ TEST(a_policy_is_notified_of_all_changes_and_its_candidates_are_leaves) {
     log.clear();
     return same;
   };
-  CHECK(pool.has_policy());
+  CHECK(pool.order() != nullptr && pool.has_listeners());
   BlockId ids[3], one;
   CHECK(pool.allocate(3, ids));
   const Hash hashes[] = {hash_of(1), hash_of(2)};
   publish(&pool, ids, hashes, 2, 3);
   pool.publish_partial(ids[2], hash_of(8), hash_of(1), 3);
-  CHECK(notified({"allocate 3 1", "publish 1 3", "publish 2 3", "part 3 3"}));
+  CHECK(notified({"publish 1 3", "publish 2 3", "part 3 3"}));
 
   const int64_t prefix_tokens[] = {16, 32, 40};
   const kvcache::Retention retention{1, 2, 3, 4};
   const kvcache::ReleaseFeatures features{6, 7, 8, 10, 11, 16, &retention, 1};
-  pool.notify_release(ids, prefix_tokens, 3, features);
-  pool.access(ids, 2, pool.begin_access(7.0));
-  pool.set_now(99);
+  pool.notify(kvcache::Released{{ids, 3}, {}, prefix_tokens, &features});
+  pool.notify(kvcache::Released{{ids, 2}, pool.begin_access(7.0)});
+  pool.notify(kvcache::Released{{ids, 3}});
   pool.release(ids, 3);  // block 1 has a child, block 3 belongs to no chain
-  CHECK(notified({"release 3 1 16 6 7 8 10 11 16 1 1 2 3 4", "access 2 1 7 5", "now 99", "idle 1",
-                  "idle 2", "insert 2", "idle 3", "insert 3"}));
+  CHECK(notified({"release 3 1 16 6 7 8 10 11 16 1 1 2 3 4", "access 2 1 7 1", "released 3 1",
+                  "idle 1", "idle 2", "idle 3", "insert 2", "insert 3"}));
 
-  pool.hit(&ids[1], 1);
+  pool.notify(kvcache::Hit{{&ids[1], 1}, kvcache::Hit::By::kRequest});
   pool.retain(&ids[1], 1);
   CHECK(notified({"hit 1 2", "remove 2"}));
   const BlockId twice[] = {ids[1], ids[1]};
@@ -497,13 +515,19 @@ TEST(a_policy_is_notified_of_all_changes_and_its_candidates_are_leaves) {
   CHECK(notified({"idle 2", "insert 2"}));
 
   CHECK(pool.allocate(1, &one));
-  CHECK(notified({"remove 3", "forget 3 0 3 1", "allocate 1 3"}));
+  CHECK(notified({"remove 3", "forget 3 0 3 1"}));
+  pool.release(&one, 1);
+  CHECK(notified({"freed 3"}));
   CHECK(pool.allocate(1, &one));
-  CHECK(notified({"remove 2", "forget 2 1 3 1", "insert 1", "allocate 1 2"}));
+  CHECK(notified({}));
+  CHECK(pool.allocate(1, &one));
+  CHECK(notified({"remove 2", "insert 1", "forget 2 1 3 1"}));
   pool.evict(&ids[0], 1);
   CHECK(notified({"remove 1", "forget 1 1 3 0"}));
+  pool.publish_partial(ids[2], hash_of(8), hash_of(1), 3);
+  CHECK(notified({"part 3 3"}));
   pool.clear();
-  CHECK(notified({"clear"}));
+  CHECK(notified({"reset 1", "forget 3 0 3 0"}));
 }
 
 TEST(a_parent_is_no_candidate_until_its_last_child_is_forgotten) {
@@ -520,13 +544,13 @@ TEST(a_parent_is_no_candidate_until_its_last_child_is_forgotten) {
   pool.check_invariants();
   log.clear();
   pool.evict(&ids[0], 1);
-  CHECK(log == std::vector<std::string>({"remove 1", "forget 1 1 0 0", "remove 2"}));
+  CHECK(log == std::vector<std::string>({"remove 1", "remove 2", "forget 1 1 0 0"}));
   log.clear();
   pool.evict(&ids[2], 1);
   CHECK(log == std::vector<std::string>({"forget 3 1 0 0"}));
   log.clear();
   pool.evict(&ids[3], 1);
-  CHECK(log == std::vector<std::string>({"forget 4 1 0 0", "insert 2"}));
+  CHECK(log == std::vector<std::string>({"insert 2", "forget 4 1 0 0"}));
   pool.check_invariants();
 }
 
@@ -629,57 +653,97 @@ TEST(policies_are_created_by_name) {
   CHECK_THROWS(kvcache::make_eviction_policy("learned", {}, 1), "num_blocks is 1");
 }
 
-// Two pools of the policy that learns, of which the second holds copies of the first's blocks.
-struct Tiers {
-  BlockPool device{20, kvcache::make_eviction_policy("learned", {}, 20)};
-  BlockPool host{4, kvcache::make_host_eviction_policy("learned", {}, 4, device.policy())};
+using Event = std::function<void(BlockPool*)>;
 
-  // Releases a request of three blocks and returns them.
-  std::vector<BlockId> release_request(int first) {
-    std::vector<BlockId> ids(3);
-    CHECK(device.allocate(3, ids.data()));
-    const Hash hashes[] = {hash_of(first), hash_of(first + 1), hash_of(first + 2)};
-    publish(&device, ids.data(), hashes, 3, 0);
-    const BlockId tail_first[] = {ids[2], ids[1], ids[0]};
-    const int64_t ends[] = {3 * 512, 2 * 512, 512};
-    kvcache::ReleaseFeatures features;
-    features.tokens_per_block = 512;
-    device.notify_release(tail_first, ends, 3, features);
-    device.release(tail_first, 3);
-    return ids;
-  }
+// A listener that calls a function at each event of one kind.
+struct Disturber : kvcache::BlockListener {
+  explicit Disturber(std::function<void(const std::string&)> call) : call(std::move(call)) {}
+  std::function<void(const std::string&)> call;
+
+  void on_publish(const kvcache::Published&) override { call("publish"); }
+  void on_hit(const kvcache::Hit&) override { call("hit"); }
+  void on_release(const kvcache::Released&) override { call("release"); }
+  void on_idle(const kvcache::Blocks&) override { call("idle"); }
+  void on_forget(const kvcache::Forgotten&) override { call("forget"); }
 };
 
-TEST(a_copy_of_a_loaded_block_is_evicted_first) {
-  Tiers tiers;
-  const std::vector<BlockId> blocks = tiers.release_request(1);
-  BlockId pages[3], taken;
-  CHECK(tiers.host.allocate(3, pages));
-  for (int i = 0; i < 3; ++i) {
-    tiers.host.publish_copy(pages[i], tiers.device.copied(blocks[i], /*is_chain=*/false));
+// Makes all kinds of changes, until one throws. Returns the message, and in `num_held` how many
+// references the caller knows to hold, or could hold without knowing it.
+std::string run_until_error(BlockPool* pool, int64_t* num_held) {
+  const Hash hashes[] = {hash_of(1), hash_of(2)};
+  BlockId ids[2], more[3];
+  *num_held = 0;
+  try {
+    pool->allocate(2, ids);
+    *num_held = 2;
+    publish(pool, ids, hashes, 2);
+    pool->publish_partial(ids[0], hash_of(7), hash_of(1), 0);
+    pool->notify(kvcache::Hit{{ids, 2}, kvcache::Hit::By::kRequest});
+    pool->notify(kvcache::Released{{ids, 2}});
+    *num_held = 0;
+    pool->release(ids, 2);
+    *num_held = 3;  // allocated, although the caller does not get them
+    pool->allocate(3, more);
+    *num_held = 2;
+    pool->release(&more[2], 1);
+    publish(pool, more, hashes, 2);
+    pool->evict(more, 1);
+    pool->clear();
+  } catch (const std::exception& error) {
+    return error.what();
   }
-  tiers.host.notify_load(pages[1]);
-  tiers.host.release(pages, 3);
-  CHECK(tiers.host.allocate(1, &taken) && taken == pages[1]);
-  CHECK(tiers.host.allocate(1, &taken) && taken == pages[0]);
-  tiers.host.check_invariants();
+  return "";
 }
 
-TEST(the_gain_of_a_copy_is_its_expected_hits) {
-  Tiers tiers;
-  BlockId held;
-  CHECK(tiers.device.allocate(1, &held));
-  const Hash hash = hash_of(9);
-  publish(&tiers.device, &held, &hash, 1, 0);
-  const auto gain = [&](BlockPool* host, BlockId id) {
-    return host->gain_of_copy(tiers.device.copied(id, /*is_chain=*/true));
-  };
-  CHECK_EQ(gain(&tiers.host, held), 1.0);  // no request has released the block yet
-  const BlockId block = tiers.release_request(1)[0];
-  CHECK(gain(&tiers.host, block) > 0 && gain(&tiers.host, block) < 1);
-  BlockPool plain(4);
-  CHECK_EQ(gain(&plain, block), 1.0);
-  CHECK_THROWS(tiers.host.notify_load(1), "id is block 1, which is not both cached and held");
+TEST(a_pool_is_whole_whatever_its_listeners_do) {
+  const std::vector<std::string> events{"publish", "hit", "release", "idle", "forget"};
+  for (const bool has_order : {false, true}) {
+    for (const std::string& event : events) {
+      // A listener that throws: the pool has made the whole change, and is broken for its manager.
+      BlockPool pool(4, has_order ? kvcache::make_eviction_policy("priority", {}, 4) : nullptr);
+      std::vector<std::string> heard;
+      Disturber throwing([&](const std::string& at) {
+        if (at == event) throw std::runtime_error("listener failed at " + at);
+      });
+      Disturber other([&](const std::string& at) { heard.push_back(at); });
+      pool.add_listener(&throwing);
+      pool.add_listener(&other);
+      int64_t num_held;
+      CHECK_EQ(run_until_error(&pool, &num_held), "listener failed at " + event);
+      CHECK(heard.back() == event);  // the other listeners were notified, too
+      pool.check_invariants();
+      CHECK_EQ(pool.num_total() - pool.num_free(), num_held);
+      BlockId id;
+      CHECK_THROWS(pool.allocate(0, &id), "the pool is broken");
+
+      // A listener that calls back: the call is rejected, and the change that it heard of is made.
+      BlockPool own(4, has_order ? kvcache::make_eviction_policy("priority", {}, 4) : nullptr);
+      BlockPool second(9);
+      int num_rejected = 0;
+      Disturber calling([&](const std::string& at) {
+        if (at != event) return;
+        BlockId taken;
+        CHECK(second.allocate(1, &taken));  // other pools may be changed
+        const std::vector<Event> calls = {[&](BlockPool* p) { p->allocate(0, &taken); },
+                                          [&](BlockPool* p) { p->clear(); },
+                                          [&](BlockPool* p) { p->retain(&taken, 0); },
+                                          [&](BlockPool* p) { p->release(&taken, 0); },
+                                          [&](BlockPool* p) { p->evict(&taken, 0); },
+                                          [&](BlockPool* p) { p->pin(&taken, 0); },
+                                          [&](BlockPool* p) { p->unpin(&taken, 0); }};
+        for (const Event& each : calls) {
+          CHECK_THROWS(each(&own), "was called by a listener of this pool");
+          ++num_rejected;
+        }
+        CHECK(own.num_free() >= 0 && own.find(hash_of(9), 0) == 0);  // reading is allowed
+      });
+      own.add_listener(&calling);
+      CHECK_EQ(run_until_error(&own, &num_held), "");
+      own.check_invariants();
+      CHECK(num_rejected > 0);
+      CHECK_EQ(own.num_total() - own.num_free(), num_held);
+    }
+  }
 }
 
 TEST(invalid_pool_sizes_are_rejected) {

@@ -75,7 +75,6 @@ TEST(queued_blocks_are_offloaded_by_the_next_step) {
     more.fence_frees = fences;
     Fixture f(options_with(5, more));
     const Ids ids = f.cache(1);
-    f.tiers.host()->on_published(ids.data(), 1);
     f.steps.begin();
     f.tiers.offload_queued(f.tiers.num_queued());
     // Without fences, the block is released immediately, because the stream order protects it.

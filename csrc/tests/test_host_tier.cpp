@@ -12,6 +12,12 @@ namespace {
 
 const HostWrites kBack{}, kThrough{/*is_through=*/true, /*min_gain=*/{}};
 
+// As if these three blocks had been published.
+Published published(const Ids& ids) {
+  static const Content kContent{};
+  return {{ids.data(), 3}, /*group=*/0, /*is_first=*/nullptr, &kContent};
+}
+
 struct Fixture {
   BlockPool device{9};
   std::vector<CacheGroup> groups = full_groups(4);
@@ -22,14 +28,11 @@ struct Fixture {
 
   explicit Fixture(HostWrites writes, int64_t num_host_blocks = 5)
       : host(std::make_unique<BlockPool>(num_host_blocks), {&device, &groups, &plan}, writes) {
-    device.set_eviction_listener(&host);
+    device.add_listener(&host);
     plan.begin(0);
     publish();
   }
-  void publish() {
-    publish_chain(&device, ids, hashes);
-    host.on_published(ids.data(), 3);
-  }
+  void publish() { publish_chain(&device, ids, hashes); }
   void check() const {
     PerBlock<int32_t> references(9), pages(host.pages().num_blocks());
     host.check_invariants(&references, &pages);
@@ -70,7 +73,7 @@ TEST(write_through_offloads_published_blocks_in_the_next_plan) {
   CHECK(f.plan.end().swap_out == Ids({f.ids[2], 1, f.ids[1], 2, f.ids[0], 3}));
   f.host.publish_offloaded();
   f.plan.begin(1);
-  f.host.on_published(f.ids.data(), 3);
+  f.host.on_publish(published(f.ids));
   // The host already contains these blocks, so offloading them again copies nothing.
   f.host.offload_queued(f.host.num_queued(), false);
   CHECK(f.plan.end().swap_out.empty());
@@ -90,7 +93,7 @@ TEST(after_clear_nothing_is_found_or_offloaded) {
   Fixture f(kThrough);
   f.host.offload_queued(f.host.num_queued(), false);
   f.host.publish_offloaded();
-  f.host.on_published(f.ids.data(), 3);
+  f.host.on_publish(published(f.ids));
   f.host.clear();
   CHECK_EQ(f.host.pages().find(f.hashes[0], 0), kNullBlock);
   f.plan.begin(1);
@@ -103,7 +106,7 @@ TEST(duplicate_blocks_are_offloaded_once) {
   Fixture f(kThrough);
   const Ids twins = take(&f.device, 3);
   publish_chain(&f.device, twins, f.hashes);
-  f.host.on_published(twins.data(), 3);
+  f.host.on_publish(published(twins));
   f.host.offload_queued(f.host.num_queued(), false);
   CHECK_EQ(f.plan.end().swap_out.size(), 6);
   f.host.publish_offloaded();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/pool/lost_blocks.h"
+#include "core/listeners/lost_blocks.h"
 
 #include <random>
 
@@ -19,14 +19,15 @@ Hash hash_of(uint64_t number) {
 }
 
 TEST(a_record_states_when_why_and_for_whom_a_block_left_the_cache) {
-  LostBlocks lost(100, 1, 0);
+  PoolView view;
+  LostBlocks lost(100, 1, 0, &view);
   CHECK(!lost.find(hash_of(1)));
-  lost.set_now(700);
-  lost.set_taker(Taker::kRunning);
+  view.clock.now_ms = 700;
+  view.taker = Taker::kRunning;
   lost.note(hash_of(1), 0, /*is_evicted=*/true, /*was_on_host=*/false);
   CHECK(lost.find(hash_of(1))->is_evicted);
   CHECK(lost.find(hash_of(1))->taker == Taker::kRunning);
-  lost.set_now(1'250);
+  view.clock.now_ms = 1'250;
   CHECK_EQ(lost.find(hash_of(1))->ms_ago, 500);  // rounded
   lost.note(hash_of(3), 0, /*is_evicted=*/true, /*was_on_host=*/false);
   lost.note(hash_of(1), 0, /*is_evicted=*/false, /*was_on_host=*/false);  // replaces the record
@@ -39,7 +40,8 @@ TEST(a_record_states_when_why_and_for_whom_a_block_left_the_cache) {
 }
 
 TEST(blocks_are_sampled_by_hash) {
-  LostBlocks lost(100'000, 8, 0);
+  const PoolView view;
+  LostBlocks lost(100'000, 8, 0, &view);
   int num_sampled = 0;
   for (uint64_t i = 0; i < 8'000; ++i) {
     lost.note(hash_of(i), 0, /*is_evicted=*/true, /*was_on_host=*/false);
@@ -50,7 +52,8 @@ TEST(blocks_are_sampled_by_hash) {
 }
 
 TEST(the_oldest_records_are_replaced_and_the_memory_does_not_grow) {
-  LostBlocks lost(80'000, 1, 0);  // remembers four times as many blocks as the pool has
+  const PoolView view;
+  LostBlocks lost(80'000, 1, 0, &view);  // remembers four times as many blocks as the pool has
   const size_t num_bytes = lost.num_bytes();
   const uint64_t n = 1'500'000;
   for (uint64_t i = 0; i < n; ++i)

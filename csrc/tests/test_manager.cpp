@@ -241,8 +241,8 @@ TEST(a_call_that_is_interrupted_while_hashing_changes_nothing) {
   }
 }
 
-// A policy that records its notifications, and evicts in release order.
-class Recorder : public kvcache::EvictionPolicy {
+// An order that records its notifications, and evicts in release order.
+class Recorder : public kvcache::EvictionOrder, public kvcache::BlockListener {
  public:
   explicit Recorder(std::vector<std::string>* log) : log_(log) {}
   void insert(BlockId id) override { candidates_.push_back(id); }
@@ -252,37 +252,40 @@ class Recorder : public kvcache::EvictionPolicy {
   BlockId victim() override {
     return candidates_.empty() ? kvcache::kNullBlock : candidates_.front();
   }
-  void on_hit(const BlockId* ids, int64_t n) override { write("hit", ids, n); }
-  void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
-                  const kvcache::ReleaseFeatures& f) override {
-    write("release", ids, n);
+  void on_hit(const kvcache::Hit& hit) override {
+    if (hit.by == kvcache::Hit::By::kRequest) write("hit", hit.ids, hit.n);
+    if (hit.by == kvcache::Hit::By::kExpected && notes_ends) write("retain", hit.ids, hit.n);
+  }
+  void on_release(const kvcache::Released& released) override {
+    if (released.access.number > 0) return write("access", released.ids, released.n);
+    if (released.hit_ends != nullptr) return write_ends(released);
+    if (released.features == nullptr) return;
+    const kvcache::ReleaseFeatures& f = *released.features;
+    write("release", released.ids, released.n);
     std::ostringstream text;
     text << "  tokens";
-    for (int64_t i = 0; i < n; ++i) text << " " << prefix_tokens[i];
+    for (int64_t i = 0; i < released.n; ++i) text << " " << released.prefix_tokens[i];
     text << ", prefix " << f.num_prefix_tokens << ", new " << f.num_new_blocks << ", output "
          << f.num_output_tokens << ", time " << f.logical_time << " " << f.wall_ms << ", of "
          << f.tokens_per_block << ", retention " << f.num_retention
          << (f.is_swapped_out ? ", swapped" : "");
     log_->push_back(text.str());
   }
-  void on_retain(const BlockId* ids, int64_t n) override {
-    if (notes_ends) write("retain", ids, n);
+  void on_idle(const kvcache::Blocks& blocks) override {
+    for (const BlockId id : blocks) write("idle", &id, 1);
   }
-  void on_release_ends(const BlockId* ids, const int64_t* hit_ends, int64_t n) override {
+  bool notes_ends = false;
+
+ private:
+  void write_ends(const kvcache::Released& released) {
     if (!notes_ends) return;
     std::ostringstream text;
     text << "ends";
-    for (int64_t i = 0; i < n; ++i) text << " " << ids[i] << " of " << hit_ends[i];
+    for (int64_t i = 0; i < released.n; ++i) {
+      text << " " << released.ids[i] << " of " << released.hit_ends[i];
+    }
     log_->push_back(text.str());
   }
-  bool notes_ends = false;
-  kvcache::Access begin_access(double now) override { return {now, 1}; }
-  void on_access(const BlockId* ids, int64_t n, const kvcache::Access&) override {
-    write("access", ids, n);
-  }
-  void on_idle(BlockId id) override { write("idle", &id, 1); }
-
- private:
   void write(const char* what, const BlockId* ids, int64_t n) {
     std::ostringstream text;
     text << what;

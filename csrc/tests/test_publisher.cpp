@@ -3,6 +3,7 @@
 
 #include "core/groups/recurrent_state.h"
 #include "core/groups/sliding_window.h"
+#include "core/listeners/event_log.h"
 #include "tests/check.h"
 #include "tests/core_fixtures.h"
 
@@ -208,7 +209,8 @@ TEST(events_report_filled_blocks) {
   options.record_events = true;
   Fixture f(full_groups(4), options);
   EventLog log;
-  f.pool.emit_to(&log, Tier::kDevice);
+  EventRecorder recorder(&log, Tier::kDevice);
+  f.pool.add_listener(&recorder);
   f.compute(8, 9);
   f.publish();
   const EventLog::Drained stored = log.drain();

@@ -20,13 +20,13 @@
 
 #include "core/eviction/given_priority.h"
 #include "core/eviction/learned/end_blocks.h"
+#include "core/eviction/learned/eviction_policy.h"
 #include "core/eviction/learned/levels.h"
 #include "core/eviction/learned/lru_guard.h"
 #include "core/eviction/learned/reuse_class.h"
 #include "core/eviction/learned/reuse_model.h"
 #include "core/eviction/learned/segments.h"
 #include "core/eviction/learned/state_budget.h"
-#include "core/eviction/learned/eviction_policy.h"
 
 namespace kvcache {
 

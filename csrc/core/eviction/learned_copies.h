@@ -11,12 +11,12 @@
 #include <utility>
 
 #include "core/eviction/learned/copied_segment.h"
+#include "core/eviction/learned/eviction_policy.h"
 #include "core/eviction/learned/loose_segment.h"
 #include "core/eviction/learned/reuse_class.h"
 #include "core/eviction/learned/reuse_model.h"
 #include "core/eviction/learned/segments.h"
 #include "core/eviction/learned/worth_order.h"
-#include "core/eviction/learned/eviction_policy.h"
 
 namespace kvcache {
 

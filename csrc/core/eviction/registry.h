@@ -20,8 +20,8 @@ std::vector<std::string> host_eviction_names();
 // Creates a policy for a pool of `num_blocks`; null for "lru", which the pool implements. Throws
 // std::invalid_argument for an unknown name or option, or a value out of range.
 std::unique_ptr<EvictionOrder> make_eviction_policy(const std::string& name,
-                                                     const std::map<std::string, double>& options,
-                                                     int64_t num_blocks);
+                                                    const std::map<std::string, double>& options,
+                                                    int64_t num_blocks);
 
 // Creates a policy for a host pool, given the device's policy (null: the pool's built-in LRU).
 // Error messages name the option `host_eviction`. Never returns null.

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "core/listeners/event_log.h"
+#include "core/listeners/lost_blocks.h"
 #include "core/manager/block_holders.h"
 #include "core/manager/cache_stats.h"
 #include "core/manager/clock.h"
@@ -17,8 +19,6 @@
 #include "core/manager/options.h"
 #include "core/manager/steps.h"
 #include "core/pool/block_pool.h"
-#include "core/listeners/event_log.h"
-#include "core/listeners/lost_blocks.h"
 #include "core/pool/per_block.h"
 
 namespace kvcache {

@@ -14,9 +14,9 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/eviction/learned/eviction_policy.h"
 #include "core/groups/cache_group.h"
 #include "core/hashing/token_chain.h"
-#include "core/eviction/learned/eviction_policy.h"
 #include "core/manager/cache_stats.h"
 #include "core/manager/options.h"
 #include "core/manager/plan_builder.h"

@@ -25,6 +25,7 @@
 
 #include "core/groups/cache_group.h"
 #include "core/hashing/token_chain.h"
+#include "core/listeners/event_log.h"
 #include "core/manager/cache_stats.h"
 #include "core/manager/cache_tiers.h"
 #include "core/manager/call_guard.h"
@@ -44,7 +45,6 @@
 #include "core/manager/steps.h"
 #include "core/manager/token_intake.h"
 #include "core/pool/block_pool.h"
-#include "core/listeners/event_log.h"
 #include "core/prefault.h"
 
 namespace kvcache {

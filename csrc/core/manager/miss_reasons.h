@@ -16,9 +16,9 @@
 #include "core/groups/cache_group.h"
 #include "core/groups/hit_ends.h"
 #include "core/hashing/token_chain.h"
+#include "core/listeners/lost_blocks.h"
 #include "core/manager/row_table.h"
 #include "core/pool/block_pool.h"
-#include "core/listeners/lost_blocks.h"
 
 namespace kvcache {
 

@@ -297,8 +297,8 @@ class BlockPool {
   std::vector<BlockListener*> listeners_;
   bool is_notifying_ = false;
   std::exception_ptr failure_;
-  std::vector<BlockId> batch_;   // scratch
-  std::vector<uint8_t> flags_;   // scratch
+  std::vector<BlockId> batch_;  // scratch
+  std::vector<uint8_t> flags_;  // scratch
   PoolView view_;
   std::unique_ptr<Candidates> candidates_;
   std::vector<BlockId> changed_;  // scratch

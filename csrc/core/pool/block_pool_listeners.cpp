@@ -99,8 +99,7 @@ void BlockPool::check_released(const Released& released) const {
   for (int64_t i = 0; i < released.n; ++i) {
     if (released.prefix_tokens[i] > 0) continue;
     throw std::invalid_argument("prefix_tokens[" + std::to_string(i) + "] is " +
-                                std::to_string(released.prefix_tokens[i]) +
-                                ": expected 1 or more");
+                                std::to_string(released.prefix_tokens[i]) + ": expected 1 or more");
   }
   for (int64_t i = 0; i < features.num_retention; ++i) {
     const Retention& each = features.retention[i];

@@ -22,7 +22,6 @@ namespace kvcache {
 // until the block is forgotten or reallocated.
 class EvictionPolicy : public EvictionOrder, public BlockListener {
  public:
-
   // Called once, before all other calls. The policy may read the hashes of the pool's blocks at any
   // time; a block's hash is available from before `on_publish` until after `on_forget`.
   // Called at most once, after `attach`, if a hit needs more than a chain of device blocks: states,
@@ -67,8 +66,7 @@ class EvictionPolicy : public EvictionOrder, public BlockListener {
     sync();
     if (batch.why == Forgotten::Why::kReset) return clear();
     for (int64_t i = 0; batch.why != Forgotten::Why::kFreed && i < batch.n; ++i) {
-      on_forget(batch.ids[i], batch.hash(i), batch.group(i),
-                batch.why == Forgotten::Why::kEvicted);
+      on_forget(batch.ids[i], batch.hash(i), batch.group(i), batch.why == Forgotten::Why::kEvicted);
     }
   }
   virtual BlockId choose() = 0;
