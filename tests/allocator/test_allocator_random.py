@@ -16,9 +16,6 @@ from tests.machinery.shared import sampled
 
 NUM_SEEDS = 192  # 96,000 operations including exhaustive tests; `make soak` runs more
 SEEDS_PER_TEST = len(MIXES)  # covers every mix of groups once
-# Open: a row of a recurrent group is swapped in while its drafts are undecided. The manager takes one
-# speculative page more or fewer than the model, or lists another one as fresh.
-DISAGREE = {28, 60, 153, 185}
 
 
 @pytest.mark.slow
@@ -26,11 +23,7 @@ DISAGREE = {28, 60, 153, 185}
 def test_random_operations_agree_with_the_model(first):
     print(f"seeds {first} to {first + SEEDS_PER_TEST - 1}, {OPERATIONS_PER_SEED} operations each")
     for seed in range(first, first + SEEDS_PER_TEST):
-        if seed in DISAGREE:
-            with pytest.raises(AssertionError):
-                drive(seed, OPERATIONS_PER_SEED)
-        else:
-            drive(seed, OPERATIONS_PER_SEED)
+        drive(seed, OPERATIONS_PER_SEED)
 
 
 class HypothesisChooser(Chooser):

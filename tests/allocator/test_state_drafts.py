@@ -227,6 +227,33 @@ def test_swap_out_moves_only_the_state_and_no_draft_pages():
     check_invariants(manager)
 
 
+def test_swap_out_accepts_drafts_so_that_a_window_is_released_up_to_the_last_of_them():
+    window = GroupSpec("sliding_window", 4, {"window": 3})
+    manager = manager_of(FULL, states(16), window, num_host_blocks=20)
+    request, _ = start(manager)  # tokens 7 to 9 are drafts
+    manager.step(swap_out=[0])
+    plan = manager.step([0], [1])
+    assert plan.num_computed_tokens.tolist() == [10]
+    # Token 10 reads tokens 8 and 9. If the drafts could be rejected, block 1 would be loaded, too.
+    first, second, third = manager.block_ids(request, 2).tolist()
+    assert (first, second) == (0, 0) and third in plan.swap_in[:, 1].tolist()
+    check_invariants(manager)
+
+
+def test_swap_out_accepts_drafts_so_that_a_circular_buffer_has_space_for_all_other_slots():
+    circular = GroupSpec("circular_window", 4, {"window": 5, "buffer": 12}, cached=False)
+    manager = manager_of(FULL, states(16), circular, num_host_blocks=20)
+    start(manager)
+    manager.step(swap_out=[0])
+    with pytest.raises(
+        ValueError, match="requests 9 slots including lookahead: expected at most 8"
+    ):
+        manager.step([0], [1], num_lookahead_tokens=[8])
+    plan = manager.step([0], [1], num_lookahead_tokens=[7])
+    assert plan.status.tolist() == [Status.SERVED]
+    check_invariants(manager)
+
+
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
 def test_failed_page_of_a_draft_state_rolls_the_row_back(which):
     manager = manager_of(FULL, states(16))

@@ -420,7 +420,7 @@ class Driver:
         for row, back, new in zip(rows, rejected, ids):
             state = self.model.rows[row]
             start, known = state.num_computed - back, len(state.request.tokens) + len(new)
-            undecided.append(state.undecided(start, known))
+            undecided.append(self.model.undecided(row, start, known))
             most.append(self.model.most_slots(start, undecided[-1]))
         most += [self.model.most_slots(0)] * len(pairs)
         reserved = choose.pick([0, 0, 0, 4])
@@ -721,7 +721,9 @@ class Driver:
         row = self.choose.pick([*rooms])
         state = self.model.rows[row]
         start, known = state.num_computed, len(state.request.tokens)
-        most = min(rooms[row], self.model.most_slots(start, state.undecided(start, known)))
+        most = min(
+            rooms[row], self.model.most_slots(start, self.model.undecided(row, start, known))
+        )
         if most < 1 or not self.model.is_decided(row, 0, 0):
             return
         count = self.choose.integer(1, most)

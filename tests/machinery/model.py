@@ -605,6 +605,14 @@ class ModelManager:
         known = len(state.request.tokens) + num_ids
         return state.drafts - back <= 0 or known >= state.num_computed - back
 
+    def undecided(self, row, start, known):
+        """Return how many of the first `start` tokens may still be rejected.
+
+        None may if groups keep the states of drafts: a step knows the result of earlier drafts, and
+        a swap-out accepts them.
+        """
+        return 0 if self.max_drafts else self.rows[row].undecided(start, known)
+
     def most_undone(self, row):
         """Return how many tokens a row can go back."""
         state = self.rows[row]
@@ -1002,7 +1010,7 @@ class ModelManager:
         after = start + count
         drafts = max(after - max(start + 1, known), 0) if self.max_drafts else 0
         accepted = state.drafts and state.drafts - (state.num_computed - start)
-        undecided = 0 if is_sure else state.undecided(start, known)
+        undecided = 0 if is_sure else self.undecided(row, start, known)
         self.safe_start, self.copies = start, []
         if state.on_host:
             status = self._resume(state, row, start, after, lookahead, drafts, undecided)

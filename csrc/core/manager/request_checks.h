@@ -50,10 +50,11 @@ class RequestChecks {
   void check_places(int64_t start, int64_t num_slots, const char* what) const {
     if (has_bound_) check_bound(start, num_slots, what);
   }
-  // Like the function above, for a row whose last step may have been shorter than planned.
+  // Like the function above, for a row whose last step may have been shorter than planned. With
+  // states of drafts, it was not: its result is known, or a swap-out has accepted the drafts.
   void check_row_places(const Row& r, int64_t start, int64_t num_slots, int64_t num_ids) const {
     if (!has_bound_) return;
-    const int64_t num_undecided = r.num_undecided(start, num_ids);
+    const int64_t num_undecided = max_drafts_ > 0 ? 0 : r.num_undecided(start, num_ids);
     check_bound(start - num_undecided, num_slots + num_undecided, "a row");
   }
   // Checks the tokens of a request after its external tokens, which end at `start`. If the external
