@@ -311,7 +311,7 @@ py::object admit(Manager& self, RequestRows& requests, const py::object& asked,
   if (!computed.is_none()) {
     blocks = int32_lists(computed, "computed_blocks");
   } else {
-    const bool with_partial = row.num_external == 0;
+    const bool with_partial = row.external.num_tokens == 0;
     const PrefixHit& hit =
         self.lookup(*row.chain, /*with_host=*/false, with_partial, row.read_cache);
     for (const CacheGroup& group : self.groups()) blocks.push_back(hit.ids(group));

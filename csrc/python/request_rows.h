@@ -189,12 +189,12 @@ class RequestRows {
         throw py::type_error(name() + ".external is " + repr(external) +
                              ": expected an External or None");
       }
-      row->num_external = integer(PyTuple_GET_ITEM(external, 0), "external.num_tokens");
-      row->receives = flag(PyTuple_GET_ITEM(external, 1), name() + ".external.delayed");
+      row->external.num_tokens = integer(PyTuple_GET_ITEM(external, 0), "external.num_tokens");
+      row->external.is_delayed = flag(PyTuple_GET_ITEM(external, 1), name() + ".external.delayed");
     }
     if (field(1) != Py_None) {
       row->num_tokens = integer(field(1), "num_tokens");
-    } else if (row->receives) {
+    } else if (row->external.is_delayed) {
       row->num_tokens = 0;
     }
     row->num_lookahead = integer(field(3), "num_lookahead_tokens");

@@ -82,7 +82,8 @@ struct Serving {
   int32_t add_row(int64_t num_tokens) {
     const int32_t row = rows.take();
     rows[row].chain = chain_of(num_tokens);
-    rows[row].by_step = rows[row].reads = true;
+    rows[row].served_by = ServedBy::kSteps;
+    rows[row].reads = true;
     return row;
   }
   // Creates another row with all blocks of this row.
@@ -91,7 +92,7 @@ struct Serving {
     ids(twin) = ids(row);
     rows[twin].num_computed = rows[row].num_computed;
     pool.retain(ids(row).data(), rows.blocks(row)[0].size());
-    rows[row].may_share = true;
+    rows[row].sharing = Sharing::kNext;
     return twin;
   }
   // Allocates slots for the tokens [start, stop) of the row. The last num_drafts tokens are drafts.
@@ -100,7 +101,7 @@ struct Serving {
     served.row = row;
     served.span = {start, stop, 0, num_drafts, rows[row].num_drafts};
     served.safe_start = start;
-    const Demand demand = rules.of_running(rows.blocks(row), served.span, rows[row].may_share);
+    const Demand demand = rules.of_running(rows.blocks(row), served.span, rows[row].may_share());
     CHECK(demand.status == Status::kServed);
     rows[row].num_computed = stop;
     rows[row].num_drafts = num_drafts;

@@ -29,7 +29,7 @@ struct Fixture {
     rows[row].chain = std::make_shared<TokenChain>(tokens, 4, hash_of(0), ExtraKeys(), true, true);
     rows[row].chain->hashes();
     rows[row].num_computed = num_tokens;
-    rows[row].by_step = true;
+    rows[row].served_by = ServedBy::kSteps;
     rows.blocks(row)[0].blocks = ids;
     rows.blocks(row)[0].num_hits = num_hits;
     return row;
@@ -151,7 +151,7 @@ TEST(an_onboard_from_a_failed_page_and_into_a_failed_block_is_invalid) {
 TEST(a_swapped_row_with_an_invalid_page_restarts) {
   Fixture f;
   const int32_t row = f.add(1, 8, {3, 4});
-  f.rows[row].on_host = true;
+  f.rows[row].state = RowState::kOnHost;
   CHECK(f.failed({3, 4}).limits().empty());  // device blocks with these ids are not affected
   CHECK(f.failed({}, {4}).limits() == Limits({{row, 0}}));
 }

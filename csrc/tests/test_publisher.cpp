@@ -30,7 +30,7 @@ struct Fixture {
     rows.take();
     rows[0].chain =
         std::make_shared<TokenChain>(tokens, hash_block_size, hash_of(0), ExtraKeys(), true, true);
-    rows[0].by_step = true;
+    rows[0].served_by = ServedBy::kSteps;
     publisher.refresh(0);
   }
   // Sets the row's slots to num_computed tokens, of which num_known are known.
@@ -99,7 +99,7 @@ TEST(without_caching_nothing_is_published) {
 
 TEST(delayed_blocks_are_published_when_their_tokens_are_marked) {
   Fixture f;
-  f.rows[0].waits_for_marks = true;
+  f.rows[0].served_by = ServedBy::kMarkedCalls;
   f.compute(8, 8);
   f.publish();
   CHECK_EQ(f.pool.num_cached(), 0);

@@ -58,7 +58,7 @@ TEST(a_receiving_row_continues_after_its_valid_arrived_tokens) {
   for (int64_t num_valid : {int64_t{6}, kUnbounded}) {
     Fixture f;
     const int32_t row = f.add_hashed_row();
-    f.rows[row].is_receiving = true;
+    f.rows[row].state = RowState::kReceiving;
     f.publisher.refresh(row);
     f.step(row, 0, 12);
     CHECK_EQ(f.found(row, 0), kNullBlock);
@@ -69,7 +69,7 @@ TEST(a_receiving_row_continues_after_its_valid_arrived_tokens) {
       CHECK_EQ(f.rows[row].num_computed, 12);
     }
     f.recovery.receive(row, 11);
-    CHECK(!f.rows[row].is_receiving);
+    CHECK(!f.rows[row].is_receiving());
     CHECK_EQ(f.rows[row].num_computed, num_valid == 6 ? 4 : 11);
     CHECK_EQ(f.found(row, 0), before[0]);
     CHECK_EQ(f.found(row, 1), num_valid == 6 ? kNullBlock : before[1]);

@@ -45,7 +45,7 @@ TEST(reports_with_unknown_steps_or_blocks_are_rejected) {
 TEST(steps_with_repeated_or_foreign_rows_are_rejected) {
   Fixture f;
   f.add_row(3), f.add_row(3);
-  f.rows[1].by_step = false;
+  f.rows[1].served_by = ServedBy::kCalls;
   const int32_t twice[] = {0, 0}, counts[] = {1, 1};
   StepRequest request;
   request.rows = twice;

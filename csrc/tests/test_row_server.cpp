@@ -158,7 +158,7 @@ TEST(a_request_gets_its_hit_and_blocks_for_the_remaining_tokens) {
   CHECK(f.ids(0)[0] == cached[0] && f.ids(0)[1] == cached[1]);
   CHECK(plan.groups[0].append_ids == f.ids(0));
   CHECK_EQ(f.rows[0].num_computed, 14);
-  CHECK(f.rows[0].by_step);
+  CHECK(f.rows[0].by_step());
   CHECK_EQ(f.stats.total().hit_tokens, 8);
   // Tokens 0 to 7 stay valid even if the step is aborted.
   CHECK_EQ(f.journal.last().rows[0].start, 8);
@@ -169,10 +169,10 @@ TEST(external_tokens_have_slots_after_the_hit) {
   Fixture f;
   f.cache(2);
   NewRow asked{hashed_chain(18), 3};
-  asked.num_external = 6;
+  asked.external.num_tokens = 6;
   NewRow later{hashed_chain(18), 0};
-  later.num_external = 9;
-  later.receives = true;
+  later.external.num_tokens = 9;
+  later.external.is_delayed = true;
   StepRequest request;
   request.new_rows = {asked, later, asked};
   f.server.serve_new(request, {8, 8, 4});
@@ -184,7 +184,7 @@ TEST(external_tokens_have_slots_after_the_hit) {
   CHECK_EQ(f.rows[0].num_computed, 17);
   CHECK_EQ(f.ids(0).size(), 5);
   CHECK_EQ(f.ids(1).size(), 5);
-  CHECK(f.rows[1].is_receiving);
+  CHECK(f.rows[1].is_receiving());
   CHECK_EQ(f.journal.last().rows[0].start, 8);   // loaded within the step
   CHECK_EQ(f.journal.last().rows[1].start, 17);  // arrives even if the step is aborted
 }
@@ -296,7 +296,7 @@ TEST(a_swapped_row_returns_when_it_is_served) {
   CHECK(f.swap.swap_out({0}).has_value());
   f.begin();
   f.extend(0, 1);
-  CHECK(!f.rows[0].on_host);
+  CHECK(!f.rows[0].is_on_host());
   CHECK(f.plan.must_resend(0));
   CHECK_EQ(f.journal.last().rows[0].start, 0);  // loaded blocks depend on this step
   CHECK_EQ(f.end().swap_in.size(), 4);
@@ -329,7 +329,7 @@ TEST(allocate_and_append_return_the_new_blocks) {
   const Slots slots = f.server.allocate({hashed_chain(14), 3}, PrefixHit::of_device(8, {cached}));
   CHECK(slots.status == Status::kServed && slots.row == 0);
   CHECK(slots.new_blocks == std::vector<Ids>({{f.ids(0)[2]}}));
-  CHECK(!f.rows[0].by_step);
+  CHECK(!f.rows[0].by_step());
   CHECK_EQ(f.rows.info(0).num_marked, 8);
   const Slots more = f.server.serve({0, 3, /*num_lookahead=*/4});
   CHECK(more.new_blocks == std::vector<Ids>({{f.ids(0)[3], f.ids(0)[4]}}));
@@ -370,12 +370,13 @@ TEST(a_row_restarts_from_its_cached_prefix) {
   f.admit({{hashed_chain(20), 10}});
   f.end();
   const Ids before = f.ids(0);
-  f.rows[0].is_stale = f.rows[0].may_share = f.rows[0].has_forked = true;
+  f.rows[0].is_stale = true;
+  f.rows[0].sharing = Sharing::kNext;
   f.release.release_row(0, /*with_all=*/false);
   f.server.restart(0, 0);
   CHECK(f.ids(0) == Ids({before[0], before[1]}));
   CHECK_EQ(f.rows[0].num_computed, 8);
-  CHECK(!f.rows[0].is_stale && !f.rows[0].may_share && !f.rows[0].has_forked);
+  CHECK(!f.rows[0].is_stale && !f.rows[0].has_forked());
   CHECK_EQ(f.rows[0].next_publish, 12);
 }
 

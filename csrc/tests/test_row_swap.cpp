@@ -28,7 +28,7 @@ TEST(only_blocks_with_kv_are_swapped_out) {
   s.rows[row].num_computed = 6;  // the third block is lookahead
   const Ids blocks = s.ids(row);
   leave(&s, {row});
-  CHECK(s.rows[row].on_host);
+  CHECK(s.rows[row].is_on_host());
   CHECK_EQ(s.ids(row).size(), 2);
   CHECK_EQ(s.pool.num_free(), 19);
   CHECK(s.end().swap_out == Ids({blocks[0], s.ids(row)[0], blocks[1], s.ids(row)[1]}));
@@ -68,7 +68,7 @@ TEST(a_row_that_does_not_fit_stays_on_the_device) {
   const int32_t row = s.add_row(40);
   s.serve(row, 0, 40);
   CHECK(!leave(&s, {row}));  // 10 blocks do not fit into 9 pages
-  CHECK(!s.rows[row].on_host);
+  CHECK(!s.rows[row].is_on_host());
   CHECK_EQ(s.host.pages().num_free(), 9);
   const StepPlan& plan = s.end();
   CHECK(plan.status == std::vector<uint8_t>({static_cast<uint8_t>(Status::kWait)}));
@@ -87,7 +87,7 @@ TEST(only_pages_that_a_row_still_reads_are_swapped_in) {
   CHECK(back.demand.status == Status::kServed);
   CHECK_EQ(back.first[0], 2);
   s.swap.move_in(row, 12, back);
-  CHECK(!s.rows[row].on_host);
+  CHECK(!s.rows[row].is_on_host());
   CHECK(s.ids(row)[0] == kNullBlock && s.ids(row)[1] == kNullBlock);
   CHECK(s.end().swap_in == Ids({pages[2], s.ids(row)[2]}));
   CHECK_EQ(s.host.pages().num_free(), 8);  // one page is being read
@@ -227,12 +227,12 @@ TEST(rows_that_do_not_all_fit_stay_on_the_device) {
   s.serve(other, 0, 20);
   s.end();
   CHECK(!s.swap.swap_out({row, other}));  // 10 blocks do not fit into 9 pages
-  CHECK(!s.rows[row].on_host && !s.rows[other].on_host);
+  CHECK(!s.rows[row].is_on_host() && !s.rows[other].is_on_host());
   CHECK_EQ(s.host.pages().num_free(), 9);
   CHECK(s.swap.swap_out({row}).has_value());
   const Ids others = take(&s.pool, 10);  // 4 are free
   CHECK(!s.swap.swap_in({row}));
-  CHECK(s.rows[row].on_host);
+  CHECK(s.rows[row].is_on_host());
   release(&s.pool, others);
 }
 

@@ -106,7 +106,7 @@ TEST(lookahead_blocks_are_not_written) {
   CHECK_EQ(f.rows.num_written(row, f.groups[1]), 2);
   CHECK_EQ(f.rows.num_written(row, f.groups[2]), 1);
   CHECK(f.rows.written_blocks(row) == Ids({1, 4, 6}));
-  f.rows[row].on_host = true;  // on the host, all blocks are written
+  f.rows[row].state = RowState::kOnHost;  // on the host, all blocks are written
   CHECK(f.rows.written_blocks(row) == Ids({1, 2, 3, 4, 5, 6}));
   f.check();
 }
@@ -123,7 +123,7 @@ TEST(references_are_counted_on_the_tier_of_the_row) {
   Fixture f;
   f.take({1, 2});
   const int32_t out = f.take({1, 3});
-  f.rows[out].on_host = true;
+  f.rows[out].state = RowState::kOnHost;
   PerBlock<int32_t> device(9), host(9);
   f.rows.check_invariants(&device, &host);
   CHECK(device[1] == 1 && device[2] == 1 && device[3] == 0);

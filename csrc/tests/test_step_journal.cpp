@@ -9,7 +9,7 @@ namespace {
 Row admitted(int64_t admission, bool by_step = true) {
   Row row;
   row.admission = admission;
-  row.by_step = by_step;
+  if (by_step) row.served_by = ServedBy::kSteps;
   return row;
 }
 

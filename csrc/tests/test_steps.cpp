@@ -37,7 +37,7 @@ TEST(plan_and_journal_use_the_same_step_number) {
 TEST(resent_tables_are_cleared_and_sent_completely) {
   Fixture f;
   f.add_row({1}), f.add_row({2, 3}), f.add_row({4});
-  f.rows[2].on_host = true;
+  f.rows[2].state = RowState::kOnHost;
   f.steps.plan().resend(2);
   f.steps.plan().resend(1);
   f.steps.begin();

@@ -12,6 +12,26 @@
 
 namespace kvcache {
 
+// The calls that serve a row.
+enum class ServedBy : uint8_t {
+  kSteps,        // `step`, whose plans contain the row
+  kCalls,        // calls for single rows, from a caller that maintains its own tables
+  kMarkedCalls,  // likewise; blocks are published by `mark_computed` (see NewRow)
+};
+
+enum class RowState : uint8_t {
+  kRunning,
+  kReceiving,  // the KV of its external tokens has not arrived
+  kOnHost,     // its blocks are host pages
+};
+
+// Whether other rows may hold blocks of a row that are not full.
+enum class Sharing : uint8_t {
+  kNone,     // the row has never forked
+  kEarlier,  // none of the blocks that the row writes next
+  kNext,     // also the blocks that it writes next, which are then replaced
+};
+
 struct Row {
   std::shared_ptr<TokenChain> chain;  // null: the row is not in use
   int64_t num_computed = 0;           // tokens with a slot; they have KV after the plans have run
@@ -26,14 +46,22 @@ struct Row {
   int32_t num_drafts = 0;
   int32_t num_known = 0;             // known tokens when the row was last served
   int32_t num_undecided_before = 0;  // tokens before `start` that could be rejected at that time
-  bool by_step = false;              // admitted by `step`
-  bool reads = false;                // the row takes hits when it is restarted
-  bool is_stale = false;             // holds KV of an earlier epoch, so it publishes nothing
-  bool has_forked = false;           // shares blocks that are not full, or has shared some
-  bool may_share = false;            // may share blocks that it writes next
-  bool on_host = false;              // its blocks are host pages
-  bool is_receiving = false;         // the KV of its external tokens has not arrived
-  bool waits_for_marks = false;      // blocks are published by `mark_computed`; see NewRow
+  ServedBy served_by = ServedBy::kCalls;
+  RowState state = RowState::kRunning;
+  Sharing sharing = Sharing::kNone;
+  bool is_stale = false;  // holds KV of an earlier epoch, so it publishes nothing
+  bool reads = false;     // the row takes hits when it is restarted
+
+  bool by_step() const { return served_by == ServedBy::kSteps; }
+  bool waits_for_marks() const { return served_by == ServedBy::kMarkedCalls; }
+  bool is_receiving() const { return state == RowState::kReceiving; }
+  bool is_on_host() const { return state == RowState::kOnHost; }
+  bool has_forked() const { return sharing != Sharing::kNone; }
+  bool may_share() const { return sharing == Sharing::kNext; }
+  // Called when the row may continue in any of its blocks.
+  void expect_shared() {
+    if (has_forked()) sharing = Sharing::kNext;
+  }
 
   // Returns how many of the first `stop` tokens, after which the row continues, may still be
   // rejected. Unless they are all known (`num_ids`: new known tokens), this is the number of drafts

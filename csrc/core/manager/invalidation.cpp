@@ -92,7 +92,7 @@ InvalidChains Invalidation::chains() const {
 
 int64_t Invalidation::limit_by_blocks(int32_t row) const {
   int64_t limit = kUnbounded;
-  const bool on_host = (*context_.rows)[row].on_host;
+  const bool on_host = (*context_.rows)[row].is_on_host();
   for (const CacheGroup& group : *context_.groups) {
     const RowBlocks& each = context_.rows->blocks(row)[group.id];
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
@@ -180,7 +180,7 @@ bool Invalidation::add_computed(int32_t row, int64_t limit) {
     const int64_t size = context_.rows->num_written(row, group);
     for (int64_t b = group.rules->first_computed(group, each, limit); b < size; ++b) {
       const int64_t num_valid = group.rules->num_valid(group, b, limit);
-      const BlockId id = r.on_host ? kNullBlock : each[b];
+      const BlockId id = r.is_on_host() ? kNullBlock : each[b];
       if (id != kNullBlock) {
         changed |= add_invalid_block(id, num_valid);
         if (by_hash_) changed |= add_found(row, group, b, id, num_valid);

@@ -180,9 +180,9 @@ std::optional<PrefixHit> Manager::partial_hit(const NewRow& asked,
     ends_inside |= hit.has_part_of(group);
   }
   if (!ends_inside) return std::nullopt;
-  if (asked.num_external > 0) {
+  if (asked.external.num_tokens > 0) {
     throw std::invalid_argument(
-        "external.num_tokens is " + std::to_string(asked.num_external) + " after a hit of " +
+        "external.num_tokens is " + std::to_string(asked.external.num_tokens) + " after a hit of " +
         std::to_string(hit.num_tokens) +
         " tokens that ends inside a block: expected computed_blocks of whole blocks "
         "(whole_blocks=True)");
@@ -193,12 +193,12 @@ std::optional<PrefixHit> Manager::partial_hit(const NewRow& asked,
 Status Manager::would_fit(const NewRow& asked, bool whole) {
   const Call call(this);
   checks_.check_counts(asked);
-  if (whole && asked.receives) {
+  if (whole && asked.external.is_delayed) {
     throw std::invalid_argument(
         "whole and external.delayed are both set: expected at most one of them");
   }
   checks_.check_new(*asked.chain);
-  if (asked.num_external == 0) checks_.check_new_places(asked, /*start=*/0);
+  if (asked.external.num_tokens == 0) checks_.check_new_places(asked, /*start=*/0);
   if (asked.reads()) intake_.hash_ahead(*asked.chain, /*reads=*/true);
   external_hits({asked});
   return server_.would_fit(asked, whole);
@@ -221,7 +221,7 @@ int64_t Manager::checkpoint_tokens(TokenChain& chain, int32_t row, int64_t num_t
   checked_size("num_tokens", num_tokens, 1);
   const int64_t num_known = chain.num_tokens();
   // Calls outside of steps copy no states, so their hits consist of whole blocks.
-  const bool by_step = row >= 0 ? rows_.at(row).by_step : !setup_.options.engine_copies_states;
+  const bool by_step = row >= 0 ? rows_.at(row).by_step() : !setup_.options.engine_copies_states;
   int64_t start = 0, num_shared = 0, num_prompt = num_known;
   if (row >= 0) {
     start = rows_[row].num_computed;
@@ -290,12 +290,12 @@ std::vector<int64_t> Manager::external_hits(const std::vector<NewRow>& requests)
   std::vector<int64_t> hits;
   for (size_t i = 0; i < requests.size(); ++i) {
     const NewRow& asked = requests[i];
-    if (asked.num_external == 0) continue;
+    if (asked.external.num_tokens == 0) continue;
     intake_.hash_ahead(*asked.chain, asked.reads());
     hits.resize(requests.size());
     hits[i] = server_.num_hit_tokens(asked);
     checks_.check_external(asked, hits[i]);
-    checks_.check_new_places(asked, hits[i] + asked.num_external);
+    checks_.check_new_places(asked, hits[i] + asked.external.num_tokens);
   }
   return hits;
 }
@@ -315,7 +315,8 @@ Slots Manager::admit(const NewRow& asked, const std::vector<std::vector<BlockId>
   const int64_t num_computed =
       partial ? partial->num_tokens : checks_.check_computed(*chain, computed, asked.reads());
   checks_.check_external(asked, num_computed);
-  checks_.check_new_places(asked, asked.num_external == 0 ? 0 : num_computed + asked.num_external);
+  checks_.check_new_places(
+      asked, asked.external.num_tokens == 0 ? 0 : num_computed + asked.external.num_tokens);
   PrefixHit hit = partial ? *partial : PrefixHit::of_device(num_computed, computed);
   hit.num_shared_tokens = asked.num_shared;
   if (misses_ != nullptr) misses_->release_dropped();
@@ -442,13 +443,13 @@ void Manager::free(const int32_t* rows, int64_t n, const ReleaseFeatures& featur
   const Call call(this);
   checks_.check_leaving(rows, n, kept);
   for (int64_t i = 0; i < n; ++i) {
-    if (!rows_[rows[i]].on_host) intake_.hash_filled(rows[i]);
+    if (!rows_[rows[i]].is_on_host()) intake_.hash_filled(rows[i]);
   }
   const Soundness::Change change = this->change("free");
   for (int64_t i = 0; i < n; ++i) {
     const Row& r = rows_[rows[i]];
-    stats_.note_had(r.chain.get(), r.is_receiving ? rows_.info(rows[i]).num_hit : r.num_computed);
-    if (!r.on_host) publisher_.publish(rows[i]);
+    stats_.note_had(r.chain.get(), r.is_receiving() ? rows_.info(rows[i]).num_hit : r.num_computed);
+    if (!r.is_on_host()) publisher_.publish(rows[i]);
     release_.leave(rows[i], features, kept.empty() ? nullptr : &kept[static_cast<size_t>(i)]);
   }
 }
@@ -476,7 +477,7 @@ void Manager::mark_computed(int32_t row, int64_t num_tokens) {
   int64_t& num_marked = rows_.info(row).num_marked;
   const int64_t num_reached = std::min(num_tokens, r.num_computed);
   // Most decode steps fill no block.
-  if (r.on_host || !publisher_.may_publish(row)) {
+  if (r.is_on_host() || !publisher_.may_publish(row)) {
     num_marked = std::max(num_marked, num_reached);
     return;
   }

@@ -165,8 +165,8 @@ class Manager {
   // reverse operation. The moves must be executed in the order of the calls.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
-  bool is_on_host(int32_t row) const { return row_at(row).on_host; }
-  bool by_step(int32_t row) const { return row_at(row).by_step; }
+  bool is_on_host(int32_t row) const { return row_at(row).is_on_host(); }
+  bool by_step(int32_t row) const { return row_at(row).by_step(); }
   // Returns the number of distinct blocks with KV that these rows hold. All rows must be on the
   // same tier.
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
@@ -239,7 +239,7 @@ class Manager {
   int64_t num_external(int32_t row) const {  // number of external tokens of a receiving row
     return row_at(row).num_computed - rows_.info(row).num_hit;
   }
-  bool is_receiving(int32_t row) const { return row_at(row).is_receiving; }
+  bool is_receiving(int32_t row) const { return row_at(row).is_receiving(); }
   int64_t num_loading() const {  // number of blocks being loaded from the host
     return tiers_.host() == nullptr ? 0 : tiers_.host()->num_onboards();
   }

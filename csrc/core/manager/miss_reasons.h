@@ -25,7 +25,7 @@ namespace kvcache {
 // Except for kNotRead, the reasons are listed in the order of their ranges in a request.
 enum class MissReason : uint8_t {
   kNotRead,    // the request is a fork, or the request or the manager does not use the cache
-  kExternal,   // the KV came from another source (`NewRow::num_external`)
+  kExternal,   // the KV came from another source (`NewRow::external`)
   kNotTaken,   // cached, but the request took a shorter hit, because the longer one did not fit
   kNotLoaded,  // on the host, but not loaded
   kBoundary,   // cached, but another block, window or state that the hit needs is not

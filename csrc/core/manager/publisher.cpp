@@ -23,13 +23,13 @@ Publisher::Publisher(const Context& context, const ManagerOptions& options)
 
 int64_t Publisher::num_with_kv(int32_t row) const {
   const Row& r = (*c_.rows)[row];
-  return r.waits_for_marks ? std::min(c_.rows->info(row).num_marked, r.num_computed)
-                           : r.num_computed;
+  return r.waits_for_marks() ? std::min(c_.rows->info(row).num_marked, r.num_computed)
+                             : r.num_computed;
 }
 
 int64_t Publisher::next_publish(int32_t row) const {
   const Row& r = (*c_.rows)[row];
-  if (r.is_stale || r.is_receiving || !is_enabled_ || !r.chain->write_cache()) return kUnbounded;
+  if (r.is_stale || r.is_receiving() || !is_enabled_ || !r.chain->write_cache()) return kUnbounded;
   int64_t next = kUnbounded;
   const RowBlocks* blocks = c_.rows->blocks(row);
   for (const CacheGroup& group : *c_.groups) {

@@ -63,8 +63,8 @@ void Recovery::note_given(const StepJournal::Step& step) {
   for (const StepJournal::Served& served : step.rows) {
     if (!c_.rows->is_still(served.row, served.admission)) continue;
     const Row& r = (*c_.rows)[served.row];
-    if (r.on_host || c_.rows->info(served.row).step != step.id) continue;
-    c_.rows->info(served.row).was_aborted = r.is_receiving;
+    if (r.is_on_host() || c_.rows->info(served.row).step != step.id) continue;
+    c_.rows->info(served.row).was_aborted = r.is_receiving();
     for (const CacheGroup& group : *c_.groups) {
       const PageTraits& traits = group.rules->traits;
       if (traits.follows_sequence && !traits.appends) continue;
@@ -104,7 +104,7 @@ void Recovery::undo(const StepJournal::Step& step, Invalidation* invalid) {
     c_.host->pages().evict(step.written.data(), static_cast<int64_t>(step.written.size()));
   }
   for (int32_t row : step.clear_rows) {
-    if (c_.rows->is_in_use(row) && (*c_.rows)[row].by_step) {
+    if (c_.rows->is_in_use(row) && (*c_.rows)[row].by_step()) {
       c_.plan->resend(row);
     } else {
       c_.plan->clear_later(row);
@@ -155,12 +155,12 @@ Recompute Recovery::recompute(const Invalidation::Limits& limits, int64_t most_h
   std::vector<int32_t> to_restart;
   for (const auto& [row, limit] : limits) {
     if (limit >= rows[row].num_computed) continue;
-    if (rows[row].is_receiving) {  // the sender still writes to its blocks
+    if (rows[row].is_receiving()) {  // the sender still writes to its blocks
       rows.info(row).num_valid = std::min(rows.info(row).num_valid, limit);
       continue;
     }
     out.rows.push_back(row);
-    if (!rows[row].on_host && parts_.release->can_resume(row, limit)) {
+    if (!rows[row].is_on_host() && parts_.release->can_resume(row, limit)) {
       parts_.release->truncate(row, limit);
       parts_.publisher->refresh(row);
     } else {
@@ -191,7 +191,7 @@ void Recovery::receive(int32_t row, int64_t num_tokens) {
       if (group.rules->traits.appends) num_tokens -= num_tokens % group.block_size;
     }
   }
-  r.is_receiving = false;
+  r.state = RowState::kRunning;
   if (num_tokens < r.num_computed) recompute({{row, num_tokens}}, /*most_had=*/num_tokens);
   parts_.publisher->refresh(row);
   parts_.publisher->publish(row);

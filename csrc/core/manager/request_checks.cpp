@@ -84,19 +84,20 @@ void RequestChecks::check_counts(const NewRow& asked) const {
   checked_size("num_reserved_blocks", asked.num_reserved_blocks, 0);
   checked_size("num_prompt_tokens", asked.num_prompt, 0);
   checked_size("num_shared_tokens", asked.num_shared, 0);
-  checked_size("external.num_tokens", asked.num_external, 0);
-  if (asked.num_external > 0) {
-    check_all_transferred(asked.num_external);
+  checked_size("external.num_tokens", asked.external.num_tokens, 0);
+  if (asked.external.num_tokens > 0) {
+    check_all_transferred(asked.external.num_tokens);
     if (!asked.reads()) {
-      throw std::invalid_argument("external.num_tokens is " + std::to_string(asked.num_external) +
+      throw std::invalid_argument("external.num_tokens is " +
+                                  std::to_string(asked.external.num_tokens) +
                                   ", but the request has read_cache=False: expected 0");
     }
   }
-  if (!asked.receives) {
+  if (!asked.external.is_delayed) {
     checked_size("num_tokens", asked.num_tokens, 1);
     return;
   }
-  if (asked.num_external == 0) {
+  if (asked.external.num_tokens == 0) {
     throw std::invalid_argument(
         "external.delayed is True, and external.num_tokens is 0: expected 1 or more tokens");
   }
@@ -117,18 +118,18 @@ void RequestChecks::check_all_transferred(int64_t num_external) const {
 
 void RequestChecks::check_external(const NewRow& asked, int64_t num_hit) const {
   const int64_t num_known = asked.chain->num_tokens();
-  if (num_hit + asked.num_external < num_known || asked.num_external == 0) return;
-  throw std::invalid_argument("external.num_tokens is " + std::to_string(asked.num_external) +
-                              ": expected at most " + std::to_string(num_known - 1 - num_hit) +
-                              ", because the request has " + std::to_string(num_known) +
-                              " tokens, of which " + std::to_string(num_hit) +
-                              " are cached, and the last token must be computed");
+  if (num_hit + asked.external.num_tokens < num_known || asked.external.num_tokens == 0) return;
+  throw std::invalid_argument(
+      "external.num_tokens is " + std::to_string(asked.external.num_tokens) +
+      ": expected at most " + std::to_string(num_known - 1 - num_hit) +
+      ", because the request has " + std::to_string(num_known) + " tokens, of which " +
+      std::to_string(num_hit) + " are cached, and the last token must be computed");
 }
 
 void RequestChecks::check_receive(int32_t row, int64_t num_tokens) const {
   const Row& r = c_.rows->at(row);
   const int64_t most = r.num_computed - c_.rows->info(row).num_hit;
-  if (!r.is_receiving) {
+  if (!r.is_receiving()) {
     throw std::invalid_argument(
         "row " + std::to_string(row) +
         " is not receiving: expected a request that was admitted with external.delayed");
@@ -139,7 +140,7 @@ void RequestChecks::check_receive(int32_t row, int64_t num_tokens) const {
 }
 
 void RequestChecks::check_departure(int32_t row, const std::string* keep_as) const {
-  if ((*c_.rows)[row].is_receiving && keep_as == nullptr) {
+  if ((*c_.rows)[row].is_receiving() && keep_as == nullptr) {
     throw std::invalid_argument(
         "row " + std::to_string(row) +
         " is receiving external tokens: expected a call to finish_receiving "
@@ -349,7 +350,7 @@ void RequestChecks::check_step(const StepRequest& request) const {
     check_counts(row);
     check_new(*row.chain);
     // With external tokens, the slots depend on the hit, which is not known yet.
-    if (row.num_external == 0) check_new_places(row, /*start=*/0);
+    if (row.external.num_tokens == 0) check_new_places(row, /*start=*/0);
   }
 }
 
@@ -443,7 +444,7 @@ void RequestChecks::check_swap(const std::vector<int32_t>& rows, bool on_host) c
   c_.rows->begin_call();
   for (int32_t row : rows) {
     check_driver(row, /*by_step=*/false);
-    if ((*c_.rows)[row].on_host != on_host) {
+    if ((*c_.rows)[row].is_on_host() != on_host) {
       throw std::invalid_argument("row " + std::to_string(row) +
                                   (on_host ? " is on the device: expected one that is swapped out"
                                            : " is swapped out: expected one on the device"));

@@ -39,10 +39,10 @@ class RequestChecks {
   // Checks that the row is driven by `step` or, if not by_step, by a caller that maintains its own
   // tables.
   void check_driver(int32_t row, bool by_step) const {
-    if (c_.rows->at(row).by_step != by_step) fail_driver(row, by_step);
+    if (c_.rows->at(row).by_step() != by_step) fail_driver(row, by_step);
   }
   void check_not_receiving(int32_t row) const {
-    if ((*c_.rows)[row].is_receiving) fail_receiving(row);
+    if ((*c_.rows)[row].is_receiving()) fail_receiving(row);
   }
   // For circular buffers, checks that the slots of a step do not overwrite tokens that the step
   // reads. The step needs `num_slots` slots, including lookahead, starting at token `start`. `what`
@@ -73,7 +73,7 @@ class RequestChecks {
   void check_has_no_state(const char* call) const;
   void check_has_host(const char* what) const;
   void check_on_device(int32_t row) const {
-    if (c_.rows->at(row).on_host) fail_on_host(row);
+    if (c_.rows->at(row).is_on_host()) fail_on_host(row);
   }
   void check_ids(const std::vector<BlockId>& ids, const char* name) const;
 

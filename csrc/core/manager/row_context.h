@@ -52,7 +52,7 @@ struct RowContext {
 
   // If plans contain the row, makes the next plan send its complete table.
   void resend(int32_t row) const {
-    if ((*rows)[row].by_step) plan->resend(row);
+    if ((*rows)[row].by_step()) plan->resend(row);
   }
 };
 

@@ -10,18 +10,18 @@ namespace kvcache {
 
 void RowRelease::leave(int32_t row, const ReleaseFeatures& features, const std::string* keep_as) {
   const Row& r = (*c_.rows)[row];
-  if (!r.on_host) {
+  if (!r.is_on_host()) {
     note_left(row);
     notify_release(row, features);
   }
   release_row(row, /*with_all=*/true, keep_as);
-  if (r.by_step) c_.plan->clear_later(row);
+  if (r.by_step()) c_.plan->clear_later(row);
   c_.plan->forget_resend(row);
   c_.rows->give_up(row);
 }
 
 void RowRelease::let_go(int32_t row) {
-  if (!(*c_.rows)[row].on_host) note_left(row);
+  if (!(*c_.rows)[row].is_on_host()) note_left(row);
   release_row(row, /*with_all=*/false);
 }
 
@@ -38,7 +38,7 @@ void RowRelease::note_left(int32_t row) const {
     // A published block normally stays in the cache index. Exceptions are blocks that no hit can
     // read, and the following cases.
     const bool may_be_lost =
-        !group.keeps_all || has_forgotten_ || c_.host != nullptr || (*c_.rows)[row].has_forked;
+        !group.keeps_all || has_forgotten_ || c_.host != nullptr || (*c_.rows)[row].has_forked();
     const int64_t first =
         may_be_lost ? each.num_dropped : std::max(each.num_dropped, each.num_published);
     for (int64_t b = first; b < size; ++b) {
@@ -63,7 +63,7 @@ void RowRelease::note_onboards(int32_t row) const {
 void RowRelease::release_row(int32_t row, bool with_all, const std::string* keep_as) {
   std::vector<BlockId> ids = c_.rows->tail_first(row, with_all);
   const auto n = static_cast<int64_t>(ids.size());
-  if ((*c_.rows)[row].on_host) {
+  if ((*c_.rows)[row].is_on_host()) {
     c_.host->pages().release(ids.data(), n);
   } else if (keep_as != nullptr) {
     keep(row, *keep_as, std::move(ids));
@@ -209,7 +209,7 @@ void RowRelease::truncate(int32_t row, int64_t num_tokens) {
   r.num_drafts = r.num_undecided_before = 0;
   int64_t& hit_end = c_.rows->info(row).hit_end;
   hit_end = std::min(hit_end, num_tokens);
-  r.may_share = r.has_forked;
+  r.expect_shared();
 }
 
 }  // namespace kvcache

@@ -94,7 +94,7 @@ void RowServer::serve_rows(const StepRequest& request) {
 void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>& external_hits) {
   for (size_t i = 0; i < request.new_rows.size(); ++i) {
     ServedRow served;
-    const int64_t external_hit = request.new_rows[i].num_external > 0 ? external_hits[i] : 0;
+    const int64_t external_hit = request.new_rows[i].external.num_tokens > 0 ? external_hits[i] : 0;
     const Status status = admit_new(&served, request, i, external_hit);
     if (status == Status::kServed) c_.plan->clear(served.row);
     answer(served, status);
@@ -112,7 +112,7 @@ Status RowServer::admit_new(ServedRow* served, const StepRequest& request, size_
     served->row = -1;
     // Earlier rows of this step have changed the cache, so the external load would be for different
     // tokens.
-    if (asked.num_external > 0 && hit.num_tokens != external_hit) return Status::kWait;
+    if (asked.external.num_tokens > 0 && hit.num_tokens != external_hit) return Status::kWait;
     const Status status = admit(served, asked, hit, /*by_step=*/true);
     answer = std::min(answer, status);
     if (!tries_less(asked, hit, status)) break;
@@ -123,7 +123,7 @@ Status RowServer::admit_new(ServedRow* served, const StepRequest& request, size_
 // Whether to retry a request with this status with a shorter hit. Requests with external tokens
 // cannot be retried, because external tokens are counted from the end of the hit.
 bool RowServer::tries_less(const NewRow& asked, const PrefixHit& hit, Status status) {
-  if (asked.num_external > 0) return false;
+  if (asked.external.num_tokens > 0) return false;
   return status == Status::kWait ? hit.copies_partial()
                                  : status == Status::kNever && hit.num_tokens > 0;
 }
@@ -131,7 +131,7 @@ bool RowServer::tries_less(const NewRow& asked, const PrefixHit& hit, Status sta
 // External tokens were counted from the end of a whole block, so the hit before them must consist
 // of whole blocks.
 const PrefixHit& RowServer::find_hit(const NewRow& asked, HitChoice choice) {
-  const bool with_partial = choice == HitChoice::kPartial && asked.num_external == 0;
+  const bool with_partial = choice == HitChoice::kPartial && asked.external.num_tokens == 0;
   const bool reads = choice != HitChoice::kNone && asked.reads();
   const PrefixHit& hit = parts_.finder->find(*asked.chain, with_partial, /*with_host=*/true, reads);
   if (choice == HitChoice::kPartial) found_ = {0, hit.num_tokens, hit.num_shared_tokens};
@@ -145,8 +145,9 @@ const PrefixHit& RowServer::find_hit(const NewRow& asked, HitChoice choice) {
 // The tokens between the end of the hit and the start of the span come from another source.
 Span RowServer::span_of(const NewRow& asked, const PrefixHit& hit) {
   const int64_t num_known = asked.chain->num_tokens();
-  const int64_t start = hit.num_tokens + asked.num_external;
-  const int64_t stop = asked.receives ? start : std::min(start + asked.num_tokens, num_known);
+  const int64_t start = hit.num_tokens + asked.external.num_tokens;
+  const int64_t stop =
+      asked.external.is_delayed ? start : std::min(start + asked.num_tokens, num_known);
   return {start, stop, asked.num_lookahead};
 }
 
@@ -171,8 +172,9 @@ Status RowServer::would_extend(int32_t row, int64_t num_tokens,
                                int64_t num_lookahead_tokens) const {
   const Row& r = (*c_.rows)[row];
   const Span span = span_of(row, /*num_rejected=*/0, num_tokens, num_lookahead_tokens);
-  return r.on_host ? parts_.swap->return_of(row, span, rules_).demand.status
-                   : rules_.of_running(c_.rows->blocks(row), span, r.may_share, r.by_step).status;
+  return r.is_on_host()
+             ? parts_.swap->return_of(row, span, rules_).demand.status
+             : rules_.of_running(c_.rows->blocks(row), span, r.may_share(), r.by_step()).status;
 }
 
 void RowServer::publish_left_states() {
@@ -195,9 +197,10 @@ Status RowServer::extend(ServedRow* served) {
   Row& r = (*c_.rows)[row];
   const Span& span = served->span;
   served->safe_start = span.start;
-  const Demand demand = r.on_host ? bring_back(served)
-                                  : rules_.of_running(c_.rows->blocks(row), span, r.may_share,
-                                                      /*gives_up=*/r.by_step);
+  const Demand demand = r.is_on_host()
+                            ? bring_back(served)
+                            : rules_.of_running(c_.rows->blocks(row), span, r.may_share(),
+                                                /*gives_up=*/r.by_step());
   if (demand.status != Status::kServed) return demand.status;
   r.start = span.start;
   r.num_computed = span.stop;
@@ -206,8 +209,10 @@ Status RowServer::extend(ServedRow* served) {
   r.num_drafts = static_cast<int32_t>(span.num_drafts);
   growth_.serve(served, demand);
   note_slots(row, span);
-  if (r.may_share) r.may_share = rules_.shares_from(c_.rows->blocks(row), span.start);
-  if (r.has_forked) keep_own_blocks(*served);
+  if (r.may_share() && !rules_.shares_from(c_.rows->blocks(row), span.start)) {
+    r.sharing = Sharing::kEarlier;
+  }
+  if (r.has_forked()) keep_own_blocks(*served);
   c_.rows->set_quiet_until(row, c_.rows->next_quiet_until(row));
   return Status::kServed;
 }
@@ -251,7 +256,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   if (demand.status != Status::kServed) return demand.status;
   const int32_t row = served->row = c_.rows->take();
   // Received tokens do not depend on this step.
-  served->safe_start = asked.receives ? served->span.start : hit.num_tokens;
+  served->safe_start = asked.external.is_delayed ? served->span.start : hit.num_tokens;
   Row& r = (*c_.rows)[row];
   const int64_t num_prompt = asked.num_prompt > 0 ? asked.num_prompt : chain->num_tokens();
   AdmissionInfo& info = c_.rows->info(row);
@@ -264,13 +269,15 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   r.num_computed = served->span.stop;
   r.num_known = static_cast<int32_t>(chain->num_tokens());
   r.reads = asked.reads();
-  r.is_receiving = asked.receives;
-  r.waits_for_marks = asked.waits_for_marks;
-  r.by_step = by_step;
+  r.state = asked.external.is_delayed ? RowState::kReceiving : RowState::kRunning;
+  r.served_by = by_step                 ? ServedBy::kSteps
+                : asked.waits_for_marks ? ServedBy::kMarkedCalls
+                                        : ServedBy::kCalls;
   if (parts_.misses != nullptr) {
     const bool counts = asked.reads() && !parts_.stats->has_counted(chain.get());
-    parts_.misses->note(row, {chain, asked.reads(), hit.num_tokens, asked.num_external, asked.name},
-                        found_, counts);
+    parts_.misses->note(
+        row, {chain, asked.reads(), hit.num_tokens, asked.external.num_tokens, asked.name}, found_,
+        counts);
   }
   compare_hit(asked, hit, by_step);
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
@@ -309,8 +316,8 @@ void RowServer::restart(int32_t row, int64_t num_had) {
   Row& r = (*c_.rows)[row];
   parts_.stats->note_had(r.chain.get(), num_had);
   c_.rows->disturb(row);
-  r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
-  r.has_forked = r.may_share = false;
+  if (r.chain->num_encoder_tokens() == 0) r.state = RowState::kRunning;
+  r.sharing = Sharing::kNone;
   const PrefixHit& hit =
       parts_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false, r.reads);
   AdmissionInfo& info = c_.rows->info(row);
@@ -414,7 +421,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   const int32_t other = c_.rows->take();
   Row& parent = (*c_.rows)[row];
   Row& r = (*c_.rows)[other];
-  parent.has_forked = parent.may_share = true;
+  parent.sharing = Sharing::kNext;
   c_.rows->disturb(row);
   const int64_t admission = r.admission;
   r = parent;
@@ -445,7 +452,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   if (parts_.misses != nullptr) {
     parts_.misses->note_fork(other, child->num_tokens(), r.num_computed);
   }
-  if (r.by_step) c_.journal->inherit(row, parent, other, r);
+  if (r.by_step()) c_.journal->inherit(row, parent, other, r);
   c_.resend(other);
   return {Status::kServed, other, {}, {}};
 }

@@ -183,7 +183,7 @@ std::optional<RowSwap::Departure> RowSwap::departure_of(int32_t row) const {
 // Lookahead blocks have no content, so they are only released.
 void RowSwap::move_out(int32_t row, const Departure& departure) {
   BlockPool& host = c_.host->pages();
-  const bool is_cached = (*c_.rows)[row].by_step;
+  const bool is_cached = (*c_.rows)[row].by_step();
   std::unordered_set<BlockId> taken;  // blocks whose pages the row already references
   for (size_t i = 0; i < departure.known.size(); i += 2) {
     const BlockId id = departure.known[i], page = departure.known[i + 1];
@@ -224,7 +224,7 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
   c_.frees->release_or_defer(released.data(), static_cast<int64_t>(released.size()),
                              c_.journal->numbers().num_steps);
   c_.rows->disturb(row);
-  (*c_.rows)[row].on_host = true;
+  (*c_.rows)[row].state = RowState::kOnHost;
   (*c_.rows)[row].num_drafts = 0;
 }
 
@@ -316,8 +316,8 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
   }
   std::reverse(left.begin(), left.end());
   c_.host->pages().release(left.data(), static_cast<int64_t>(left.size()));
-  r.on_host = false;
-  r.may_share = r.has_forked;
+  r.state = RowState::kRunning;
+  r.expect_shared();
 }
 
 // Marks the blocks that were loaded outside of a step as unpublished, except the first `num_shared`

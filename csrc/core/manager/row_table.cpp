@@ -37,7 +37,7 @@ void RowTable::give_up(int32_t row) {
 
 int64_t RowTable::next_quiet_until(int32_t row) const {
   const Row& r = rows_[row];
-  if (r.has_forked || r.may_share || r.on_host || r.is_receiving || r.num_drafts > 0) return 0;
+  if (r.has_forked() || r.state != RowState::kRunning || r.num_drafts > 0) return 0;
   int64_t until = kUnbounded;
   const RowBlocks* held = blocks(row);
   for (const CacheGroup& group : *groups_) {
@@ -52,7 +52,7 @@ int64_t RowTable::num_written(int32_t row, const CacheGroup& group) const {
 
 PageRules::Columns RowTable::computed(int32_t row, const CacheGroup& group) const {
   const RowBlocks& each = blocks(row)[group.id];
-  const int64_t size = rows_[row].on_host ? each.size() : num_written(row, group);
+  const int64_t size = rows_[row].is_on_host() ? each.size() : num_written(row, group);
   return group.rules->computed(each, size, rows_[row].num_drafts);
 }
 
@@ -136,7 +136,7 @@ void RowTable::check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* ho
           throw std::logic_error("row " + std::to_string(row) +
                                  " has null blocks that num_dropped does not count");
         }
-        if (each[b] != kNullBlock) ++(*(rows_[row].on_host ? host : device))[each[b]];
+        if (each[b] != kNullBlock) ++(*(rows_[row].is_on_host() ? host : device))[each[b]];
       }
     }
   }

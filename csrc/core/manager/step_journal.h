@@ -91,7 +91,7 @@ class StepJournal {
   // Records a block that its row has released and that lookups do not find, or soon will not find.
   void note_forgotten(const Left& left, int64_t first_token, BlockId id);
   // Whether notes on this row are recorded.
-  bool notes(const Row& r) const { return !in_flight_.empty() && r.by_step; }
+  bool notes(const Row& r) const { return !in_flight_.empty() && r.by_step(); }
   // Copies the notes of the parent to a child, which holds the same blocks.
   void inherit(int32_t row, const Row& r, int32_t child, const Row& c);
 

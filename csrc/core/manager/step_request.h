@@ -13,16 +13,20 @@
 
 namespace kvcache {
 
+// Tokens after the hit of a request, whose KV comes from an external source.
+struct ExternalTokens {
+  int64_t num_tokens = 0;
+  bool is_delayed = false;  // the KV arrives later, and the row is not served until then
+};
+
 // A request for a new row.
 struct NewRow {
   std::shared_ptr<TokenChain> chain;
-  int64_t num_tokens =
-      kMaxSize;  // maximum number of tokens after the hit, clipped to the known tokens
+  // Maximum number of tokens after the hit, clipped to the known tokens.
+  int64_t num_tokens = kMaxSize;
   // Maximum number of host blocks in a hit; a hit with more host blocks uses none of them.
   int64_t max_host_blocks = kMaxSize;
-  int64_t num_external = 0;  // tokens after the hit whose KV comes from an external source
-  // The KV of external tokens arrives later, and the row is not served until then.
-  bool receives = false;
+  ExternalTokens external = {};
   std::optional<bool> read_cache = std::nullopt;  // overrides the setting of the chain
   int64_t num_lookahead = 0;                      // additional slots for drafts
   int64_t num_reserved_blocks = 0;                // blocks left free in addition to the watermark

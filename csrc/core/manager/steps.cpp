@@ -24,7 +24,7 @@ void Steps::resend_tables(const RowTable& rows) {
   for (int32_t row : plan_.take_resent()) {
     plan_.clear(row);
     // The table of a row on the host is sent when the row returns.
-    if (!rows[row].on_host) plan_.append(row, rows.blocks(row), kFromFirst.data());
+    if (!rows[row].is_on_host()) plan_.append(row, rows.blocks(row), kFromFirst.data());
   }
 }
 
