@@ -109,6 +109,8 @@ struct CacheGroup {
     return is_cached ? first_needed_token(num_hit) : num_hit;
   }
   int64_t first_hit_block(int64_t num_hit) const { return first_hit_token(num_hit) / block_size; }
+  // The index of the hash that identifies this whole block.
+  int64_t hash_index(int64_t block) const { return (block + 1) * num_hashes - 1; }
 };
 
 // Whether the blocks of all groups have the size of one hash block.

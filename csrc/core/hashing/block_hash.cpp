@@ -2,8 +2,8 @@
 #include "core/hashing/block_hash.h"
 
 #include <algorithm>
-#include <stdexcept>
 
+#include "core/errors.h"
 #include "core/hashing/cbor.h"
 #include "core/hashing/cbor_ints.h"
 #include "core/hashing/long_work.h"
@@ -35,8 +35,7 @@ HashAlgorithm hash_algorithm_of(std::string_view name) {
     if (name == each.name) return each.algorithm;
     known += (known.empty() ? "" : ", ") + std::string(each.name);
   }
-  throw std::invalid_argument("hash algorithm '" + std::string(name) +
-                              "' is unknown: expected one of " + known);
+  throw_invalid("hash algorithm '", name, "' is unknown: expected one of ", known);
 }
 
 Hash hash_seed(std::string_view seed, HashAlgorithm algorithm) {

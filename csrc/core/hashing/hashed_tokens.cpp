@@ -2,9 +2,9 @@
 #include "core/hashing/hashed_tokens.h"
 
 #include <algorithm>
-#include <stdexcept>
 #include <utility>
 
+#include "core/errors.h"
 #include "core/hashing/cbor.h"
 
 namespace kvcache {
@@ -76,8 +76,7 @@ void HashedTokens::drop_full_blocks() {
 
 void HashedTokens::read(int64_t first, int64_t stop, Hash* out) const {
   if (stop > num_blocks()) {
-    throw std::invalid_argument("hashes of " + std::to_string(num_blocks()) +
-                                " blocks are known: expected " + std::to_string(stop));
+    throw_invalid("hashes of ", num_blocks(), " blocks are known: expected ", stop);
   }
   std::copy(hashes_.begin() + first, hashes_.begin() + stop, out);
 }

@@ -5,9 +5,9 @@
 #include <array>
 #include <optional>
 #include <stdexcept>
-#include <string>
 #include <utility>
 
+#include "core/errors.h"
 #include "core/hashing/long_work.h"
 #include "core/limits.h"
 
@@ -52,8 +52,8 @@ void TokenIds::take_back(int64_t n) {
 }
 
 void TokenIds::fail_negative(int64_t i, int32_t id) {
-  throw std::invalid_argument(
-      "token_ids[" + std::to_string(i) + "] is " + std::to_string(id) +
+  throw_invalid(
+      "token_ids[", i, "] is ", id,
       ": expected 0 to 2147483647 (below 0 only where extra keys or given hashes identify it)");
 }
 

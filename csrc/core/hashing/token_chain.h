@@ -140,7 +140,7 @@ class TokenChain {
     return std::max(num_tokens - scheme_.num_lookahead, int64_t{0}) / block_size_;
   }
   CountedTokens& counted() { return tokens_->counted_; }
-  bool has_unhashed_blocks() const { return static_cast<int64_t>(hashes_.size()) < num_hashable(); }
+  bool has_unhashed_blocks() const { return num_known_hashes() < num_hashable(); }
 
   // Returns the hashes of the full blocks, computing missing ones. Throws std::runtime_error while
   // an earlier call computes them, and rethrows the error of an interruption. Already computed
@@ -154,6 +154,8 @@ class TokenChain {
 
   // Returns the hashes computed so far, without computing more.
   const HashList& known_hashes() const { return hashes_; }
+  int64_t num_known_hashes() const { return static_cast<int64_t>(hashes_.size()); }
+  const Hash& known_hash(int64_t i) const { return hashes_[static_cast<size_t>(i)]; }
   // The variant (core/pool/variants.h) of each hash. Null: all are 0.
   const uint64_t* variants() const { return variants_.empty() ? nullptr : variants_.data(); }
   uint64_t variant(int64_t i) const {

@@ -10,8 +10,8 @@
 
 #include <chrono>
 #include <cstdint>
-#include <stdexcept>
-#include <string>
+
+#include "core/errors.h"
 
 namespace kvcache {
 
@@ -27,9 +27,8 @@ class Clock {
   // without any change, if time would decrease.
   void set(int64_t ms) {
     if (ms < now_ms_) {
-      throw std::invalid_argument(
-          "the clock is set to " + std::to_string(ms) + " ms: expected " + std::to_string(now_ms_) +
-          " or more, because it cannot go back (set it before the first call)");
+      throw_invalid("the clock is set to ", ms, " ms: expected ", now_ms_,
+                    " or more, because it cannot go back (set it before the first call)");
     }
     is_set_ = true;
     now_ms_ = ms;

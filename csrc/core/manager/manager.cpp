@@ -4,10 +4,10 @@
 #include "core/manager/manager.h"
 
 #include <algorithm>
-#include <stdexcept>
 #include <unordered_set>
 #include <utility>
 
+#include "core/errors.h"
 #include "core/limits.h"
 
 namespace kvcache {
@@ -149,7 +149,7 @@ const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host, bool with_pa
 MissReport Manager::explain(const std::shared_ptr<TokenChain>& chain, int32_t row) {
   const Call call(this);
   if (misses_ == nullptr) {
-    throw std::invalid_argument("explain_misses is None: expected a manager with this option");
+    throw_invalid("explain_misses is None: expected a manager with this option");
   }
   if (row >= 0) return misses_->of_row(row);
   const bool reads = chain->reads(std::nullopt);
@@ -181,11 +181,10 @@ std::optional<PrefixHit> Manager::partial_hit(const NewRow& asked,
   }
   if (!ends_inside) return std::nullopt;
   if (asked.external.num_tokens > 0) {
-    throw std::invalid_argument(
-        "external.num_tokens is " + std::to_string(asked.external.num_tokens) + " after a hit of " +
-        std::to_string(hit.num_tokens) +
-        " tokens that ends inside a block: expected computed_blocks of whole blocks "
-        "(whole_blocks=True)");
+    throw_invalid("external.num_tokens is ", asked.external.num_tokens, " after a hit of ",
+                  hit.num_tokens,
+                  " tokens that ends inside a block: expected computed_blocks of whole blocks "
+                  "(whole_blocks=True)");
   }
   return hit;
 }
@@ -194,8 +193,7 @@ Status Manager::would_fit(const NewRow& asked, bool whole) {
   const Call call(this);
   checks_.check_counts(asked);
   if (whole && asked.external.is_delayed) {
-    throw std::invalid_argument(
-        "whole and external.delayed are both set: expected at most one of them");
+    throw_invalid("whole and external.delayed are both set: expected at most one of them");
   }
   checks_.check_new(*asked.chain);
   if (asked.external.num_tokens == 0) checks_.check_new_places(asked, /*start=*/0);
@@ -328,7 +326,7 @@ Slots Manager::admit(const NewRow& asked, const std::vector<std::vector<BlockId>
 // blocks that these copies fill before they can continue.
 void Manager::check_copies_taken() const {
   if (!tiers_.frees().awaits_copies()) return;
-  throw std::invalid_argument(
+  throw_invalid(
       "hits of admit end inside blocks, and their copies were not taken: expected a call to "
       "take_copies before requests continue");
 }

@@ -9,7 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "core/errors.h"
 #include "core/hashing/token_chain.h"
+#include "core/limits.h"
 #include "core/manager/options.h"
 #include "core/manager/row_release.h"
 #include "core/manager/row_table.h"
@@ -34,15 +36,23 @@ class RequestChecks {
 
   void check_group(int64_t group) const;
   void check_length(int64_t num_total, const char* what) const {
-    if (num_total > c_.setup->options.max_model_len) fail_length(num_total, what);
+    const int64_t most = c_.setup->options.max_model_len;
+    if (num_total <= most) return;
+    throw_invalid(what, " would have ", num_total,
+                  " tokens: expected at most max_model_len, which is ", most);
   }
   // Checks that the row is driven by `step` or, if not by_step, by a caller that maintains its own
   // tables.
   void check_driver(int32_t row, bool by_step) const {
-    if (c_.rows->at(row).by_step() != by_step) fail_driver(row, by_step);
+    if (c_.rows->at(row).by_step() == by_step) return;
+    throw_invalid(
+        "row ", row, " was admitted by ",
+        by_step ? "admit: expected extend to serve it" : "step: expected it in the rows of step");
   }
   void check_not_receiving(int32_t row) const {
-    if ((*c_.rows)[row].is_receiving()) fail_receiving(row);
+    if (!(*c_.rows)[row].is_receiving()) return;
+    throw_invalid("row ", row,
+                  " is receiving external tokens: expected a call to finish_receiving first");
   }
   // For circular buffers, checks that the slots of a step do not overwrite tokens that the step
   // reads. The step needs `num_slots` slots, including lookahead, starting at token `start`. `what`
@@ -67,13 +77,16 @@ class RequestChecks {
   // states.
   void check_drafts(int32_t row, int64_t start, int64_t num_tokens, int64_t num_known) const {
     const int64_t num_sure = std::max(start + 1, num_known) - start;
-    if (max_drafts_ > 0 && num_tokens > num_sure + max_drafts_)
-      fail_drafts(row, num_tokens, num_sure);
+    if (max_drafts_ == 0 || num_tokens <= num_sure + max_drafts_) return;
+    throw_invalid("num_tokens of row ", row, " is ", num_tokens, ": expected at most ",
+                  num_sure + max_drafts_, ": ", num_sure, " known or sampled tokens and ",
+                  max_drafts_, " drafts (num_speculative_blocks)");
   }
   void check_has_no_state(const char* call) const;
   void check_has_host(const char* what) const;
   void check_on_device(int32_t row) const {
-    if (c_.rows->at(row).is_on_host()) fail_on_host(row);
+    if (!c_.rows->at(row).is_on_host()) return;
+    throw_invalid("row ", row, " is swapped out: expected one on the device");
   }
   void check_ids(const std::vector<BlockId>& ids, const char* name) const;
 
@@ -107,17 +120,32 @@ class RequestChecks {
     const Row& r = (*c_.rows)[row];
     const int64_t num_left = r.num_drafts_after(num_rejected);
     const int64_t num_missing = r.num_computed - num_rejected - r.chain->num_tokens() - num_ids;
-    if (num_left > 0 && num_missing > 0) fail_undecided(row, num_left);
+    if (num_left == 0 || num_missing <= 0) return;
+    throw_invalid(
+        "row ", row, " has ", num_left,
+        " drafts of its last step that are neither rejected nor known: expected "
+        "num_rejected_tokens and the token_ids of accepted drafts before the next step, because "
+        "a recurrent state continues after the last accepted token");
   }
-  [[noreturn]] static void fail_undecided(int32_t row, int64_t num_left);
+  // Checks that a call names the row only once.
+  void check_once(int32_t row) const {
+    if (!c_.rows->name(row)) throw_invalid("rows contains row ", row, " twice");
+  }
+  // Checks that n ids can be appended. The last of them may be sampled without ever being computed,
+  // so it is not counted.
+  void check_longer(const TokenChain& chain, int64_t n) const {
+    if (n > 0) check_length(chain.num_tokens() + n - 1, "a request");
+  }
+  static void check_not_negative(const TokenChain& chain, const int32_t* ids, int64_t first,
+                                 int64_t stop);
+  int64_t num_cached(int32_t row) const;
+  int64_t check_covered(const std::vector<std::vector<BlockId>>& computed) const;
+  void check_contain(const TokenChain& chain, const CacheGroup& group,
+                     const std::vector<BlockId>& ids, int64_t first) const;
   void check_start(const RowAsk& ask) const;
   void check_departure(int32_t row, const std::string* keep_as) const;
-  [[noreturn]] void fail_length(int64_t num_total, const char* what) const;
-  [[noreturn]] static void fail_on_host(int32_t row);
-  [[noreturn]] static void fail_driver(int32_t row, bool by_step);
-  [[noreturn]] static void fail_receiving(int32_t row);
-  [[noreturn]] void fail_drafts(int32_t row, int64_t num_tokens, int64_t num_sure) const;
-  void check_step_rows(const StepRequest& request) const;
+  void check_step_row(const StepRequest& request, int64_t i) const;
+  void check_leaves_device(const StepRequest& request) const;
   void check_token_ids(const StepRequest& request) const;
   void check_all_transferred(int64_t num_external) const;
   void check_bound(int64_t start, int64_t num_slots, const char* what) const;

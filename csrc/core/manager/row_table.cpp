@@ -8,10 +8,6 @@
 
 namespace kvcache {
 
-void RowTable::fail_not_in_use(int32_t row) {
-  throw std::invalid_argument("row " + std::to_string(row) + " is not in use");
-}
-
 int32_t RowTable::take() {
   ++num_in_use_;
   int32_t row = size();
@@ -47,11 +43,11 @@ int64_t RowTable::next_quiet_until(int32_t row) const {
 }
 
 int64_t RowTable::num_written(int32_t row, const CacheGroup& group) const {
-  return group.rules->num_written(group, blocks(row)[group.id], rows_[row].num_computed);
+  return group.rules->num_written(group, held(row, group), rows_[row].num_computed);
 }
 
 PageRules::Columns RowTable::computed(int32_t row, const CacheGroup& group) const {
-  const RowBlocks& each = blocks(row)[group.id];
+  const RowBlocks& each = held(row, group);
   const int64_t size = rows_[row].is_on_host() ? each.size() : num_written(row, group);
   return group.rules->computed(each, size, rows_[row].num_drafts);
 }
@@ -59,7 +55,7 @@ PageRules::Columns RowTable::computed(int32_t row, const CacheGroup& group) cons
 std::vector<BlockId> RowTable::written_blocks(int32_t row) const {
   std::vector<BlockId> out;
   for (const CacheGroup& group : *groups_) {
-    const RowBlocks& each = blocks(row)[group.id];
+    const RowBlocks& each = held(row, group);
     const PageRules::Columns columns = computed(row, group);
     const auto first = each.blocks.begin() + columns.first;
     out.insert(out.end(), first, std::max(first, each.blocks.begin() + columns.stop));
@@ -67,16 +63,63 @@ std::vector<BlockId> RowTable::written_blocks(int32_t row) const {
   return out;
 }
 
+namespace {
+
+// The blocks of a group that `merge_tails` has not taken yet.
+struct Tail {
+  Tail() = default;
+  Tail(const RowBlocks& each, int64_t tokens)
+      : ids(each.blocks.data() + each.num_dropped),
+        num_left(each.num_alive()),
+        block_size(tokens),
+        first_token((each.size() - 1) * tokens) {}
+
+  BlockId take_last() {
+    first_token -= block_size;
+    return ids[--num_left];
+  }
+
+  const BlockId* ids;
+  int64_t num_left, block_size;
+  int64_t first_token;  // first token of the last remaining block
+};
+
+// Returns how many rounds each take a block of every tail, or 1. The next round takes the blocks
+// that begin at token `last`.
+int64_t num_equal_rounds(const Tail* tails, size_t n, int64_t last) {
+  int64_t num_rounds = tails[0].num_left;
+  for (size_t i = 0; i < n; ++i) {
+    const bool is_like_first =
+        tails[i].first_token == last && tails[i].block_size == tails[0].block_size;
+    num_rounds = std::min(num_rounds, is_like_first ? tails[i].num_left : int64_t{1});
+  }
+  return num_rounds;
+}
+
+// Each round takes at most one block per tail: the blocks with the largest first token. Rounds that
+// take a block of every tail are combined.
+void merge_tails(Tail* tails, size_t n, BlockId* out) {
+  while (n > 0) {
+    int64_t last = 0;
+    for (size_t i = 0; i < n; ++i) last = std::max(last, tails[i].first_token);
+    const int64_t num_rounds = num_equal_rounds(tails, n, last);
+    for (int64_t round = 0; round < num_rounds; ++round, last -= tails[0].block_size) {
+      for (size_t i = 0; i < n; ++i) {
+        if (tails[i].first_token == last) *out++ = tails[i].take_last();
+      }
+    }
+    const auto is_empty = [](const Tail& tail) { return tail.num_left == 0; };
+    n = static_cast<size_t>(std::remove_if(tails, tails + n, is_empty) - tails);
+  }
+}
+
+}  // namespace
+
 std::vector<BlockId> RowTable::tail_first(int32_t row, bool with_all) const {
   const RowBlocks* held = blocks(row);
   if (num_groups_ == 1 && groups_->front().rules->traits.follows_sequence) {
     return {held->blocks.rbegin(), held->blocks.rend() - held->num_dropped};
   }
-  struct Tail {
-    const BlockId* ids;
-    int64_t left, num_dropped, block_size;
-    int64_t first_token;  // first token of the last remaining block
-  };
   std::array<Tail, kMaxGroups> tails;  // in group order, without groups that hold no blocks
   size_t num_tails = 0, num_alive = 0;
   std::vector<BlockId> out;
@@ -84,37 +127,14 @@ std::vector<BlockId> RowTable::tail_first(int32_t row, bool with_all) const {
     const RowBlocks& each = held[group.id];
     if (!group.rules->traits.follows_sequence) {
       if (with_all) out.insert(out.end(), each.blocks.rbegin(), each.blocks.rend());
-    } else if (each.size() > each.num_dropped) {
-      tails[num_tails++] = {each.blocks.data(), each.size(), each.num_dropped, group.block_size,
-                            (each.size() - 1) * group.block_size};
+    } else if (each.num_alive() > 0) {
+      tails[num_tails++] = Tail(each, group.block_size);
       num_alive += static_cast<size_t>(each.num_alive());
     }
   }
   const size_t num_others = out.size();
   out.resize(num_others + num_alive);
-  // Each round takes at most one block per group: the blocks with the largest first token. If every
-  // remaining group has such a block and all block sizes are equal, many rounds are combined.
-  for (BlockId* next = out.data() + num_others; num_tails > 0;) {
-    int64_t last = 0;
-    for (size_t i = 0; i < num_tails; ++i) last = std::max(last, tails[i].first_token);
-    int64_t num_rounds = tails[0].left - tails[0].num_dropped;
-    for (size_t i = 0; i < num_tails; ++i) {
-      const bool is_like_first =
-          tails[i].first_token == last && tails[i].block_size == tails[0].block_size;
-      num_rounds =
-          std::min(num_rounds, is_like_first ? tails[i].left - tails[i].num_dropped : int64_t{1});
-    }
-    for (int64_t round = 0; round < num_rounds; ++round, last -= tails[0].block_size) {
-      for (size_t i = 0; i < num_tails; ++i) {
-        if (tails[i].first_token != last) continue;
-        *next++ = tails[i].ids[--tails[i].left];
-        tails[i].first_token -= tails[i].block_size;
-      }
-    }
-    num_tails = std::remove_if(tails.begin(), tails.begin() + num_tails,
-                               [](const Tail& tail) { return tail.left == tail.num_dropped; }) -
-                tails.begin();
-  }
+  merge_tails(tails.data(), num_tails, out.data() + num_others);
   return out;
 }
 
@@ -126,7 +146,7 @@ void RowTable::check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* ho
       throw std::logic_error("row " + std::to_string(row) + " would miss a change of its blocks");
     }
     for (const CacheGroup& group : *groups_) {
-      const RowBlocks& each = blocks(row)[group.id];
+      const RowBlocks& each = held(row, group);
       if (group.rules->traits.updates_in_place &&
           rows_[row].num_drafts >= std::max<int64_t>(each.num_alive(), 1)) {
         throw std::logic_error("row " + std::to_string(row) + " has a draft without a page");

@@ -13,6 +13,7 @@
 #include <queue>
 #include <vector>
 
+#include "core/errors.h"
 #include "core/groups/cache_group.h"
 #include "core/groups/row.h"
 #include "core/groups/row_blocks.h"
@@ -38,7 +39,7 @@ class RowTable {
   // Returns the row. `row` may be any number; throws std::invalid_argument if no row with this
   // number is in use.
   const Row& at(int32_t row) const {
-    if (row < 0 || row >= size() || !is_in_use(row)) fail_not_in_use(row);
+    if (row < 0 || row >= size() || !is_in_use(row)) throw_invalid("row ", row, " is not in use");
     return rows_[row];
   }
   Row& operator[](int32_t row) { return rows_[row]; }
@@ -60,6 +61,11 @@ class RowTable {
 
   RowBlocks* blocks(int32_t row) { return &blocks_[first_of(row)]; }  // indexed by group
   const RowBlocks* blocks(int32_t row) const { return &blocks_[first_of(row)]; }
+
+  RowBlocks& held(int32_t row, const CacheGroup& group) { return blocks(row)[group.id]; }
+  const RowBlocks& held(int32_t row, const CacheGroup& group) const {
+    return blocks(row)[group.id];
+  }
 
   bool has_free() const {
     return !free_.empty() || max_rows_ == 0 || static_cast<int64_t>(rows_.size()) < max_rows_;
@@ -96,7 +102,6 @@ class RowTable {
   void check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* host) const;
 
  private:
-  [[noreturn]] static void fail_not_in_use(int32_t row);
   size_t first_of(int32_t row) const { return static_cast<size_t>(row) * num_groups_; }
 
   const std::vector<CacheGroup>* groups_;

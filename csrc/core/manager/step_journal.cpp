@@ -3,8 +3,9 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <string>
 #include <utility>
+
+#include "core/errors.h"
 
 namespace kvcache {
 
@@ -79,11 +80,9 @@ void StepJournal::inherit(int32_t row, const Row& r, int32_t child, const Row& c
 
 void StepJournal::check_step_id(int64_t step_id) const {
   if (step_id >= 0 && step_id < numbers_.num_steps) return;
-  throw std::invalid_argument(
-      "step_id is " + std::to_string(step_id) +
-      (numbers_.num_steps == 0
-           ? std::string(": no step has been made")
-           : ": expected 0 to " + std::to_string(numbers_.num_steps - 1) + ", the steps so far"));
+  if (numbers_.num_steps == 0) throw_invalid("step_id is ", step_id, ": no step has been made");
+  throw_invalid("step_id is ", step_id, ": expected 0 to ", numbers_.num_steps - 1,
+                ", the steps so far");
 }
 
 void StepJournal::check_may_abort(int64_t step_id) const {
@@ -91,8 +90,7 @@ void StepJournal::check_may_abort(int64_t step_id) const {
                     : step_id < numbers_.num_steps - kMaxStepsInFlight ? "it is too old"
                                                                        : nullptr;
   if (why == nullptr) return;
-  throw std::invalid_argument("step_id is " + std::to_string(step_id) +
-                              ": expected a step that may be in flight, but " + why);
+  throw_invalid("step_id is ", step_id, ": expected a step that may be in flight, but ", why);
 }
 
 void StepJournal::complete_to(int64_t step_id) {

@@ -66,6 +66,7 @@ struct StepRequest {
   int64_t num_ids_of(int64_t i) const {  // number of new ids of a running row
     return num_token_ids != nullptr ? num_token_ids[i] : num_ids > 0;
   }
+  int64_t num_rejected_of(int64_t i) const { return num_rejected == nullptr ? 0 : num_rejected[i]; }
   int64_t lookahead_of(int64_t i) const {
     return lookahead == nullptr ? num_lookahead : lookahead[i];
   }
