@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/groups/cache_group.h"
-#include "core/groups/rules/publishing.h"
+#include "core/groups/rules/effects.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/cache_stats.h"
 #include "core/manager/host_tier.h"
@@ -59,7 +59,7 @@ class Publisher final : public Publishing {
   const Row& row(int32_t row) const override { return (*c_.rows)[row]; }
   const AdmissionInfo& info(int32_t row) const override { return c_.rows->info(row); }
   RowBlocks& held(int32_t row, const CacheGroup& group) const override {
-    return c_.rows->blocks(row)[group.id];
+    return c_.rows->held(row, group);
   }
   bool has_part(const Hash& hash, const CacheGroup& group) const override {
     return c_.pool->find_partial(hash, group.id) != kNullBlock;

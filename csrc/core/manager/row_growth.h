@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/groups/cache_group.h"
-#include "core/groups/rules/growth.h"
+#include "core/groups/rules/effects.h"
 #include "core/manager/block_holders.h"
 #include "core/manager/demand.h"
 #include "core/manager/prefix_finder.h"
@@ -54,7 +54,7 @@ class RowGrowth final : public Growth {
 
   // For page rules.
   RowBlocks& held(int32_t row, const CacheGroup& group) const override {
-    return c_.rows->blocks(row)[group.id];
+    return c_.rows->held(row, group);
   }
   bool is_shared(BlockId id) const override { return holders_.is_shared(id); }
   bool is_step() const override { return c_.plan->is_step(); }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/groups/rules/circular.h"
 
-#include "core/groups/rules/growth.h"
+#include "core/groups/rules/effects.h"
 
 namespace kvcache {
 
@@ -12,7 +12,7 @@ void CircularRules::demand(const DemandBasis& on, const CacheGroup& group, const
   if (!asked.may_share) return;
   const int64_t first = asked.span.start / group.block_size;
   for (int64_t b = first; b < std::min(stop, first + group.max_blocks); ++b) {
-    const int64_t column = column_of(group, b);
+    const int64_t column = b % group.max_blocks;
     needs->num_shared += column < held.size() && on.holders->is_shared(held[column]);
   }
 }
@@ -21,16 +21,8 @@ void CircularRules::demand(const DemandBasis& on, const CacheGroup& group, const
 // earlier tokens.
 const BlockId* CircularRules::grow(Growth* growth, ServedRow* served, const CacheGroup& group,
                                    const Take& take, const BlockId* own) const {
+  own = replace_shared_blocks(growth, served, group, take.num_shared, own, /*copies_all=*/true);
   RowBlocks& each = growth->held(served->row, group);
-  const int64_t first = served->span.start / group.block_size;
-  for (int64_t block = first, left = take.num_shared; left > 0; ++block) {
-    const int64_t b = column_of(group, block);
-    // The block is new or not shared.
-    if (b >= each.size() || !growth->is_shared(each[b])) continue;
-    growth->replace(served->row, group, b, *own);
-    growth->replace_shared(served, group, b, *own++, /*copies=*/true);
-    --left;
-  }
   if (take.num_new > 0 && each.size() == 0 && served->span.start > 0 && growth->is_step()) {
     for (int64_t i = 0; i < take.num_new; ++i) growth->zero(own[i]);
     served->depends_from(0);

@@ -30,12 +30,6 @@ class CircularRules final : public PageRules {
   int64_t first_computed(const CacheGroup&, const RowBlocks&, int64_t) const override { return 0; }
   int64_t num_valid(const CacheGroup&, int64_t, int64_t limit) const override { return limit; }
   bool may_share_onboard(const CacheGroup&, int64_t, int64_t) const override { return false; }
-
- private:
-  // Returns the column that stores this block of the sequence.
-  static int64_t column_of(const CacheGroup& group, int64_t block) {
-    return block % group.max_blocks;
-  }
 };
 
 inline constexpr CircularRules kCircularRules;

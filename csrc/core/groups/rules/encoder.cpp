@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/groups/rules/encoder.h"
 
-#include "core/groups/rules/growth.h"
+#include "core/groups/rules/effects.h"
 
 namespace kvcache {
 

@@ -3,8 +3,7 @@
 
 #include <vector>
 
-#include "core/groups/rules/growth.h"
-#include "core/groups/rules/publishing.h"
+#include "core/groups/rules/effects.h"
 
 namespace kvcache {
 

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/groups/rules/tokens.h"
 
-#include "core/groups/rules/publishing.h"
-
 namespace kvcache {
 
 void TokenRules::drop(Growth* growth, int32_t row, const CacheGroup& group, int64_t drop_to) {
@@ -21,30 +19,27 @@ void TokenRules::drop(Growth* growth, int32_t row, const CacheGroup& group, int6
 
 const BlockId* TokenRules::grow(Growth* growth, ServedRow* served, const CacheGroup& group,
                                 const Take& take, const BlockId* own) const {
-  RowBlocks& each = growth->held(served->row, group);
-  const int64_t start = served->span.start;
-  // A shared block is copied if it contains tokens of the row. Otherwise, it is replaced without a
-  // copy.
-  for (int64_t b = start / group.block_size, left = take.num_shared; left > 0; ++b) {
-    if (!growth->is_shared(each[b])) continue;
-    growth->replace(served->row, group, b, *own);
-    growth->replace_shared(served, group, b, *own++, /*copies=*/b * group.block_size < start);
-    --left;
-  }
+  own = replace_shared_blocks(growth, served, group, take.num_shared, own, /*copies_all=*/false);
   if (take.num_new == 0) return own;
-  // After a hit or external tokens, a group that is not cached has no KV of the earlier tokens, so
-  // their blocks are zeroed.
-  const int64_t token = each.size() * group.block_size;
-  if (!group.is_cached && growth->is_step() && token < start) {
-    const int64_t num_before = ceil_div(start - token, group.block_size);
-    for (int64_t i = 0; i < std::min(num_before, take.num_new); ++i) growth->zero(own[i]);
-    served->depends_from(token);
-  }
+  RowBlocks& each = growth->held(served->row, group);
+  if (!group.is_cached) zero_skipped(growth, served, group, own, take.num_new);
   each.append(own, take.num_new, group.max_blocks);
   if (each.source != kNullBlock) {
     growth->copy_source(served, group, each[served->num_before[group.id]]);
   }
   return own + take.num_new;
+}
+
+// After a hit or external tokens, a group that is not cached has no KV of the earlier tokens. Their
+// blocks, the first of these new ones, are zeroed.
+void TokenRules::zero_skipped(Growth* growth, ServedRow* served, const CacheGroup& group,
+                              const BlockId* own, int64_t num_new) {
+  const int64_t first = growth->held(served->row, group).size() * group.block_size;
+  const int64_t num_tokens = served->span.start - first;
+  if (num_tokens <= 0 || !growth->is_step()) return;
+  const int64_t num_zeroed = std::min(ceil_div(num_tokens, group.block_size), num_new);
+  for (int64_t i = 0; i < num_zeroed; ++i) growth->zero(own[i]);
+  served->depends_from(first);
 }
 
 int64_t TokenRules::quiet_until(const CacheGroup& group, const RowBlocks& held, int64_t) const {

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "core/groups/rules/growth.h"
+#include "core/groups/rules/effects.h"
 #include "core/pool/block_pool.h"
 
 namespace kvcache {
@@ -84,6 +84,8 @@ class TokenRules final : public PageRules {
 
  private:
   static void drop(Growth* growth, int32_t row, const CacheGroup& group, int64_t drop_to);
+  static void zero_skipped(Growth* growth, ServedRow* served, const CacheGroup& group,
+                           const BlockId* own, int64_t num_new);
   // Returns the number of shared blocks to which the KV of tokens [start, stop) is written.
   static int64_t num_shared(const SharedBlocks& holders, const CacheGroup& group,
                             const RowBlocks& held, int64_t start, int64_t stop) {
