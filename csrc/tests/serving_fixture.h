@@ -83,7 +83,7 @@ struct Serving {
     const int32_t row = rows.take();
     rows[row].chain = chain_of(num_tokens);
     rows[row].served_by = ServedBy::kSteps;
-    rows[row].reads = true;
+    rows.info(row).reads = true;
     return row;
   }
   // Creates another row with all blocks of this row.

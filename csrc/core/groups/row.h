@@ -50,7 +50,6 @@ struct Row {
   RowState state = RowState::kRunning;
   Sharing sharing = Sharing::kNone;
   bool is_stale = false;  // holds KV of an earlier epoch, so it publishes nothing
-  bool reads = false;     // the row takes hits when it is restarted
 
   bool by_step() const { return served_by == ServedBy::kSteps; }
   bool waits_for_marks() const { return served_by == ServedBy::kMarkedCalls; }
@@ -96,6 +95,7 @@ struct AdmissionInfo {     // data of the admission that is needed later
   // Whether this step was aborted while the row received, so that it may not have cleared the
   // pages.
   bool was_aborted = false;
+  bool reads = false;       // whether the row takes hits when it is restarted
   RetainedEnds retained{};  // ends of hits for which its blocks stay cached
 };
 

@@ -94,7 +94,7 @@ int64_t Invalidation::limit_by_blocks(int32_t row) const {
   int64_t limit = kUnbounded;
   const bool on_host = (*context_.rows)[row].is_on_host();
   for (const CacheGroup& group : *context_.groups) {
-    const RowBlocks& each = context_.rows->blocks(row)[group.id];
+    const RowBlocks& each = context_.rows->held(row, group);
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       if (on_host) {
         if (pages_.count(each[b]) != 0) return 0;  // the row is restarted anyway
@@ -163,7 +163,7 @@ int64_t Invalidation::own_limit(int32_t row, int64_t limit) const {
   for (int64_t before = -1; limit != before;) {
     before = limit;
     for (const CacheGroup& group : *context_.groups) {
-      limit = group.rules->resume_point(group, context_.rows->blocks(row)[group.id], limit);
+      limit = group.rules->resume_point(group, context_.rows->held(row, group), limit);
     }
   }
   return limit;
@@ -176,7 +176,7 @@ bool Invalidation::add_computed(int32_t row, int64_t limit) {
   const Row& r = (*context_.rows)[row];
   for (const CacheGroup& group : *context_.groups) {
     if (!group.rules->traits.follows_sequence) continue;
-    const RowBlocks& each = context_.rows->blocks(row)[group.id];
+    const RowBlocks& each = context_.rows->held(row, group);
     const int64_t size = context_.rows->num_written(row, group);
     for (int64_t b = group.rules->first_computed(group, each, limit); b < size; ++b) {
       const int64_t num_valid = group.rules->num_valid(group, b, limit);

@@ -60,7 +60,7 @@ void Publisher::publish_filled(int32_t row) {
 void Publisher::publish_part(int32_t row, const CacheGroup& group, int64_t block, int64_t hash) {
   const TokenChain& chain = *(*c_.rows)[row].chain;
   const HashList& hashes = chain.known_hashes();
-  const BlockId id = c_.rows->blocks(row)[group.id][block];
+  const BlockId id = c_.rows->held(row, group)[block];
   c_.pool->publish_partial(id, hashes[static_cast<size_t>(hash)], hashes[0], group.id,
                            chain.variant(hash));
   const int64_t end = (hash + 1) * c_.hash_block_size;
@@ -75,7 +75,7 @@ void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_
                             const BlockId* ids, int64_t n) {
   const Row& r = (*c_.rows)[row];
   Content content = content_of(*r.chain, group, first_block);
-  const RowBlocks& each = c_.rows->blocks(row)[group.id];
+  const RowBlocks& each = c_.rows->held(row, group);
   if (group.keeps_all && first_block > each.num_dropped) content.before = each[first_block - 1];
   publish_ids(content, group, ids, n);
   const bool notifies = serves_chains(*c_.groups, group);
@@ -156,7 +156,7 @@ void Publisher::check_invariants() const {
     if (r.is_stale && r.next_publish != kUnbounded) fail("would publish KV of an earlier epoch");
     if (r.next_publish > next_publish(row)) fail("waits too long to publish");
     for (const CacheGroup& group : *c_.groups) {
-      const RowBlocks& each = c_.rows->blocks(row)[group.id];
+      const RowBlocks& each = c_.rows->held(row, group);
       if (group.is_cached && each.num_published * group.block_size > r.num_computed) {
         fail("has published blocks that are not full");
       }

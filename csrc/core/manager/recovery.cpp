@@ -68,7 +68,7 @@ void Recovery::note_given(const StepJournal::Step& step) {
     for (const CacheGroup& group : *c_.groups) {
       const PageTraits& traits = group.rules->traits;
       if (traits.follows_sequence && !traits.appends) continue;
-      const RowBlocks& each = c_.rows->blocks(served.row)[group.id];
+      const RowBlocks& each = c_.rows->held(served.row, group);
       const int64_t first =
           traits.follows_sequence ? ceil_div(r.num_computed, group.block_size) : 0;
       for (int64_t b = std::max(first, each.num_dropped); b < each.size(); ++b) {
@@ -246,7 +246,7 @@ void Recovery::forget_adapter(uint32_t adapter) {
     Row& r = (*c_.rows)[row];
     if (r.chain->extra_keys().adapter() != adapter) continue;
     r.chain = r.chain->uncached();
-    r.reads = false;
+    c_.rows->info(row).reads = false;
     r.is_stale = true;
     r.next_publish = kUnbounded;
   }

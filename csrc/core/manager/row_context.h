@@ -38,7 +38,7 @@ struct RowContext {
 
   // Releases the row's blocks in columns `size` and later, last block first.
   void release_tail(int32_t row, const CacheGroup& group, int64_t size) const {
-    RowBlocks& each = rows->blocks(row)[group.id];
+    RowBlocks& each = rows->held(row, group);
     if (each.size() <= size) return;
     rows->disturb(row);
     std::vector<BlockId> ids(each.blocks.rbegin(), each.blocks.rend() - size);

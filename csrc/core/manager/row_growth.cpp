@@ -39,7 +39,7 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
 void RowGrowth::take_hit(ServedRow* served, const PrefixHit& hit) {
   for (const CacheGroup& group : *c_.groups) {
     if (!group.is_cached) continue;
-    const RowBlocks& each = c_.rows->blocks(served->row)[group.id];
+    const RowBlocks& each = c_.rows->held(served->row, group);
     const BlockId source = hit.sources[group.id];
     if (source != kNullBlock) {
       c_.pool->retain(&source, 1);  // keeps the block until it has been copied
@@ -58,7 +58,7 @@ void RowGrowth::take_hit(ServedRow* served, const PrefixHit& hit) {
 }
 
 void RowGrowth::take_hit_on_host(int32_t row, const CacheGroup& group, const PrefixHit& hit) {
-  const RowBlocks& each = c_.rows->blocks(row)[group.id];
+  const RowBlocks& each = c_.rows->held(row, group);
   std::vector<BlockId> ids, pages;
   for (int64_t b = each.num_dropped; b < each.size(); ++b) {
     if (each[b] != kNullBlock) ids.push_back(each[b]);
@@ -82,7 +82,7 @@ void RowGrowth::note_hits(const BlockId* ids, int64_t n) {
 // Allocates and loads blocks for the part of a hit that is on the host.
 void RowGrowth::onboard_hit(ServedRow* served, const PrefixHit& hit) {
   for (const CacheGroup& group : *c_.groups) {
-    RowBlocks& each = c_.rows->blocks(served->row)[group.id];
+    RowBlocks& each = c_.rows->held(served->row, group);
     for (const PrefixHit::HostBlock& on_host : hit.on_host[group.id]) {
       if (on_host.column < each.num_dropped) continue;
       BlockId& id = each[on_host.column];

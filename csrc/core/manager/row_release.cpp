@@ -32,7 +32,7 @@ void RowRelease::note_left(int32_t row) const {
   c_.journal->note_left(row, (*c_.rows)[row]);
   if (c_.host != nullptr) note_onboards(row);
   for (const CacheGroup& group : *c_.groups) {
-    const RowBlocks& each = c_.rows->blocks(row)[group.id];
+    const RowBlocks& each = c_.rows->held(row, group);
     if (!group.rules->traits.follows_sequence) continue;
     const int64_t size = std::min(c_.rows->computed(row, group).stop, each.size());
     // A published block normally stays in the cache index. Exceptions are blocks that no hit can
@@ -73,7 +73,7 @@ void RowRelease::release_row(int32_t row, bool with_all, const std::string* keep
   }
   c_.rows->info(row).access = {};
   for (const CacheGroup& group : *c_.groups) {
-    if (with_all || group.rules->traits.follows_sequence) c_.rows->blocks(row)[group.id].clear();
+    if (with_all || group.rules->traits.follows_sequence) c_.rows->held(row, group).clear();
   }
 }
 
@@ -81,7 +81,7 @@ void RowRelease::release_row(int32_t row, bool with_all, const std::string* keep
 void RowRelease::keep(int32_t row, const std::string& name, std::vector<BlockId> ids) {
   std::unordered_set<BlockId> own;
   for (const CacheGroup& group : *c_.groups) {
-    const std::vector<BlockId>& blocks = c_.rows->blocks(row)[group.id].blocks;
+    const std::vector<BlockId>& blocks = c_.rows->held(row, group).blocks;
     if (!group.is_transferred) own.insert(blocks.begin(), blocks.end());
   }
   const auto first_own =
@@ -105,7 +105,7 @@ void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
   features.wall_ms = clock_->now_ms();
   features.tenant = (*c_.rows)[row].chain->tenant();
   for (const CacheGroup& group : *c_.groups) {
-    const RowBlocks& each = c_.rows->blocks(row)[group.id];
+    const RowBlocks& each = c_.rows->held(row, group);
     if (!group.is_cached) continue;
     features.num_new_blocks +=
         std::max<int64_t>(c_.rows->num_written(row, group) - each.num_hits, 0);
@@ -125,7 +125,7 @@ void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
 
 void RowRelease::notify_release_of(int32_t row, const CacheGroup& group,
                                    ReleaseFeatures* features) const {
-  const RowBlocks& each = c_.rows->blocks(row)[group.id];
+  const RowBlocks& each = c_.rows->held(row, group);
   const std::vector<BlockId> ids(each.blocks.rbegin(), each.blocks.rend() - each.num_dropped);
   std::vector<int64_t> ends;
   for (auto end = each.size(); end > each.num_dropped; --end) {
@@ -195,7 +195,7 @@ bool RowRelease::can_resume(int32_t row, int64_t num_tokens) const {
 void RowRelease::truncate(int32_t row, int64_t num_tokens) {
   for (const CacheGroup& group : *c_.groups) {
     if (!group.rules->traits.follows_sequence) continue;
-    RowBlocks& each = c_.rows->blocks(row)[group.id];
+    RowBlocks& each = c_.rows->held(row, group);
     const int64_t kept = ceil_div(num_tokens, group.block_size);
     c_.release_tail(row, group, kept);
     each.num_dropped = std::min(each.num_dropped, kept);

@@ -12,7 +12,6 @@ RowServer::RowServer(const RowContext& context, const Parts& parts, const Manage
       parts_(parts),
       rules_(c_.groups, c_.pool, c_.frees, &c_.journal->numbers(), parts.holders, options),
       growth_(c_, parts.holders),
-      has_state_(has_states(*c_.groups)),
       has_bound_(has_bound(*c_.groups)),
       max_drafts_(max_drafts(*c_.groups)),
       candidate_(c_.groups->size()) {}
@@ -46,45 +45,39 @@ inline Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_to
   return span;
 }
 
-// In most steps, a row only advances: neither its blocks nor anything that depends on them changes.
-inline bool RowServer::pass_quietly(int32_t row, const Span& span) {
-  if (span.stop + span.lookahead > c_.rows->quiet_until(row)) return false;
+inline void RowServer::advance(int32_t row, const Span& span) {
   Row& r = (*c_.rows)[row];
   r.start = span.start;
   r.num_computed = span.stop;
   r.num_known = static_cast<int32_t>(r.chain->num_tokens());
   r.num_undecided_before = static_cast<int32_t>(span.num_undecided);
-  note_slots(row, span);
-  return true;
-}
-
-inline void RowServer::note_slots(int32_t row, const Span& span) {
   if (!has_bound_) return;
   int64_t& num_slots = c_.rows->info(row).num_slots;
   num_slots = std::max(num_slots, span.stop + span.lookahead);
+}
+
+// In most steps, a row only advances: neither its blocks nor anything that depends on them changes.
+inline bool RowServer::pass_quietly(int32_t row, const Span& span) {
+  if (span.stop + span.lookahead > c_.rows->quiet_until(row)) return false;
+  advance(row, span);
+  return true;
 }
 
 void RowServer::serve_rows(const StepRequest& request) {
   c_.pool->set_taker(Taker::kRunning);
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const int32_t row = request.rows[i];
-    const int64_t rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
-    const int64_t start = (*c_.rows)[row].num_computed - rejected;
-    if (request.num_tokens[i] == 0) {  // allocates nothing on either tier
-      (*c_.rows)[row].take_back(rejected);
-      c_.plan->answer(row, Status::kServed, start, /*num_tokens=*/0);
-      continue;
-    }
-    const Span span = span_of(row, rejected, request.num_tokens[i], request.lookahead_of(i));
-    Status status = Status::kServed;
-    if (pass_quietly(row, span)) {
-      c_.plan->answer(row, status, span.start, request.num_tokens[i]);
+    const int64_t num_rejected = request.num_rejected_of(i), num_tokens = request.num_tokens[i];
+    const Span span = span_of(row, num_rejected, num_tokens, request.lookahead_of(i));
+    if (num_tokens == 0) {  // allocates nothing on either tier
+      (*c_.rows)[row].take_back(num_rejected);
+      c_.plan->answer(row, Status::kServed, span.start, num_tokens);
+    } else if (pass_quietly(row, span)) {
+      c_.plan->answer(row, Status::kServed, span.start, num_tokens);
       c_.journal->note_served(row, (*c_.rows)[row], span.start);
     } else {
-      ServedRow served;
-      served.row = row;
-      served.span = span;
-      status = extend(&served);
+      ServedRow served{row, span};
+      const Status status = extend(&served);
       if (status != Status::kServed) parts_.intake->take_back_ids_of(request, i);
       answer(served, status);
     }
@@ -128,18 +121,23 @@ bool RowServer::tries_less(const NewRow& asked, const PrefixHit& hit, Status sta
                                  : status == Status::kNever && hit.num_tokens > 0;
 }
 
-// External tokens were counted from the end of a whole block, so the hit before them must consist
-// of whole blocks.
+// The hit is on the device alone if its part on the host is too long for the request.
 const PrefixHit& RowServer::find_hit(const NewRow& asked, HitChoice choice) {
+  // External tokens were counted from the end of a whole block, so the hit before them must consist
+  // of whole blocks.
   const bool with_partial = choice == HitChoice::kPartial && asked.external.num_tokens == 0;
   const bool reads = choice != HitChoice::kNone && asked.reads();
-  const PrefixHit& hit = parts_.finder->find(*asked.chain, with_partial, /*with_host=*/true, reads);
-  if (choice == HitChoice::kPartial) found_ = {0, hit.num_tokens, hit.num_shared_tokens};
-  if (hit.num_host_blocks > asked.max_host_blocks) {
-    parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false, reads);
+  const auto find = [&](bool with_host) {
+    return &parts_.finder->find(*asked.chain, with_partial, with_host, reads);
+  };
+  const PrefixHit* hit = find(/*with_host=*/true);
+  MissReasons::Found found{hit->num_tokens, hit->num_tokens, hit->num_shared_tokens};
+  if (hit->num_host_blocks > asked.max_host_blocks) {
+    hit = find(/*with_host=*/false);
+    found.num_tokens = hit->num_tokens;
   }
-  if (choice == HitChoice::kPartial) found_.num_tokens = hit.num_tokens;
-  return hit;
+  if (choice == HitChoice::kPartial) found_ = found;  // other choices give shorter hits
+  return *hit;
 }
 
 // The tokens between the end of the hit and the start of the span come from another source.
@@ -196,19 +194,14 @@ Status RowServer::extend(ServedRow* served) {
   const int32_t row = served->row;
   Row& r = (*c_.rows)[row];
   const Span& span = served->span;
-  served->safe_start = span.start;
   const Demand demand = r.is_on_host()
                             ? bring_back(served)
                             : rules_.of_running(c_.rows->blocks(row), span, r.may_share(),
                                                 /*gives_up=*/r.by_step());
   if (demand.status != Status::kServed) return demand.status;
-  r.start = span.start;
-  r.num_computed = span.stop;
-  r.num_known = static_cast<int32_t>(r.chain->num_tokens());
-  r.num_undecided_before = static_cast<int32_t>(span.num_undecided);
+  advance(row, span);
   r.num_drafts = static_cast<int32_t>(span.num_drafts);
   growth_.serve(served, demand);
-  note_slots(row, span);
   if (r.may_share() && !rules_.shares_from(c_.rows->blocks(row), span.start)) {
     r.sharing = Sharing::kEarlier;
   }
@@ -230,10 +223,9 @@ Demand RowServer::bring_back(ServedRow* served) {
 // Marks the blocks that the row writes as computed by this row, including blocks that it took over
 // from another row.
 void RowServer::keep_own_blocks(const ServedRow& served) {
-  const Span& span = served.span;
   for (const CacheGroup& group : *c_.groups) {
-    RowBlocks& each = c_.rows->blocks(served.row)[group.id];
-    each.lower_hits(group.rules->first_written(group, span));
+    const int64_t first_written = group.rules->first_written(group, served.span);
+    c_.rows->held(served.row, group).lower_hits(first_written);
   }
 }
 
@@ -250,45 +242,51 @@ Demand RowServer::demand_of_new(const NewRow& asked, const PrefixHit& hit, const
 
 Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit& hit,
                         bool by_step) {
-  const std::shared_ptr<TokenChain>& chain = asked.chain;
   served->row = -1;
   const Demand demand = demand_of_new(asked, hit, served->span);
   if (demand.status != Status::kServed) return demand.status;
   const int32_t row = served->row = c_.rows->take();
   // Received tokens do not depend on this step.
   served->safe_start = asked.external.is_delayed ? served->span.start : hit.num_tokens;
-  Row& r = (*c_.rows)[row];
-  const int64_t num_prompt = asked.num_prompt > 0 ? asked.num_prompt : chain->num_tokens();
-  AdmissionInfo& info = c_.rows->info(row);
-  info = {num_prompt, hit.num_tokens, 0, hit.num_shared_tokens, {}};
-  info.hit_end = hit.num_tokens;
-  if (by_step) info.step = c_.journal->last().id;
-  info.retained = parts_.ends->retained(*chain, num_prompt, hit.num_tokens, hit.num_shared_tokens);
-  r.chain = chain;
-  r.start = served->span.start;
-  r.num_computed = served->span.stop;
-  r.num_known = static_cast<int32_t>(chain->num_tokens());
-  r.reads = asked.reads();
-  r.state = asked.external.is_delayed ? RowState::kReceiving : RowState::kRunning;
-  r.served_by = by_step                 ? ServedBy::kSteps
-                : asked.waits_for_marks ? ServedBy::kMarkedCalls
-                                        : ServedBy::kCalls;
-  if (parts_.misses != nullptr) {
-    const bool counts = asked.reads() && !parts_.stats->has_counted(chain.get());
-    parts_.misses->note(
-        row, {chain, asked.reads(), hit.num_tokens, asked.external.num_tokens, asked.name}, found_,
-        counts);
-  }
+  begin_row(row, asked, hit, by_step);
+  advance(row, served->span);
+  if (parts_.misses != nullptr) note_misses(row, asked, hit);
   compare_hit(asked, hit, by_step);
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
   growth_.take_hit(served, hit);
   growth_.serve(served, demand);
-  note_slots(row, served->span);
   c_.rows->set_quiet_until(row, c_.rows->next_quiet_until(row));
   served->num_before.fill(0);
   parts_.publisher->refresh(row);
   if (asked.reads()) count_hit(row, hit);
   return Status::kServed;
+}
+
+void RowServer::begin_row(int32_t row, const NewRow& asked, const PrefixHit& hit, bool by_step) {
+  Row& r = (*c_.rows)[row];
+  r.chain = asked.chain;
+  r.state = asked.external.is_delayed ? RowState::kReceiving : RowState::kRunning;
+  if (by_step) {
+    r.served_by = ServedBy::kSteps;
+  } else {
+    r.served_by = asked.waits_for_marks ? ServedBy::kMarkedCalls : ServedBy::kCalls;
+  }
+  AdmissionInfo& info = c_.rows->info(row);
+  info = {};
+  info.num_prompt = asked.num_prompt > 0 ? asked.num_prompt : asked.chain->num_tokens();
+  info.num_hit = info.hit_end = hit.num_tokens;
+  info.num_shared = hit.num_shared_tokens;
+  info.reads = asked.reads();
+  if (by_step) info.step = c_.journal->last().id;
+  info.retained =
+      parts_.ends->retained(*asked.chain, info.num_prompt, hit.num_tokens, hit.num_shared_tokens);
+}
+
+void RowServer::note_misses(int32_t row, const NewRow& asked, const PrefixHit& hit) {
+  const bool reads = asked.reads();
+  parts_.misses->note(
+      row, {asked.chain, reads, hit.num_tokens, asked.external.num_tokens, asked.name}, found_,
+      /*counts=*/reads && !parts_.stats->has_counted(asked.chain.get()));
 }
 
 // A hit is not compared if the request declines a part of it. If the request limits its host
@@ -318,24 +316,23 @@ void RowServer::restart(int32_t row, int64_t num_had) {
   c_.rows->disturb(row);
   if (r.chain->num_encoder_tokens() == 0) r.state = RowState::kRunning;
   r.sharing = Sharing::kNone;
-  const PrefixHit& hit =
-      parts_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false, r.reads);
   AdmissionInfo& info = c_.rows->info(row);
+  const PrefixHit& hit =
+      parts_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false, info.reads);
   info.num_slots = 0;
   info.num_hit = info.hit_end = hit.num_tokens;
   for (const CacheGroup& group : *c_.groups) {
     if (group.rules->traits.follows_sequence) {
-      RowGrowth::set_hit(&c_.rows->blocks(row)[group.id], group, hit, hit.num_tokens);
+      RowGrowth::set_hit(&c_.rows->held(row, group), group, hit, hit.num_tokens);
     }
   }
-  ServedRow served;
-  served.row = row;
+  ServedRow served{row, {}};
   growth_.take_hit(&served, hit);
   r.num_computed = r.start = hit.num_tokens;
   r.num_drafts = r.num_undecided_before = 0;
   r.is_stale = false;
   parts_.publisher->refresh(row);
-  if (r.reads) count_hit(row, hit);
+  if (info.reads) count_hit(row, hit);
 }
 
 Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit) {
@@ -374,10 +371,9 @@ void RowServer::await_copies() {
 Slots RowServer::serve(const RowAsk& ask, bool lists_new) {
   const int32_t row = ask.row;
   c_.pool->set_taker(Taker::kRunning);
-  ServedRow served;
-  served.row = row;
-  served.span = ask.start ? Span{*ask.start, *ask.start + ask.num_tokens, ask.num_lookahead}
-                          : span_of(row, /*num_rejected=*/0, ask.num_tokens, ask.num_lookahead);
+  ServedRow served{row, ask.start
+                            ? Span{*ask.start, *ask.start + ask.num_tokens, ask.num_lookahead}
+                            : span_of(row, /*num_rejected=*/0, ask.num_tokens, ask.num_lookahead)};
   Slots slots{Status::kServed, row, {}, {}};
   if (pass_quietly(row, served.span)) {
     if (lists_new) slots.new_blocks.resize(c_.groups->size());
@@ -404,57 +400,71 @@ void RowServer::publish_direct(int32_t row) {
 // Adds the blocks of the row to `slots`, starting with block from[g] in each group g.
 void RowServer::add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const {
   for (const CacheGroup& group : *c_.groups) {
-    const std::vector<BlockId>& blocks = c_.rows->blocks(row)[group.id].blocks;
+    const std::vector<BlockId>& blocks = c_.rows->held(row, group).blocks;
     slots->new_blocks.emplace_back(blocks.begin() + from[group.id], blocks.end());
   }
 }
 
-Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
+Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& chain) {
   if (!c_.rows->has_free()) return {Status::kWait, -1, {}, {}};
   // Publishes filled blocks before the fork, so that neither the row nor its child must publish
   // shared blocks later.
   parts_.publisher->publish(row);
   accept_drafts(row);
-  parts_.stats->note_fork(child.get(), (*c_.rows)[row].num_computed);
-  child->adopt_hashes(*(*c_.rows)[row].chain, (*c_.rows)[row].num_computed);
+  const int64_t num_computed = (*c_.rows)[row].num_computed;
+  parts_.stats->note_fork(chain.get(), num_computed);
+  chain->adopt_hashes(*(*c_.rows)[row].chain, num_computed);
 
-  const int32_t other = c_.rows->take();
-  Row& parent = (*c_.rows)[row];
-  Row& r = (*c_.rows)[other];
-  parent.sharing = Sharing::kNext;
+  const int32_t child = c_.rows->take();
+  (*c_.rows)[row].sharing = Sharing::kNext;
   c_.rows->disturb(row);
+  copy_row(row, child, chain);
+  share_blocks(row, child);
+  parts_.publisher->refresh(child);
+  if (parts_.misses != nullptr) {
+    parts_.misses->note_fork(child, chain->num_tokens(), num_computed);
+  }
+  const Row& parent = (*c_.rows)[row];
+  if (parent.by_step()) c_.journal->inherit(row, parent, child, (*c_.rows)[child]);
+  c_.resend(child);
+  return {Status::kServed, child, {}, {}};
+}
+
+void RowServer::copy_row(int32_t row, int32_t child, const std::shared_ptr<TokenChain>& chain) {
+  Row& r = (*c_.rows)[child];
   const int64_t admission = r.admission;
-  r = parent;
-  r.chain = child;
-  r.reads = child->read_cache();
+  r = (*c_.rows)[row];
+  r.chain = chain;
   r.start = r.num_computed;
   r.num_undecided_before = 0;
   r.admission = admission;
-  c_.rows->info(other) = {
-      child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked, 0, {}};
-  c_.rows->info(other).num_slots = c_.rows->info(row).num_slots;
-  c_.rows->info(other).hit_end = c_.rows->info(row).hit_end;
-  c_.rows->info(other).step = c_.rows->info(row).step;
-  c_.rows->info(other).retained =
-      parts_.ends->retained(*child, child->num_tokens(), r.num_computed, 0);
+  const AdmissionInfo& parent = c_.rows->info(row);
+  AdmissionInfo& info = c_.rows->info(child);
+  info = {};
+  info.num_prompt = chain->num_tokens();
+  info.num_hit = r.num_computed;
+  info.num_marked = parent.num_marked;
+  info.num_slots = parent.num_slots;
+  info.hit_end = parent.hit_end;
+  info.step = parent.step;
+  info.reads = chain->read_cache();
+  info.retained = parts_.ends->retained(*chain, info.num_prompt, r.num_computed, /*num_shared=*/0);
+}
+
+// The child publishes none of the blocks that the parent has computed.
+void RowServer::share_blocks(int32_t row, int32_t child) {
+  const int64_t num_computed = (*c_.rows)[row].num_computed;
   for (const CacheGroup& group : *c_.groups) {
-    RowBlocks& each = c_.rows->blocks(other)[group.id];
-    each = c_.rows->blocks(row)[group.id];
+    RowBlocks& each = c_.rows->held(child, group);
+    each = c_.rows->held(row, group);
     group.rules->fork(&each);
     c_.pool->retain(each.blocks.data() + each.num_dropped, each.num_alive());
     if (!group.rules->traits.follows_sequence) continue;
     each.num_hits = static_cast<int32_t>(each.size());
-    each.num_published = std::max(each.num_published, r.num_computed / group.block_size);
+    each.num_published = std::max(each.num_published, num_computed / group.block_size);
     each.num_partial = static_cast<int32_t>(
-        std::max<int64_t>(each.num_partial, r.num_computed / parts_.hash_block_size));
+        std::max<int64_t>(each.num_partial, num_computed / parts_.hash_block_size));
   }
-  parts_.publisher->refresh(other);
-  if (parts_.misses != nullptr) {
-    parts_.misses->note_fork(other, child->num_tokens(), r.num_computed);
-  }
-  if (r.by_step()) c_.journal->inherit(row, parent, other, r);
-  c_.resend(other);
-  return {Status::kServed, other, {}, {}};
 }
 
 // Accepts the drafts of the row's last step, which are all known tokens.

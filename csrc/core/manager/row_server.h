@@ -71,7 +71,7 @@ class RowServer {
   Slots allocate(const NewRow& asked, const PrefixHit& hit);
   // `lists_new`: whether the result lists the new blocks.
   Slots serve(const RowAsk& ask, bool lists_new = true);
-  Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
+  Slots fork(int32_t row, const std::shared_ptr<TokenChain>& chain);
 
   // Lets a row that has released its blocks continue from its hit in the device cache. Encoder
   // pages on the host stay there until the row is swapped in. `num_had`: see CountedTokens.
@@ -94,7 +94,7 @@ class RowServer {
 
   bool pass_quietly(int32_t row, const Span& span);
   Status extend(ServedRow* served);
-  void note_slots(int32_t row, const Span& span);
+  void advance(int32_t row, const Span& span);
   Demand bring_back(ServedRow* served);
   void keep_own_blocks(const ServedRow& served);
   void accept_drafts(int32_t row);
@@ -108,6 +108,10 @@ class RowServer {
   void compare_hit(const NewRow& asked, const PrefixHit& hit, bool by_step);
   void count_hit(int32_t row, const PrefixHit& hit);
   Status admit(ServedRow* served, const NewRow& asked, const PrefixHit& hit, bool by_step);
+  void begin_row(int32_t row, const NewRow& asked, const PrefixHit& hit, bool by_step);
+  void note_misses(int32_t row, const NewRow& asked, const PrefixHit& hit);
+  void copy_row(int32_t row, int32_t child, const std::shared_ptr<TokenChain>& chain);
+  void share_blocks(int32_t row, int32_t child);
   void answer(const ServedRow& served, Status status);
   void publish_left_states();
   void await_copies();               // used by calls outside of steps
@@ -118,7 +122,6 @@ class RowServer {
   Parts parts_;
   DemandRules rules_;
   RowGrowth growth_;
-  bool has_state_;                    // whether a group updates pages in place
   bool has_bound_;                    // whether a group has a limited number of token slots per row
   int64_t max_drafts_;                // maximum per step and row
   std::vector<RowBlocks> candidate_;  // scratch: blocks of a new request, by group
