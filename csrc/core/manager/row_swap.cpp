@@ -5,8 +5,54 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/groups/find_block.h"
 #include "core/groups/rules/page_rules.h"
+
 namespace kvcache {
+
+namespace {
+
+// Counts the device blocks that rows take when they are swapped in and continue. A page that has a
+// twin, which is a cached device block with the same content, takes that block.
+class TakenBlocks {
+ public:
+  TakenBlocks(const BlockPool* pool, const std::unordered_map<BlockId, BlockId>* twins)
+      : pool_(pool), twins_(twins) {}
+
+  int64_t num() const { return num_taken_; }
+  void add_row(BlockId page) { num_taken_ += num_holders(page)++ == 0; }
+  // The row with these pages, all of which were added, gets slots for the tokens [start, stop).
+  void grow(const RowBlocks& each, const CacheGroup& group, int64_t start, int64_t stop) {
+    const int64_t drop_to = std::min(group.first_needed_block(start), each.size());
+    for (int64_t b = each.num_dropped; b < drop_to; ++b) {
+      num_taken_ -= --num_holders(each[b]) == 0;
+    }
+    // If several rows write to a page, the last of them keeps the block.
+    const int64_t num_blocks = std::min(ceil_div(stop, group.block_size), group.max_blocks);
+    for (int64_t b = start / group.block_size; b < std::min(num_blocks, each.size()); ++b) {
+      int64_t& holders = num_holders(each[b]);
+      if (holders > 1) --holders, ++num_taken_;
+    }
+    num_taken_ += std::max<int64_t>(num_blocks - each.size(), 0);
+  }
+
+ private:
+  // The number of rows that hold the twin or, without one, the block into which the page is loaded.
+  int64_t& num_holders(BlockId page) {
+    const auto twin = twins_->find(page);
+    if (twin == twins_->end()) return of_pages_[page];
+    const auto [holders, is_new] = of_twins_.emplace(twin->second, 0);
+    if (is_new) holders->second = pool_->ref_count(twin->second);
+    return holders->second;
+  }
+
+  const BlockPool* pool_;
+  const std::unordered_map<BlockId, BlockId>* twins_;
+  std::unordered_map<BlockId, int64_t> of_pages_, of_twins_;
+  int64_t num_taken_ = 0;
+};
+
+}  // namespace
 
 int64_t RowSwap::num_unique_blocks(const std::vector<int32_t>& rows) const {
   std::vector<BlockId> all;
@@ -31,17 +77,14 @@ RowSwap::Twins RowSwap::cached_twins(const std::vector<int32_t>& rows) const {
   for (int32_t row : rows) {
     const Row& r = (*c_.rows)[row];
     if (!r.chain->read_cache() || r.is_stale) continue;
-    const HashList& hashes = r.chain->known_hashes();
-    const int64_t num_known = std::min(publisher_->num_with_kv(row),
-                                       static_cast<int64_t>(hashes.size()) * r.chain->block_size());
+    const int64_t num_known =
+        std::min(publisher_->num_with_kv(row), r.chain->num_known_hashes() * r.chain->block_size());
     for (const CacheGroup& group : *c_.groups) {
       if (!group.rules->traits.appends) continue;
-      const RowBlocks& each = c_.rows->blocks(row)[group.id];
+      const RowBlocks& each = c_.rows->held(row, group);
       const int64_t num_full = std::min(num_known / group.block_size, each.size());
       for (int64_t b = each.num_dropped; b < num_full; ++b) {
-        const auto last = static_cast<size_t>((b + 1) * group.num_hashes - 1);
-        const uint64_t variant = r.chain->variant(static_cast<int64_t>(last));
-        const BlockId id = c_.pool->find(hashes[last], group.id, variant);
+        const BlockId id = find_block(*c_.pool, *r.chain, group, b);
         if (id == kNullBlock) break;
         twins.emplace(each[b], id);
       }
@@ -52,42 +95,19 @@ RowSwap::Twins RowSwap::cached_twins(const std::vector<int32_t>& rows) const {
 
 int64_t RowSwap::num_blocks_back(const std::vector<int32_t>& rows,
                                  const std::vector<int64_t>& num_slots, const Twins& twins) const {
-  // Number of rows that hold each shared block (positive keys) and each page to move (negative
-  // keys).
-  std::unordered_map<int64_t, int64_t> num_holders;
-  int64_t num_taken = 0, most = 0;
-  const auto key_of = [&](BlockId page) -> int64_t {
-    const auto twin = twins.find(page);
-    return twin == twins.end() ? -page : twin->second;
-  };
+  TakenBlocks taken(c_.pool, &twins);
   for (int32_t row : rows) {
-    for (BlockId page : c_.rows->written_blocks(row)) {
-      const int64_t key = key_of(page);
-      const auto [holders, is_new] = num_holders.emplace(key, 0);
-      if (is_new && key > 0) holders->second = c_.pool->ref_count(static_cast<BlockId>(key));
-      num_taken += holders->second++ == 0;
-    }
+    for (BlockId page : c_.rows->written_blocks(row)) taken.add_row(page);
   }
-  most = num_taken;
+  int64_t most = taken.num();
   for (size_t i = 0; i < rows.size(); ++i) {
     if (num_slots[i] == 0) continue;
-    const int64_t start = (*c_.rows)[rows[i]].num_computed, stop = start + num_slots[i];
+    const int64_t start = (*c_.rows)[rows[i]].num_computed;
     for (const CacheGroup& group : *c_.groups) {
       if (!group.rules->traits.appends) continue;
-      const RowBlocks& each = c_.rows->blocks(rows[i])[group.id];
-      const int64_t drop_to = std::min(group.first_needed_block(start), each.size());
-      for (int64_t b = each.num_dropped; b < drop_to; ++b) {
-        num_taken -= --num_holders[key_of(each[b])] == 0;
-      }
-      // If several rows write to a page, the last of them keeps the block.
-      const int64_t num_blocks = std::min(ceil_div(stop, group.block_size), group.max_blocks);
-      for (int64_t b = start / group.block_size; b < std::min(num_blocks, each.size()); ++b) {
-        int64_t& holders = num_holders[key_of(each[b])];
-        if (holders > 1) --holders, ++num_taken;
-      }
-      num_taken += std::max<int64_t>(num_blocks - each.size(), 0);
+      taken.grow(c_.rows->held(rows[i], group), group, start, start + num_slots[i]);
     }
-    most = std::max(most, num_taken);
+    most = std::max(most, taken.num());
   }
   return most;
 }
@@ -117,7 +137,7 @@ std::optional<std::vector<BlockId>> RowSwap::swap_in(const std::vector<int32_t>&
   c_.pool->retain(shared.data(), num_shared);
   c_.pool->notify(Hit{{shared.data(), num_shared}, Hit::By::kRequest});
   moved_ = std::move(twins);
-  for (int32_t row : rows) move_in(row, /*start=*/0, nullptr);
+  for (int32_t row : rows) load_all(row);
   c_.pool->release(shared.data(), num_shared);
   return c_.plan->direct_pairs();
 }
@@ -159,65 +179,50 @@ bool RowSwap::leave(int32_t row) {
 // the host.
 std::optional<RowSwap::Departure> RowSwap::departure_of(int32_t row) const {
   const BlockPool& pages = c_.host->pages();
-  Departure departure{{}, 0};
-  std::unordered_set<BlockId> to_hold;
-  int64_t num_free = pages.num_free();
+  Departure departure;
+  std::unordered_set<BlockId> to_hold;  // free pages; two blocks may have the same content
   for (BlockId id : c_.rows->written_blocks(row)) {
-    if (moved_.count(id) != 0) continue;
-    const Hash* hash = c_.pool->hash_of(id);
-    const BlockId page = hash == nullptr
-                             ? kNullBlock
-                             : pages.find(*hash, c_.pool->group_of(id), c_.pool->variant_of(id));
+    const BlockId page = page_of(id);
     if (page == kNullBlock) {
-      ++departure.num_new;
+      departure.blocks.push_back(id);
     } else {
-      departure.known.insert(departure.known.end(), {id, page});
-      // Two blocks may have the same content.
-      num_free -= pages.ref_count(page) == 0 && to_hold.insert(page).second;
+      departure.known.emplace_back(id, page);
+      if (pages.ref_count(page) == 0) to_hold.insert(page);
     }
   }
-  if (departure.num_new > num_free) return std::nullopt;
+  if (departure.blocks.size() + to_hold.size() > static_cast<size_t>(pages.num_free())) {
+    return std::nullopt;
+  }
   return departure;
+}
+
+// Returns the page to which another row has just moved the block, or a cached page with its
+// content, or null.
+BlockId RowSwap::page_of(BlockId id) const {
+  const auto moved = moved_.find(id);
+  if (moved != moved_.end()) return moved->second;
+  const Hash* hash = c_.pool->hash_of(id);
+  if (hash == nullptr) return kNullBlock;
+  return c_.host->pages().find(*hash, c_.pool->group_of(id), c_.pool->variant_of(id));
 }
 
 // Lookahead blocks have no content, so they are only released.
 void RowSwap::move_out(int32_t row, const Departure& departure) {
-  BlockPool& host = c_.host->pages();
-  const bool is_cached = (*c_.rows)[row].by_step();
-  std::unordered_set<BlockId> taken;  // blocks whose pages the row already references
-  for (size_t i = 0; i < departure.known.size(); i += 2) {
-    const BlockId id = departure.known[i], page = departure.known[i + 1];
-    host.retain(&page, 1);  // prevents the page from being reallocated
-    moved_.emplace(id, page);
-    taken.insert(id);
-  }
-  std::vector<BlockId> pages(static_cast<size_t>(departure.num_new));
-  host.allocate(departure.num_new, pages.data());
-  const BlockId* next = pages.data();
+  take_pages(departure, /*is_cached=*/(*c_.rows)[row].by_step());
   const std::vector<BlockId> released = c_.rows->tail_first(row, /*with_all=*/true);
   for (const CacheGroup& group : *c_.groups) {
-    RowBlocks& each = c_.rows->blocks(row)[group.id];
+    RowBlocks& each = c_.rows->held(row, group);
+    // The journal records the blocks, because the row no longer holds them.
     for (BlockId id : group.rules->leave_device((*c_.rows)[row], group, &each)) {
-      c_.note_dropped(row, group, each.num_dropped, id);  // the row no longer holds the block
+      c_.note_dropped(row, group, each.num_dropped, id);
     }
     each.resize(std::max(each.num_dropped, c_.rows->num_written(row, group)));
     each.keeps_state = false;
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
-      const BlockId id = each[b];
-      // Recorded because the row no longer holds the block.
-      c_.note_dropped(row, group, b, id);
-      const auto [to, is_first] = moved_.emplace(id, kNullBlock);
-      if (is_first) {
-        to->second = *next++;
-        c_.plan->swap_out(id, to->second);
-        if (is_cached && c_.pool->hash_of(id) != nullptr) c_.host->add_row_page(to->second, id);
-      } else if (taken.count(id) == 0) {
-        host.retain(&to->second, 1);
-      }
-      each[b] = to->second;
+      c_.note_dropped(row, group, b, each[b]);
+      each[b] = moved_.at(each[b]);
     }
   }
-  c_.host->mutable_counts()->swapped_out_blocks += departure.num_new;
   c_.note_access(row, released.data(), static_cast<int64_t>(released.size()));
   c_.rows->info(row).access = {};
   // The current plan reads these blocks.
@@ -226,6 +231,27 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
   c_.rows->disturb(row);
   (*c_.rows)[row].state = RowState::kOnHost;
   (*c_.rows)[row].num_drafts = 0;
+}
+
+// Takes a reference to the page of each block. Blocks without a page are copied to new pages, which
+// are published later if `is_cached`.
+void RowSwap::take_pages(const Departure& departure, bool is_cached) {
+  BlockPool& host = c_.host->pages();
+  for (const auto& [id, page] : departure.known) {
+    host.retain(&page, 1);  // prevents the page from being reallocated
+    moved_.emplace(id, page);
+  }
+  const std::vector<BlockId>& blocks = departure.blocks;
+  std::vector<BlockId> pages(blocks.size());
+  host.allocate(static_cast<int64_t>(pages.size()), pages.data());
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    moved_.emplace(blocks[i], pages[i]);
+    c_.plan->swap_out(blocks[i], pages[i]);
+    if (is_cached && c_.pool->hash_of(blocks[i]) != nullptr) {
+      c_.host->add_row_page(pages[i], blocks[i]);
+    }
+  }
+  c_.host->mutable_counts()->swapped_out_blocks += static_cast<int64_t>(blocks.size());
 }
 
 RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRules& rules) const {
@@ -262,62 +288,85 @@ bool RowSwap::shares_onboard(const CacheGroup& group, int64_t column, int64_t st
 }
 
 void RowSwap::move_in(int32_t row, int64_t start, const Return& back) {
-  move_in(row, start, &back);
-  c_.journal->note_swapped(row, (*c_.rows)[row]);
-}
-
-// Without `back`, loads all pages of the row.
-void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
-  Row& r = (*c_.rows)[row];
-  std::vector<BlockId> left;
+  std::vector<BlockId> left;  // pages that the row no longer holds
   for (const CacheGroup& group : *c_.groups) {
-    RowBlocks& each = c_.rows->blocks(row)[group.id];
-    const bool moves = back != nullptr && back->demand[group].moves;
-    for (; back != nullptr && each.num_dropped < back->first[group.id]; ++each.num_dropped) {
+    RowBlocks& each = c_.rows->held(row, group);
+    for (; each.num_dropped < back.first[group.id]; ++each.num_dropped) {
       left.push_back(std::exchange(each[each.num_dropped], kNullBlock));
     }
     each.state_start = static_cast<int32_t>(start);
+    if (back.demand[group].moves) {
+      leave_to_growth(&each);
+      continue;
+    }
+    for (int64_t b = each.num_dropped; b < each.size(); ++b) {
+      const BlockId page = each[b];
+      if (shares_onboard(group, b, start, page)) {
+        each[b] = shared_block(page);
+        left.push_back(page);
+      } else {
+        each[b] = new_block(page);
+        c_.host->onboard({c_.journal->numbers().num_steps, page, each[b], b, group.id, {}});
+      }
+    }
+  }
+  arrive(row, &left);
+  c_.journal->note_swapped(row, (*c_.rows)[row]);
+}
+
+// A state that continues in a new page is loaded there. It is the only page of its row.
+void RowSwap::leave_to_growth(RowBlocks* each) {
+  if (each->num_alive() == 0) return;
+  each->host_source = std::exchange(each->blocks.back(), kNullBlock);
+  each->num_dropped = each->size();
+}
+
+// Loads all pages of the row, outside of a step.
+void RowSwap::load_all(int32_t row) {
+  std::vector<BlockId> left;
+  for (const CacheGroup& group : *c_.groups) {
+    RowBlocks& each = c_.rows->held(row, group);
+    each.state_start = 0;
     int64_t first_own = each.size(), num_own = 0;  // blocks that no other row has loaded
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
-      BlockId& id = each[b];
-      const BlockId page = id;
-      if (moves) {  // a row with states has only this page
-        each.host_source = page;
-        id = kNullBlock;
-        each.num_dropped = b + 1;
+      const BlockId page = each[b];
+      left.push_back(page);
+      if (moved_.count(page) != 0) {
+        each[b] = shared_block(page);
         continue;
       }
-      const auto known = moved_.find(page);
-      if (known != moved_.end() && (back == nullptr || shares_onboard(group, b, start, page))) {
-        id = known->second;
-        c_.pool->retain(&id, 1);
-        left.push_back(page);
-        continue;
-      }
-      c_.pool->allocate(1, &id);
-      moved_.emplace(page, id);
+      each[b] = new_block(page);
+      c_.plan->swap_in(page, each[b]);
       first_own = std::min(first_own, b);
       ++num_own;
-      ++c_.host->mutable_counts()->swapped_in_blocks;
-      if (back != nullptr) {
-        c_.host->onboard({c_.journal->numbers().num_steps, page, id, b, group.id, {}});
-      } else {
-        c_.plan->swap_in(page, id);
-        left.push_back(page);
-      }
     }
-    if (back == nullptr && group.rules->traits.appends) {
-      note_returned(row, group, first_own, num_own == each.size() - first_own);
-    }
+    if (!group.rules->traits.appends) continue;
+    note_returned(row, group, first_own, num_own == each.size() - first_own);
   }
-  if (back == nullptr) {  // loads all groups
-    publisher_->refresh(row);
-    publisher_->publish(row);
-  }
-  std::reverse(left.begin(), left.end());
-  c_.host->pages().release(left.data(), static_cast<int64_t>(left.size()));
-  r.state = RowState::kRunning;
-  r.expect_shared();
+  publisher_->refresh(row);
+  publisher_->publish(row);
+  arrive(row, &left);
+}
+
+BlockId RowSwap::shared_block(BlockId page) {
+  const BlockId id = moved_.at(page);
+  c_.pool->retain(&id, 1);
+  return id;
+}
+
+BlockId RowSwap::new_block(BlockId page) {
+  BlockId id;
+  c_.pool->allocate(1, &id);
+  moved_.emplace(page, id);
+  ++c_.host->mutable_counts()->swapped_in_blocks;
+  return id;
+}
+
+void RowSwap::arrive(int32_t row, std::vector<BlockId>* left) {
+  std::reverse(left->begin(), left->end());
+  c_.host->pages().release(left->data(), static_cast<int64_t>(left->size()));
+  (*c_.rows)[row].state = RowState::kRunning;
+  (*c_.rows)[row].expect_shared();
 }
 
 // Marks the blocks that were loaded outside of a step as unpublished, except the first `num_shared`
@@ -326,8 +375,7 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
 void RowSwap::note_returned(int32_t row, const CacheGroup& group, int64_t num_shared,
                             bool is_whole) {
   const int64_t num_full = (*c_.rows)[row].num_computed / group.block_size;
-  c_.rows->blocks(row)[group.id].num_published =
-      is_whole ? std::min(num_shared, num_full) : num_full;
+  c_.rows->held(row, group).num_published = is_whole ? std::min(num_shared, num_full) : num_full;
 }
 
 }  // namespace kvcache

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <optional>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/groups/cache_group.h"
@@ -63,9 +64,9 @@ class RowSwap {
   void move_in(int32_t row, int64_t start, const Return& back);
 
  private:
-  struct Departure {             // the move of a row that fits on the host
-    std::vector<BlockId> known;  // pairs of a block and a page with its content
-    int64_t num_new;             // number of new pages for the other blocks
+  struct Departure {                                 // the move of a row that fits on the host
+    std::vector<std::pair<BlockId, BlockId>> known;  // blocks with a page of the same content
+    std::vector<BlockId> blocks;                     // the other blocks
   };
 
   // Starts a new call. Rows that are moved by the same call can share moved blocks. They do not
@@ -73,9 +74,18 @@ class RowSwap {
   void begin() { moved_.clear(); }
   bool leave(int32_t row);
   std::optional<Departure> departure_of(int32_t row) const;
+  BlockId page_of(BlockId id) const;
   void move_out(int32_t row, const Departure& departure);
+  void take_pages(const Departure& departure, bool is_cached);
   bool shares_onboard(const CacheGroup& group, int64_t column, int64_t start, BlockId page) const;
-  void move_in(int32_t row, int64_t start, const Return* back);
+  static void leave_to_growth(RowBlocks* each);
+  void load_all(int32_t row);
+  // Return the block of a page with a reference of the row. Another row has just loaded a shared
+  // block.
+  BlockId shared_block(BlockId page);
+  BlockId new_block(BlockId page);
+  // Releases the pages `left` of a row whose blocks are on the device again.
+  void arrive(int32_t row, std::vector<BlockId>* left);
   using Twins = std::unordered_map<BlockId, BlockId>;  // host page -> device block
   Twins cached_twins(const std::vector<int32_t>& rows) const;
   int64_t num_blocks_back(const std::vector<int32_t>& rows, const std::vector<int64_t>& num_slots,
