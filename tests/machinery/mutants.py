@@ -211,10 +211,10 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         MANAGER + "prefix_finder.cpp",
         "groups manager tiers allocator_random",
         [
-            ("if (n == first) break;", "break;"),
+            ("if (stop == n) return n;", "return n;"),
             ("while (block >= first_token / bs &&", "while (block > first_token / bs &&"),
             ("if (only_shared && !ends_->limits_shared(group)) continue;", ""),
-            ("on_host.back().column >= n / group", "on_host.back().column > n / group"),
+            ("on_host.back().column >= num_blocks", "on_host.back().column > num_blocks"),
             ("step_ = ends_->unit(with_partial);", "step_ = ends_->unit(true);"),
         ],
     ),
@@ -227,7 +227,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "num_free - num_new > supply.num_kept_free",
             ),
             ("num_free -= stops_being_free(each[b]);", ""),
-            ("rest.num_free -= group.rules->num_upfront(group, chain);", "rest.num_free -= 0;"),
+            ("supply.num_free - num_upfront(chain)", "supply.num_free"),
             (
                 "num_blocks <= pool_->num_total() - watermark_blocks_",
                 "num_blocks <= pool_->num_total()",
@@ -238,7 +238,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         MANAGER + "row_release.cpp",
         "manager manager_life allocator_random",
         [
-            ("if (r.by_step) c_.plan->clear_later(row);", ""),
+            ("if (r.by_step()) c_.plan->clear_later(row);", ""),
             ("if (c_.host != nullptr) note_onboards(row);", ""),
             (
                 "each.num_published = std::min(each.num_published, num_tokens / group.block_size);",
@@ -260,9 +260,13 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         RULES + "tokens.cpp",
         "manager groups tiers allocator_random",
         [
-            ("if (!growth->is_shared(each[b])) continue;", ""),
             ("num_tokens % group.block_size != 0 || first", "first"),
         ],
+    ),
+    (
+        RULES + "effects.h",
+        "manager groups tiers allocator_random",
+        [("column >= each.size() || !growth->is_shared(each[column])", "column >= each.size()")],
     ),
     (
         RULES + "state.cpp",
@@ -337,7 +341,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ),
             ("if (with_all) out.insert(", "if (true) out.insert("),
             ("tails[i].block_size == tails[0].block_size;", "true;"),
-            ("return tail.left == tail.num_dropped;", "return tail.left == 0;"),
+            ("ids(each.blocks.data() + each.num_dropped)", "ids(each.blocks.data())"),
         ],
     ),
     (
@@ -345,9 +349,9 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "manager manager_life external_tokens",
         [
             ("if (num_tokens >= 0 && num_tokens <= most) return;", "if (num_tokens >= 0) return;"),
-            ("if (r.num_computed - num_rejected >= kept) return;", "return;"),
+            ("if (num_rejected <= num_uncached) return;", "return;"),
             ("if (!completed) c_.journal->check_may_abort(step_id);", ""),
-            ("check_driver(row, /*by_step=*/true);\n    if (request", "if (request"),
+            ("check_driver(row, /*by_step=*/true);\n  if (num_tokens", "if (num_tokens"),
         ],
     ),
     (

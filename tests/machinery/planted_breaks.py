@@ -115,8 +115,8 @@ DEFECTS = [
     Defect(
         "quiet rows",
         MANAGER + "row_table.cpp",
-        "if (r.has_forked || r.may_share || r.on_host",
-        "if (r.on_host",  # a row writes to shared blocks
+        "if (r.has_forked() || r.state",
+        "if (r.state",  # a row writes to shared blocks
         "forks allocator_random",
     ),
     Defect(
@@ -129,7 +129,7 @@ DEFECTS = [
     Defect(
         "steps",
         MANAGER + "steps.cpp",
-        "if (!rows[row].on_host) plan_",
+        "if (!rows[row].is_on_host()) plan_",
         "plan_",  # puts host pages into a device table
         "tiers allocator_random",
     ),
@@ -178,8 +178,8 @@ DEFECTS = [
     Defect(
         "row swap",
         MANAGER + "row_swap.cpp",
-        "taken.insert(id);",
-        "",  # retains a host page twice
+        "host.retain(&page, 1);  // prevents",
+        "// prevents",  # a row does not hold a page that it shares
         "tiers allocator_random",
     ),
     Defect(

@@ -120,15 +120,18 @@ bool DemandRules::stops_being_free(BlockId id) const {
 Demand DemandRules::with_upfront(const RowBlocks* held, const NewRow& asked, const Span& span,
                                  const Supply& supply) const {
   const TokenChain& chain = *asked.chain;
-  Supply rest = supply;
-  for (const CacheGroup& group : *groups_) {
-    rest.num_free -= group.rules->num_upfront(group, chain);
-  }
+  const Supply rest{supply.num_free - num_upfront(chain), supply.num_kept_free};
   Demand demand = of(held, span, rest, asked.computes_whole ? span.stop : span.start);
   for (const CacheGroup& group : *groups_) {
     demand[group].num_new += group.rules->num_upfront(group, chain);
   }
   return demand;
+}
+
+int64_t DemandRules::num_upfront(const TokenChain& chain) const {
+  int64_t n = 0;
+  for (const CacheGroup& group : *groups_) n += group.rules->num_upfront(group, chain);
+  return n;
 }
 
 bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
@@ -139,25 +142,29 @@ bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
 
 Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, const Span& first,
                              int64_t num_tokens, const Demand& demand) const {
+  const int64_t upfront = num_upfront(chain);
+  const Peak peak = peak_of_chunks(held, chain, first, num_tokens);
+  const bool never_fits = upfront + peak.num_held > pool_->num_total();
+  if (demand.status == Status::kNever || never_fits) return Status::kNever;
   // Later chunks can use the blocks that are kept free for other requests, the source block of a
   // hit that ends inside a block, and blocks of the hit that are no longer read.
-  int64_t room = pool_->num_free(), most = 0, most_new = 0, num_upfront = 0;
-  // First block of the hit that is still held, by group.
-  std::array<int64_t, kMaxGroups> first_held;
+  const bool fits = upfront + peak.num_taken <= pool_->num_free();
+  return demand.status == Status::kServed && fits ? Status::kServed : Status::kWait;
+}
+
+DemandRules::Peak DemandRules::peak_of_chunks(const RowBlocks* held, const TokenChain& chain,
+                                              const Span& first, int64_t num_tokens) const {
+  Peak peak{0, 0};
+  int64_t num_hits = 0;  // blocks of the hit that were free and that the row still holds
+  std::array<int64_t, kMaxGroups> first_held;  // first block of the hit that is held, by group
   for (const CacheGroup& group : *groups_) {
     const RowBlocks& each = held[group.id];
-    num_upfront += group.rules->num_upfront(group, chain);
     first_held[group.id] = each.num_dropped;
-  }
-  room -= num_upfront;
-  int64_t num_hits = 0;  // blocks of the hit that were free and that this chunk holds
-  for (const CacheGroup& group : *groups_) {
-    const RowBlocks& each = held[group.id];
     for (int64_t b = each.num_dropped; b < each.size(); ++b) num_hits += stops_being_free(each[b]);
   }
   for (Span span = first;; span = {span.stop, span.stop + num_tokens, first.lookahead}) {
     span.stop = std::min(span.stop, chain.num_tokens());
-    int64_t num_held = num_upfront, num_new = 0;
+    int64_t num_held = 0, num_new = 0;
     for (const CacheGroup& group : *groups_) {
       const RowBlocks& each = held[group.id];
       const PageRules::ChunkDemand chunk = group.rules->chunk_demand(group, each, first, span);
@@ -166,12 +173,10 @@ Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, con
       num_held += chunk.num_held;
       num_new += chunk.num_new;
     }
-    most = std::max(most, num_held);
-    most_new = std::max(most_new, num_hits + num_new);
-    if (span.stop == chain.num_tokens()) break;
+    peak.num_held = std::max(peak.num_held, num_held);
+    peak.num_taken = std::max(peak.num_taken, num_hits + num_new);
+    if (span.stop == chain.num_tokens()) return peak;
   }
-  if (demand.status == Status::kNever || most > pool_->num_total()) return Status::kNever;
-  return demand.status == Status::kServed && most_new <= room ? Status::kServed : Status::kWait;
 }
 
 }  // namespace kvcache

@@ -78,6 +78,14 @@ class DemandRules {
   bool stops_being_free(BlockId id) const;
   Demand with_upfront(const RowBlocks* held, const NewRow& asked, const Span& span,
                       const Supply& supply) const;
+  int64_t num_upfront(const TokenChain& chain) const;  // blocks allocated at admission
+  // The largest numbers of blocks, over all chunks of a prompt, that the row holds, and that are no
+  // longer free. Without the blocks allocated at admission.
+  struct Peak {
+    int64_t num_held, num_taken;
+  };
+  Peak peak_of_chunks(const RowBlocks* held, const TokenChain& chain, const Span& first,
+                      int64_t num_tokens) const;
   DemandBasis basis() const { return {pool_, &holders_, frees_at_once()}; }
   // Whether blocks that a row drops are free immediately, because no step can still read them.
   bool frees_at_once() const { return !frees_->defers(steps_->last_issued); }

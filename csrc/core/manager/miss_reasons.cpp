@@ -89,48 +89,52 @@ MissReport MissReasons::of(const Asked& asked, const Found& found) const {
   MissReport report;
   report.num_tokens = chain.num_tokens();
   report.num_hit = asked.num_hit;
-  int64_t position = asked.num_hit;
-  const auto add_until = [&](int64_t stop, MissReason reason) {
-    stop = std::min(stop, report.num_tokens);
-    if (stop <= position) return;
-    report.missed[static_cast<size_t>(reason)] += stop - position;
-    position = stop;
-  };
-  add_until(asked.num_hit + asked.num_external, MissReason::kExternal);
+  Ranges ranges{&report, asked.num_hit};
+  ranges.add_until(asked.num_hit + asked.num_external, MissReason::kExternal);
   if (!asked.reads || group_ == nullptr) {
-    add_until(report.num_tokens, MissReason::kNotRead);
+    ranges.add_until(report.num_tokens, MissReason::kNotRead);
     return report;
   }
-  add_until(found.num_tokens, MissReason::kNotTaken);
-  add_until(found.num_with_host, MissReason::kNotLoaded);
+  ranges.add_until(found.num_tokens, MissReason::kNotTaken);
+  ranges.add_until(found.num_with_host, MissReason::kNotLoaded);
   const int64_t last =
       parts_.ends->longest(chain.num_tokens(), num_hashed(chain), /*with_partial=*/true);
-  add_until(std::min(found.num_shared_tokens, last), MissReason::kBoundary);
-  if (position < last && group_->keeps_all) {
-    add_until(std::min(find_cached(chain, position, last), last), MissReason::kBoundary);
+  ranges.add_until(std::min(found.num_shared_tokens, last), MissReason::kBoundary);
+  if (ranges.position < last && group_->keeps_all) {
+    ranges.add_until(std::min(find_cached(chain, ranges.position, last), last),
+                     MissReason::kBoundary);
   }
-  if (position < last) {
-    const int64_t lost = find_lost(chain, position, last, &report);
-    // A group that keeps all tokens can hit every cached block whose predecessors are cached.
-    MissReason reason = group_->keeps_all ? MissReason::kEvicted : MissReason::kBoundary;
-    if (report.lost) reason = report.lost->is_evicted ? MissReason::kEvicted : MissReason::kRemoved;
-    add_until(std::min(lost, last), reason);
-    const Sign sign = sign_of(chain, position);
-    if (position < last) {
-      add_until(find_recent(chain, sign, position, last, /*is_in_flight=*/true),
-                MissReason::kInFlight);
-    }
-    if (position < last && !group_->keeps_all) {
-      add_until(find_recent(chain, sign, position, last, /*is_in_flight=*/false),
-                MissReason::kBoundary);
-    }
-    if (position < last) {
-      add_until(find_other_keys(chain, sign, position, last), MissReason::kOtherKeys);
-    }
-    add_until(last, MissReason::kNew);
-  }
-  add_until(report.num_tokens, MissReason::kTail);
+  if (ranges.position < last) add_missing(chain, last, &ranges);
+  ranges.add_until(report.num_tokens, MissReason::kTail);
   return report;
+}
+
+// Adds the ranges up to token `last` whose blocks are not cached.
+void MissReasons::add_missing(const TokenChain& chain, int64_t last, Ranges* ranges) const {
+  MissReport* const report = ranges->report;
+  const int64_t lost = find_lost(chain, ranges->position, last, report);
+  // A group that keeps all tokens can hit every cached block whose predecessors are cached.
+  MissReason reason = group_->keeps_all ? MissReason::kEvicted : MissReason::kBoundary;
+  if (report->lost) reason = report->lost->is_evicted ? MissReason::kEvicted : MissReason::kRemoved;
+  ranges->add_until(std::min(lost, last), reason);
+  const Sign sign = sign_of(chain, ranges->position);
+  const auto add_recent = [&](bool is_in_flight, MissReason why) {
+    if (ranges->position >= last) return;
+    ranges->add_until(find_recent(chain, sign, ranges->position, last, is_in_flight), why);
+  };
+  add_recent(/*is_in_flight=*/true, MissReason::kInFlight);
+  if (!group_->keeps_all) add_recent(/*is_in_flight=*/false, MissReason::kBoundary);
+  if (ranges->position < last) {
+    ranges->add_until(find_other_keys(chain, sign, ranges->position, last), MissReason::kOtherKeys);
+  }
+  ranges->add_until(last, MissReason::kNew);
+}
+
+void MissReasons::Ranges::add_until(int64_t stop, MissReason reason) {
+  stop = std::min(stop, report->num_tokens);
+  if (stop <= position) return;
+  report->missed[static_cast<size_t>(reason)] += stop - position;
+  position = stop;
 }
 
 bool MissReasons::is_cached(const TokenChain& chain, int64_t block) const {

@@ -124,7 +124,16 @@ class MissReasons {
   // The search for lost blocks ends after this number of sampled blocks that were never seen.
   static constexpr int kMostUnknown = 3;
 
+  // Divides the missed tokens of a report into ranges.
+  struct Ranges {
+    void add_until(int64_t stop, MissReason reason);
+
+    MissReport* report;
+    int64_t position;  // end of the last range
+  };
+
   MissReport of(const Asked& asked, const Found& found) const;
+  void add_missing(const TokenChain& chain, int64_t last, Ranges* ranges) const;
   // The place for the report of this row.
   MissReport& report_of(int32_t row);
   int64_t num_hashed(const TokenChain& chain) const {

@@ -39,10 +39,8 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
   }
   for (const bool keeps_all : {true, false}) {
     for (const CacheGroup& group : *groups_) {
-      const bool is_hit = group.is_cached && group.rules->traits.has_hits;
-      if (compared_unit_ == 0 && is_hit && group.keeps_all == keeps_all) {
-        compared_unit_ = group.block_size;
-      }
+      if (compared_unit_ > 0 || !group.is_cached || group.keeps_all != keeps_all) continue;
+      compared_unit_ = group.block_size;
     }
   }
   limits_more_ = !std::all_of(groups_->begin(), groups_->end(), [this](const CacheGroup& group) {
@@ -75,44 +73,41 @@ BlockId PrefixFinder::host_page(const CacheGroup& group, int64_t block) const {
 // Returns the number of consecutive blocks of a group that are found, starting with the first
 // block; at most num_blocks.
 int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) {
+  int64_t n = 0;
   if (simulated_ != nullptr) {
-    int64_t n = 0;
     while (n < num_blocks && is_found(group, n)) ++n;
     return n;
   }
-  std::vector<BlockId>& found = hit_.blocks[group.id];
   // If the first block is missing, the prompt is cold, and no memory is prepared for the other
   // blocks.
-  const bool any = num_blocks > 0 && is_found(group, 0);
-  found.resize(any ? static_cast<size_t>(num_blocks) : 0);
-  int64_t n = 0;
-  const auto search = [&](const BlockPool& pool) {
-    if (n == num_blocks) return int64_t{0};
-    const int64_t num_found =
-        pool.lookup(&hash_at((n + 1) * group.block_size), num_blocks - n, group.id,
-                    /*prefix=*/true, found.data() + n, group.num_hashes);
-    if (variants_ == nullptr) return num_found;
-    int64_t num_alike = 0;
-    while (
-        num_alike < num_found &&
-        pool.is_variant(found[n + num_alike], variant_at((n + num_alike + 1) * group.block_size))) {
-      ++num_alike;
-    }
-    return num_alike;
-  };
-  while (any) {
-    n += search(*pool_);
-    if (!with_host_) break;
-    const int64_t first = n;
-    n += search(*host_);
-    if (n == first) break;
-    for (int64_t i = first; i < n; ++i) {
+  if (num_blocks == 0 || !is_found(group, 0)) return 0;
+  std::vector<BlockId>& found = hit_.blocks[group.id];
+  found.resize(static_cast<size_t>(num_blocks));
+  for (;;) {
+    n += find_run(*pool_, group, n);
+    const int64_t stop = with_host_ ? n + find_run(*host_, group, n) : n;
+    if (stop == n) return n;
+    for (; n < stop; ++n) {
       // The device may contain this block even if it lacks some of the blocks before it.
-      const BlockId id = device_block(group, i);
-      if (id == kNullBlock) hit_.on_host[group.id].push_back({i, found[i]});
-      found[i] = id;
+      const BlockId id = device_block(group, n);
+      if (id == kNullBlock) hit_.on_host[group.id].push_back({n, found[n]});
+      found[n] = id;
     }
   }
+}
+
+// Stores the consecutive blocks that a pool contains, starting with block `first`, in the hit.
+// Returns their number.
+int64_t PrefixFinder::find_run(const BlockPool& pool, const CacheGroup& group, int64_t first) {
+  std::vector<BlockId>& found = hit_.blocks[group.id];
+  const int64_t most = static_cast<int64_t>(found.size()) - first;
+  if (most == 0) return 0;
+  const auto end_of = [&](int64_t i) { return (first + i + 1) * group.block_size; };
+  const int64_t num_found = pool.lookup(&hash_at(end_of(0)), most, group.id, /*prefix=*/true,
+                                        found.data() + first, group.num_hashes);
+  if (variants_ == nullptr) return num_found;
+  int64_t n = 0;
+  while (n < num_found && pool.is_variant(found[first + n], variant_at(end_of(n)))) ++n;
   return n;
 }
 
@@ -251,28 +246,25 @@ int64_t PrefixFinder::accepted_by_window(const CacheGroup& group, int64_t num_to
   return std::max<int64_t>(num_tokens, 0);
 }
 
+// Stores the group's blocks of a hit of this length, which the search has found.
 void PrefixFinder::collect(const CacheGroup& group) {
+  if (!group.rules->traits.has_hits) return;
   std::vector<BlockId>& blocks = hit_.blocks[group.id];
   std::vector<PrefixHit::HostBlock>& on_host = hit_.on_host[group.id];
-  const int64_t n = hit_.num_tokens;
-  if (n == 0 || !group.rules->traits.has_hits) {
-    blocks.clear();
-    on_host.clear();
-    return;
-  }
-  blocks.resize(static_cast<size_t>(n / group.block_size));
-  while (!on_host.empty() && on_host.back().column >= n / group.block_size) on_host.pop_back();
-  if (!group.keeps_all || !group.is_cached) {
-    std::fill(blocks.begin(), blocks.end(), kNullBlock);
-    for (int64_t b = group.first_hit_block(n); b < n / group.block_size; ++b) {
-      const BlockId id = device_block(group, b);
-      blocks[static_cast<size_t>(b)] = id;
+  const int64_t num_tokens = hit_.num_tokens, num_blocks = num_tokens / group.block_size;
+  blocks.resize(static_cast<size_t>(num_blocks));
+  if (group.keeps_all && group.is_cached) {  // find_leading has stored them, and blocks after them
+    while (!on_host.empty() && on_host.back().column >= num_blocks) on_host.pop_back();
+  } else {
+    for (int64_t b = group.first_hit_block(num_tokens); b < num_blocks; ++b) {
+      BlockId& id = blocks[static_cast<size_t>(b)];
+      id = device_block(group, b);
       if (id == kNullBlock) on_host.push_back({b, host_page(group, b)});
     }
   }
   hit_.num_host_blocks += static_cast<int64_t>(on_host.size());
-  if (n % group.block_size != 0 && group.first_hit_token(n) < n) {
-    hit_.sources[group.id] = partial_block_of(group, n);
+  if (hit_.has_part_of(group) && group.first_hit_token(num_tokens) < num_tokens) {
+    hit_.sources[group.id] = partial_block_of(group, num_tokens);
   }
 }
 

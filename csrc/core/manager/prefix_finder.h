@@ -115,6 +115,7 @@ class PrefixFinder {
     return device_block(group, block) != kNullBlock || host_page(group, block) != kNullBlock;
   }
   int64_t find_leading(const CacheGroup& group, int64_t num_blocks);
+  int64_t find_run(const BlockPool& pool, const CacheGroup& group, int64_t first);
   BlockId partial_block_of(const CacheGroup& group, int64_t num_tokens) const;
   void collect(const CacheGroup& group);
 
