@@ -344,29 +344,40 @@ class SwapEngine:
 
     def _start(self, key: str, pairs: np.ndarray) -> SwapJob:
         direction = OUT if key == OUT else IN
-        name = f"swap_{direction}"
         swap_stream = self._swap_streams[key]
+        pairs = self._checked(f"swap_{direction}", swap_stream, pairs)
+        self._num_jobs += 1
+        job = swap_stream.new_job(f"{_NAMES[key]} {self._num_jobs}", pairs)
+        if direction == IN:
+            job.fillers = self._swap_streams[OUT].writers(pairs[:, 0])
+        method = self.method_for(direction, pairs)
+        if method == STAGING and swap_stream.staging is None:  # an expedited swap-in
+            method = KERNEL if self._kernel_reaches_host else COPY_ENGINE
+        self._begun = job.name
+        self._launch(direction, swap_stream, job, method)
+        swap_stream.add(job)
+        self._begun = None
+        return job
+
+    def _checked(self, name: str, swap_stream: SwapStream, pairs: np.ndarray) -> np.ndarray:
         pairs = integers(pairs, name, (2,))
         check_range(name, "reads page", pairs[:, 0], 1, swap_stream.source.num_blocks)
         check_range(name, "writes to page", pairs[:, 1], 1, swap_stream.destination.num_blocks)
         check_once(f"{name} writes to page", pairs[:, 1])
         self.check_not_captured(name)
         self._check_whole()
-        self._num_jobs += 1
-        job = swap_stream.new_job(f"{_NAMES[key]} {self._num_jobs}", pairs)
-        if direction == IN:
-            job.fillers = self._swap_streams[OUT].writers(pairs[:, 0])
-        streams, method = self._streams, self.method_for(direction, pairs)
-        if method == STAGING and swap_stream.staging is None:  # an expedited swap-in
-            method = KERNEL if self._kernel_reaches_host else COPY_ENGINE
+        return pairs
+
+    def _launch(self, direction: str, swap_stream: SwapStream, job: SwapJob, method: str) -> None:
+        """Launch a job after the work that it must follow. Errors are recorded in the job."""
+        streams = self._streams
         staging = swap_stream.staging if method == STAGING else None
-        self._begun = job.name
         begin = swap_stream.stream if staging is None else staging.first
         end = swap_stream.stream if staging is None else staging.last
         try:
             streams.wait(begin, streams.record(streams.current()))
             self._after_the_job_before(swap_stream, begin, end)
-            settled = self._after_other_streams(swap_stream, begin, pairs) and direction == IN
+            settled = self._after_other_streams(swap_stream, begin, job.pairs) and direction == IN
             self._carry(direction, swap_stream, job, method, settled)
         except (RuntimeError, MemoryError) as error:
             job.fail(error)
@@ -378,9 +389,6 @@ class SwapEngine:
         except (RuntimeError, MemoryError) as error:
             job.fail(error)
         job.released = job.released or job.done
-        swap_stream.add(job)
-        self._begun = None
-        return job
 
     def _check_whole(self) -> None:
         """Raise RuntimeError if an interrupt came after a job was launched but before the job was

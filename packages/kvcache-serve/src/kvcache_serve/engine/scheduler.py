@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -27,13 +27,14 @@ from kvcache.checks import (
 )
 from kvcache.kinds import make_kind
 from kvcache.sources import KVSource
-from kvcache.step import NO_IDS, Status, StepPlan, StepReport
+from kvcache.step import NO_IDS, Answers, Status, StepAnswers, StepPlan, StepReport
 from kvcache_exchange.hints import HintExecutor
 from kvcache_serve.engine.loading import Loading
 from kvcache_serve.engine.sequence import Sequence, State
 
 _log = logging.getLogger("kvcache.serve")
 _DRAFTS = attrgetter("drafts")
+_Asked = TypeVar("_Asked")
 
 
 @dataclass(eq=False, slots=True)
@@ -663,68 +664,96 @@ class Scheduler:
             self._is_short = False
             self._in_flight = step = _scheduled(plan, decoding, [], [], [])
             return step
-        answers = plan.answers
-        entries, loading, refused, stuck = [], [], [], []
-        running = [(sequence, 0) for sequence, _ in asked]
+        running = [sequence for sequence, _ in asked]
         if not are_served:
-            running = [(sequence, 0) for sequence in decoding.sequences] + running
+            running = decoding.sequences + running
             decoding, k, self._decoding = decoding.first(0), 0, None
-        admitted = [(sequence, external) for sequence, _, external in new]
-        externals = dict(admitted)
-        asked_of = {sequence: count for sequence, count, _ in new}
-        for of, first, sequences in ((answers.rows, k, running), (answers.new, 0, admitted)):
-            for (sequence, external), row, status, start, count in zip(
-                sequences, *(each[first:].tolist() for each in of)
-            ):
-                if status == Status.SERVED and external:
-                    loading.append(sequence)
-                elif status == Status.SERVED:
-                    entries.append((sequence, row, start, count))
-                elif status == Status.NEVER and external:  # may fit without external tokens
-                    self._loading.give_up(
-                        sequence, "it does not fit if the source's tokens are loaded"
-                    )
-                elif status == Status.NEVER and not self._shrink(sequence, asked_of.get(sequence)):
-                    refused.append(sequence)
-                else:
-                    stuck.append(sequence)
-        for sequence, status in zip(leaving, answers.swap_out.status.tolist()):
+        results = self._results(plan.answers, running, k, new)
+        self._leave(leaving, plan.answers.swap_out.status.tolist())
+        for sequence, *_ in results.entries:
+            self._run(sequence)
+        for sequence, num_external in results.loading:
+            self._load(sequence, num_external)
+        for sequence in results.refused:
+            self.finish(sequence)
+        self._note_stuck(results, is_busy=bool(decoding or leaving))
+        loading = [sequence for sequence, _ in results.loading]
+        self._in_flight = step = _scheduled(
+            plan, decoding, results.entries, results.refused, loading
+        )
+        return step
+
+    def _results(
+        self,
+        answers: StepAnswers,
+        running: list[Sequence],
+        first: int,
+        new: list[tuple[Sequence, int, int]],
+    ) -> _Results:
+        """Sort the sequences by the answers of the manager. Those of `running` start at `first`."""
+        results = _Results()
+        for sequence, row, status, start, count in _answers_of(answers.rows, first, running):
+            if status == Status.SERVED:
+                results.entries.append((sequence, row, start, count))
+            elif status == Status.NEVER:
+                results.refused.append(sequence)
+            else:
+                results.stuck.append(sequence)
+        for asked, row, status, start, count in _answers_of(answers.new, 0, new):
+            sequence, most, num_external = asked
+            if status == Status.SERVED and num_external:
+                results.loading.append((sequence, num_external))
+            elif status == Status.SERVED:
+                results.entries.append((sequence, row, start, count))
+            elif status == Status.NEVER and num_external:  # may fit without external tokens
+                self._loading.give_up(sequence, "it does not fit if the source's tokens are loaded")
+            elif status == Status.NEVER and not self._shrink(sequence, most):
+                results.refused.append(sequence)
+            else:
+                results.stuck.append(sequence)
+        return results
+
+    def _leave(self, leaving: list[Sequence], statuses: list[int]) -> None:
+        """Record the swap-out of preempted sequences. Those that the host cannot hold recompute."""
+        for sequence, status in zip(leaving, statuses):
             if status == Status.SERVED:
                 sequence.state, self._has_changed = State.SWAPPED, True
                 sequence.num_preemptions += 1
                 self.num_swapped_out += 1
             else:
                 self._recompute(sequence)
-        for sequence, *_ in entries:
-            if sequence.state is not State.RUNNING:
-                self._has_changed = True
-            if sequence.state is State.WAITING:
-                self.waiting.remove(sequence)
-                self._insert(self.admitted, sequence)
-                sequence.has_begun = True
-                _stamp_admission(sequence)
-                self._explain_misses(sequence)
-                self._count_cached(sequence)
-                self.hints.hit(sequence.request)
-            sequence.state, sequence.most_new = State.RUNNING, MAX_INT32
-        for sequence in loading:
-            self.waiting.remove(sequence)
-            self._insert(self.admitted, sequence)
-            sequence.state, sequence.has_begun = State.LOADING, True
-            sequence.num_external_tokens = externals[sequence]
-            _stamp_admission(sequence)
-            self._explain_misses(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
+        if sequence.state is not State.RUNNING:
+            self._has_changed = True
+        if sequence.state is State.WAITING:
+            self._admit(sequence)
+            self._count_cached(sequence)
             self.hints.hit(sequence.request)
-            self._loading.admitted(sequence)
-        for sequence in refused:
-            self.finish(sequence)
+        sequence.state, sequence.most_new = State.RUNNING, MAX_INT32
+
+    def _load(self, sequence: Sequence, num_external: int) -> None:
+        self._admit(sequence)
+        sequence.state, sequence.num_external_tokens = State.LOADING, num_external
+        self.hints.hit(sequence.request)
+        self._loading.admitted(sequence)
+
+    def _admit(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self._insert(self.admitted, sequence)
+        sequence.has_begun = True
+        if sequence.admitted_at is None:
+            sequence.admitted_at = time.monotonic()
+        self._explain_misses(sequence)
+
+    def _note_stuck(self, results: _Results, is_busy: bool) -> None:
+        """Give way to sequences that wait for blocks. `is_busy`: others are served or leave."""
+        stuck = results.stuck
         if stuck:
             self.hints.give_way()
-        is_busy = decoding or entries or leaving or refused or self.is_waiting_for_sources
+        is_busy = is_busy or bool(results.entries or results.refused) or self.is_waiting_for_sources
         self._first_stuck = next((each for each in stuck if each.state is State.WAITING), None)
-        self._choose_victim(stuck, nothing_done=bool(stuck and not is_busy))
-        step = self._in_flight = _scheduled(plan, decoding, entries, refused, loading)
-        return step
+        self._choose_victim(stuck, nothing_done=bool(stuck) and not is_busy)
 
     def _count_cached(self, sequence: Sequence, num_loaded: int = 0) -> None:
         sequence.num_cached_loads += num_loaded
@@ -772,9 +801,21 @@ class Scheduler:
         queue.insert(at, sequence)
 
 
-def _stamp_admission(sequence: Sequence) -> None:
-    if sequence.admitted_at is None:
-        sequence.admitted_at = time.monotonic()
+@dataclass(slots=True)
+class _Results:
+    """What the manager answered to the sequences of a step."""
+
+    entries: list[tuple[Sequence, int, int, int]] = field(default_factory=list)  # row, start, count
+    loading: list[tuple[Sequence, int]] = field(default_factory=list)  # external tokens
+    refused: list[Sequence] = field(default_factory=list)
+    stuck: list[Sequence] = field(default_factory=list)  # wait for blocks
+
+
+def _answers_of(
+    answers: Answers, first: int, asked: list[_Asked]
+) -> Iterator[tuple[_Asked, int, int, int, int]]:
+    """Return (asked, row, status, start, count) for the answers from `first` on."""
+    return zip(asked, *(each[first:].tolist() for each in answers))
 
 
 def _scheduled(
