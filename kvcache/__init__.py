@@ -21,7 +21,6 @@ _HOME = {
     "External": "kvcache.allocator",
     "FoundBlocks": "kvcache.allocator",
     "KVCacheManager": "kvcache.allocator",
-    "LearnedReuse": "kvcache.allocator",
     "PrefixCacheStats": "kvcache.allocator",
     "Request": "kvcache.allocator",
     "RequestState": "kvcache.allocator",

@@ -17,7 +17,6 @@ from kvcache.allocator import CacheOptions as CacheOptions
 from kvcache.allocator import External as External
 from kvcache.allocator import FoundBlocks as FoundBlocks
 from kvcache.allocator import KVCacheManager as KVCacheManager
-from kvcache.allocator import LearnedReuse as LearnedReuse
 from kvcache.allocator import PrefixCacheStats as PrefixCacheStats
 from kvcache.allocator import Request as Request
 from kvcache.allocator import RequestState as RequestState

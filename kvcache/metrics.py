@@ -187,7 +187,7 @@ class CacheMetrics(Collector):
             pools["host",] = manager.host_pool
         families += self._gauges(_POOLS, ["tier"], pools)
         families += self._gauges(_LOADS, [], {(): manager.pool})
-        if stats.learned is not None:
+        if stats.falls_back is not None:
             families += self._gauges(_LEARNED, [], {(): stats})
         self._families = families
 

@@ -2,7 +2,7 @@
 // Python bindings of the manager and its attention kinds. The bindings only convert arguments and
 // results.
 #include "core/manager/manager.h"
-#include "core/eviction/learned/eviction_policy.h"
+#include "core/eviction/learned.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -241,7 +241,8 @@ py::tuple explain(Manager& self, const RequestRows& requests, const py::object& 
 }
 
 // Returns a tuple: total, window, groups, host or None, the numbers
-// of missed tokens by reason or None, and whether the eviction policy falls back to LRU.
+// of missed tokens by reason or None, and whether the eviction policy `learned` follows LRU; None
+// for others.
 py::tuple stats_of(Manager& self) {
   const CacheStats& stats = self.stats();
   py::list groups;
@@ -250,11 +251,12 @@ py::tuple stats_of(Manager& self) {
     groups.append(py::make_tuple(group.query_blocks, group.hit_blocks, group.stored_blocks,
                                  self.pool().num_evicted_of(static_cast<uint8_t>(g))));
   }
-  const auto* policy = dynamic_cast<const EvictionPolicy*>(self.pool().order());
-  return py::make_tuple(as_tuple(stats.total()), as_tuple(stats.window()), groups,
-                        as_tuple(self.tiers(), self.host()),
-                        self.misses() ? py::cast(as_list(self.misses()->total())) : py::none(),
-                        policy != nullptr && policy->falls_back());
+  const auto* learned = dynamic_cast<const Learned*>(self.pool().order());
+  return py::make_tuple(
+      as_tuple(stats.total()), as_tuple(stats.window()), groups,
+      as_tuple(self.tiers(), self.host()),
+      self.misses() ? py::cast(as_list(self.misses()->total())) : py::none(),
+      learned == nullptr ? py::object(py::none()) : py::bool_(learned->falls_back()));
 }
 
 // Returns a tuple of arrays: kinds uint8[n]; mediums uint8[n]; groups int32[n]; hashes and parents,
@@ -746,8 +748,6 @@ void bind_manager(py::module_& m) {
       .def("check_invariants", &Manager::check_invariants)
       .def("clear_stats", &Manager::clear_stats)
       .def("stats", &stats_of)
-      .def("learned", [](const Manager& self) { return copy_array(self.learned()); })
-      .def("learn", &Manager::learn)
       .def("waiting_events", &waiting_events)
       .def("drop_events", [](Manager& self) { self.drain_events(); })
       .def_property_readonly("hash_block_size", &Manager::hash_block_size)

@@ -3,7 +3,6 @@
 
 from kvcache.allocator.admit import Admit, External
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
-from kvcache.allocator.learned import LearnedReuse
 from kvcache.allocator.manager import KVCacheManager, check_invariants
 from kvcache.allocator.misses import MISS_REASONS, MissReport
 from kvcache.allocator.options import CacheArguments, CacheOptions, PolicyArguments
@@ -35,7 +34,6 @@ __all__ = [
     "External",
     "FoundBlocks",
     "KVCacheManager",
-    "LearnedReuse",
     "MissReport",
     "PolicyArguments",
     "PrefixCache",

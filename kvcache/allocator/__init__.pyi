@@ -4,7 +4,6 @@
 from kvcache._core import BlockPool, eviction_names, host_eviction_names
 from kvcache.allocator.admit import Admit, External
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
-from kvcache.allocator.learned import LearnedReuse
 from kvcache.allocator.manager import KVCacheManager, check_invariants
 from kvcache.allocator.misses import MISS_REASONS as MISS_REASONS
 from kvcache.allocator.misses import MissReport as MissReport
@@ -31,7 +30,6 @@ __all__ = [
     "External",
     "FoundBlocks",
     "KVCacheManager",
-    "LearnedReuse",
     "PolicyArguments",
     "PrefixCache",
     "PrefixCacheStats",

@@ -11,7 +11,6 @@ import numpy as np
 
 from kvcache.allocator.event_stream import events_of
 from kvcache.allocator.hashing import HashKey
-from kvcache.allocator.learned import LearnedReuse
 from kvcache.allocator.misses import MissReport, report_of
 from kvcache.allocator.options import checked_seconds, checked_session
 from kvcache.allocator.request import Request
@@ -302,31 +301,6 @@ class PrefixCache:
         """
         self._native.set_now(int(checked_seconds(seconds, "seconds") * 1000))
 
-    def learn_from(self, learned: LearnedReuse | None) -> None:
-        """Replace the state of the eviction policy `learned`.
-
-        Args:
-            learned: `stats.learned` of another manager. None changes nothing.
-
-        Raises:
-            TypeError: `learned` has the wrong type.
-            ValueError: The eviction policy is not "learned".
-
-        >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128, eviction="learned")
-        >>> manager.cache.learn_from(manager.cache.stats.learned)
-        """
-        if learned is None:
-            return
-        if not isinstance(learned, LearnedReuse):
-            raise TypeError(
-                f"learned has type {type(learned).__name__}: expected LearnedReuse or None"
-            )
-        if not self._native.learned().size:
-            raise ValueError(
-                "learn_from: the eviction policy collects no counts: expected 'learned'"
-            )
-        self._native.learn(np.concatenate([learned.reached, learned.used]).ravel())
-
     def evict(self, ids: Ids) -> None:
         """Remove held or free blocks from the cache. Blocks that are not cached do not change."""
         self._native.evict(ids)
@@ -455,10 +429,10 @@ class PrefixCache:
 
     @property
     def stats(self) -> PrefixCacheStats:
-        """Hit rates, stored and evicted blocks, and learned reuse."""
+        """Hit rates, and stored and evicted blocks."""
         self._native.check_reader()
         native = self._native
-        return stats_of(native.stats(), native.pool.num_pins_broken, native.learned())
+        return stats_of(native.stats(), native.pool.num_pins_broken)
 
     def clear_stats(self) -> None:
         """Reset the counts of `stats`."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 
-from kvcache.allocator.learned import LearnedReuse, reuse_of
 from kvcache.allocator.misses import MISS_REASONS
 
 
@@ -71,23 +69,21 @@ class PrefixCacheStats(HitStats):
         groups: Block counts of each cache group.
         host: Counts of blocks that moved between device and host. None without a host tier.
         num_pins_broken: Number of pinned blocks evicted since the manager was created.
-        learned: Counts of the device's eviction policy `learned`. None for other policies.
         missed_tokens: Query tokens that were not hits at the first admission, by reason (`MISS_REASONS`).
             None without `CacheOptions.explain_misses`.
         falls_back: Whether the device's eviction policy `learned` currently evicts in LRU order, because
-            it achieved fewer hits than LRU.
+            its own order is not known to achieve more hits. None for other policies.
     """
 
     recent: HitStats = HitStats(0, 0, 0)
     groups: tuple[GroupStats, ...] = ()
     host: HostStats | None = None
     num_pins_broken: int = 0
-    learned: LearnedReuse | None = None
     missed_tokens: dict[str, int] | None = None
-    falls_back: bool = False
+    falls_back: bool | None = None
 
 
-def stats_of(native: tuple, num_pins_broken: int, learned: np.ndarray) -> PrefixCacheStats:
+def stats_of(native: tuple, num_pins_broken: int) -> PrefixCacheStats:
     """Convert the native manager's counts."""
     total, recent, groups, host, missed, falls_back = native
     return PrefixCacheStats(
@@ -96,7 +92,6 @@ def stats_of(native: tuple, num_pins_broken: int, learned: np.ndarray) -> Prefix
         tuple(GroupStats(*each) for each in groups),
         None if host is None else HostStats(*host),
         num_pins_broken,
-        reuse_of(learned),
         None if missed is None else dict(zip(MISS_REASONS, missed, strict=True)),
-        learned.size > 0 and falls_back,
+        falls_back,
     )

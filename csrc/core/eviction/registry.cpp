@@ -45,16 +45,16 @@ const Entry kEntries[] = {
        return std::make_unique<LastAccess>(num_blocks);
      }},
     {"learned",
-     {{"double_cost_tokens", 0, 0, 1e9}, {"tenant_share", 1, 0, 1}, {"state_share", 1, 0, 1}},
+     {{"tenant_share", 1, 0, 1}, {"state_share", 1, 0, 1}},
      true,
      [](int64_t num_blocks, const Values& values) -> std::unique_ptr<EvictionOrder> {
-       return std::make_unique<Learned>(num_blocks, values.at("double_cost_tokens"),
-                                        values.at("tenant_share"), values.at("state_share"));
+       return std::make_unique<Learned>(num_blocks, values.at("tenant_share"),
+                                        values.at("state_share"));
      },
      [](int64_t num_blocks, const EvictionOrder* device) -> std::unique_ptr<EvictionOrder> {
        const auto* learned = dynamic_cast<const Learned*>(device);
        if (learned == nullptr) return nullptr;
-       return std::make_unique<LearnedCopies>(num_blocks, learned->model());
+       return std::make_unique<LearnedCopies>(num_blocks, learned->reuse());
      }},
     {"lru",
      {},

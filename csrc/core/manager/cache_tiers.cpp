@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/eviction/learned.h"
 #include "core/eviction/registry.h"
 
 namespace kvcache {
@@ -59,14 +60,13 @@ CacheTiers::CacheTiers(const ManagerSetup* setup, Steps* steps)
       clock_(asks_for_time(setup->options, pool_, host_pages())) {
   if (host_ != nullptr) pool_.add_listener(host_.get());
   if (setup->options.record_events) add_recorders<EventRecorder>(&events_);
-  // If not all evicted blocks and only these are written, the policy is compared on the device
-  // alone.
+  // The host adds to the blocks that a policy keeps if all evicted blocks are written to it.
   const HostWrites& writes = setup->options.host_writes;
   const int64_t num_host_blocks =
       writes.is_through || writes.min_gain ? 0 : setup->options.num_host_blocks;
   if (num_host_blocks > 0 || has_side_groups(setup->groups)) {
-    auto* policy = dynamic_cast<EvictionPolicy*>(pool_.order());
-    if (policy != nullptr) policy->compare_requests(num_host_blocks);
+    auto* learned = dynamic_cast<Learned*>(pool_.order());
+    if (learned != nullptr) learned->simulate_all(num_host_blocks);
   }
 }
 

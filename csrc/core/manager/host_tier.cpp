@@ -11,8 +11,8 @@ HostTier::HostTier(std::unique_ptr<BlockPool> pages, const Context& context,
                    const HostWrites& writes)
     : pages_(std::move(pages)),
       device_(context.device),
-      policy_(dynamic_cast<EvictionPolicy*>(pages_->order())),
-      device_policy_(dynamic_cast<EvictionPolicy*>(device_->order())),
+      learned_(dynamic_cast<const Learned*>(device_->order())),
+      learned_copies_(dynamic_cast<LearnedCopies*>(pages_->order())),
       groups_(context.groups),
       plan_(context.plan),
       writes_(writes),
@@ -20,14 +20,17 @@ HostTier::HostTier(std::unique_ptr<BlockPool> pages, const Context& context,
       num_onboards_(device_->num_blocks()) {}
 
 Copied HostTier::content_of(BlockId id) const {
-  Copied content = device_->copied(id, (*groups_)[device_->group_of(id)].keeps_all);
-  if (device_policy_ != nullptr) content.released_as = device_policy_->released_as(id);
+  const Copied content = device_->copied(id, (*groups_)[device_->group_of(id)].keeps_all);
+  if (learned_copies_ != nullptr) {
+    learned_copies_->expect(content.hash, content.group, learned_->released_as(id));
+  }
   return content;
 }
 
-double HostTier::gain_of(const Copied& content) const {
-  if (policy_ == nullptr) return 1;
-  return policy_->gain_of_copy(content.released_as, /*evicts=*/!pages_->has_uncached());
+double HostTier::gain_of(BlockId id) const {
+  if (learned_copies_ == nullptr) return 1;
+  return learned_copies_->gain_of_copy(learned_->released_as(id),
+                                       /*evicts=*/!pages_->has_uncached());
 }
 
 // Writes this cached block to the host. Returns whether the plan contains the write.
@@ -43,7 +46,7 @@ bool HostTier::offload(BlockId id) {
   if (offloading != offloading_.end() && (offloading->second >> content.group & 1) != 0) {
     return false;
   }
-  if (writes_.min_gain && gain_of(content) < *writes_.min_gain) {
+  if (writes_.min_gain && gain_of(id) < *writes_.min_gain) {
     ++counts_.declined_blocks;
     return false;
   }
@@ -100,9 +103,6 @@ void HostTier::offload_queued(size_t n, bool holds_blocks) {
 
 void HostTier::clear() {
   pages_->clear();
-  for (SimulatedCache* each = simulated_in(device_); each != nullptr; each = each->next()) {
-    each->clear_host();
-  }
   for (BlockId id : queue_) is_queued_[id] = 0;
   queue_.clear();
 }

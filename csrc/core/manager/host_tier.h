@@ -14,7 +14,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/eviction/learned/eviction_policy.h"
+#include "core/eviction/learned.h"
+#include "core/eviction/learned_copies.h"
 #include "core/groups/cache_group.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/cache_stats.h"
@@ -103,14 +104,15 @@ class HostTier : public BlockListener {
   };
 
   Copied content_of(BlockId id) const;
-  double gain_of(const Copied& content) const;
+  double gain_of(BlockId id) const;
   bool offload(BlockId id);
   void add_offload(BlockId page, const Copied& content, bool is_row);
   void queue(BlockId id);
 
   std::unique_ptr<BlockPool> pages_;
   BlockPool* device_;
-  EvictionPolicy *policy_, *device_policy_;  // null: not learned
+  const Learned* learned_;         // the device's policy; null: another
+  LearnedCopies* learned_copies_;  // the policy of the pages; null: another
   const std::vector<CacheGroup>* groups_;
   PlanBuilder* plan_;
   HostWrites writes_;

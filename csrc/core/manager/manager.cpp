@@ -92,18 +92,6 @@ void Manager::clear_stats() {
   if (misses_ != nullptr) misses_->clear();
 }
 
-std::vector<double> Manager::learned() const {
-  check_reader();
-  const auto* policy = dynamic_cast<const EvictionPolicy*>(pool().order());
-  return policy == nullptr ? std::vector<double>{} : policy->learned();
-}
-
-void Manager::learn(const std::vector<double>& numbers) {
-  const Call call(this);
-  auto* policy = dynamic_cast<EvictionPolicy*>(pool().order());
-  if (policy != nullptr) policy->learn(numbers);
-}
-
 const std::vector<BlockId>& Manager::blocks(int32_t row, int64_t group) const {
   check_reader();
   checks_.check_on_device(row);

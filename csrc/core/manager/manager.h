@@ -66,10 +66,6 @@ class Manager {
   int64_t num_counted_hits(TokenChain* chain) const { return stats_.num_hits(chain); }
   const TierCount& tiers() const { return tiers_.counts(); }
   void clear_stats();
-  // The learned statistics of the device's eviction policy, empty if it does not learn. `learn`
-  // replaces them with the same number of values.
-  std::vector<double> learned() const;
-  void learn(const std::vector<double>& numbers);
   const EventLog::Drained& events();  // the events that have not been drained
   EventLog::Drained drain_events();
 

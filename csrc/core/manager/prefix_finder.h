@@ -12,7 +12,6 @@
 #include "core/hashing/token_chain.h"
 #include "core/manager/options.h"
 #include "core/pool/block_pool.h"
-#include "core/pool/simulated_cache.h"
 
 namespace kvcache {
 
@@ -84,12 +83,6 @@ class PrefixFinder {
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host, bool reads,
                         int64_t most_tokens = kUnbounded);
 
-  // Reports to a simulated cache the hit of an admitted request, and the hit that the request would
-  // have had in the simulated cache. Only whole blocks count, and blocks on the host count only
-  // with `with_host`. Does not change the last hit.
-  void compare(SimulatedCache* cache, const TokenChain& chain, const PrefixHit& hit,
-               bool with_host);
-
  private:
   // Starts a search for whole or partial blocks with these hashes.
   void begin(const HashList& hashes, const uint64_t* variants, bool with_partial, bool with_host);
@@ -109,9 +102,6 @@ class PrefixFinder {
   BlockId device_block(const CacheGroup& group, int64_t block) const;
   BlockId host_page(const CacheGroup& group, int64_t block) const;
   bool is_found(const CacheGroup& group, int64_t block) const {
-    if (simulated_ != nullptr) {
-      return simulated_->has(hash_at((block + 1) * group.block_size), group.id, with_host_);
-    }
     return device_block(group, block) != kNullBlock || host_page(group, block) != kNullBlock;
   }
   int64_t find_leading(const CacheGroup& group, int64_t num_blocks);
@@ -124,9 +114,6 @@ class PrefixFinder {
   const std::vector<CacheGroup>* groups_;
   const HitEnds* ends_;
   int64_t hash_block_size_;
-  // Tokens per block in which hits are compared: the block size of the first cached group that
-  // keeps all tokens or, without one, of the first cached group. 0: no group is cached.
-  int64_t compared_unit_ = 0;
   bool is_enabled_, has_tokens_ = false, limits_more_ = false;
   // State of the current search.
   const HashList* hashes_ = nullptr;
@@ -135,8 +122,7 @@ class PrefixFinder {
   int64_t step_ = 1;        // hits end at multiples of this number of tokens
   int64_t num_hashed_ = 0;  // tokens
   bool with_host_ = false;
-  SimulatedCache* simulated_ = nullptr;  // the cache to search; null: the pools
-  std::vector<int64_t> num_leading_;     // number of leading blocks found, per group; -1: unknown
+  std::vector<int64_t> num_leading_;  // number of leading blocks found, per group; -1: unknown
   PrefixHit hit_;
 };
 

@@ -251,7 +251,6 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   begin_row(row, asked, hit, by_step);
   advance(row, served->span);
   if (parts_.misses != nullptr) note_misses(row, asked, hit);
-  compare_hit(asked, hit, by_step);
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
   growth_.take_hit(served, hit);
   growth_.serve(served, demand);
@@ -289,22 +288,6 @@ void RowServer::note_misses(int32_t row, const NewRow& asked, const PrefixHit& h
       /*counts=*/reads && !parts_.stats->has_counted(asked.chain.get()));
 }
 
-// A hit is not compared if the request declines a part of it. If the request limits its host
-// blocks, only the hit on the device is compared.
-void RowServer::compare_hit(const NewRow& asked, const PrefixHit& hit, bool by_step) {
-  SimulatedCache* simulated = simulated_in(c_.pool);
-  if (simulated == nullptr || !asked.reads()) return;
-  const int64_t unit = parts_.ends->unit(/*with_partial=*/false);
-  if (hit.num_tokens / unit < found_.num_tokens / unit) return;
-  const auto most = asked.chain->num_tokens() * static_cast<int64_t>(c_.groups->size());
-  const bool with_host = by_step && asked.max_host_blocks >= most;
-  while (simulated != nullptr) {
-    SimulatedCache* next = simulated->next();  // a comparison may add or remove a simulated cache
-    parts_.finder->compare(simulated, *asked.chain, hit, with_host);
-    simulated = next;
-  }
-}
-
 void RowServer::count_hit(int32_t row, const PrefixHit& hit) {
   parts_.stats->count((*c_.rows)[row].chain.get(), hit.num_tokens,
                       hit.first_host_token(*c_.groups));
@@ -339,7 +322,7 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit) {
   c_.plan->begin_direct();
   ServedRow served;
   served.span = span_of(asked, hit);
-  if (parts_.misses != nullptr || simulated_in(c_.pool) != nullptr) {
+  if (parts_.misses != nullptr) {
     NewRow on_device = asked;  // `admit` loads no blocks
     on_device.max_host_blocks = 0;
     find_hit(on_device, HitChoice::kPartial);  // sets `found_`

@@ -10,7 +10,6 @@
 #include <memory>
 #include <vector>
 
-#include "core/eviction/learned/eviction_policy.h"
 #include "core/groups/hit_ends.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/block_holders.h"
@@ -104,8 +103,6 @@ class RowServer {
   static Span span_of(const NewRow& asked, const PrefixHit& hit);
   Span span_of(int32_t row, int64_t num_rejected, int64_t num_tokens, int64_t num_lookahead) const;
   Demand demand_of_new(const NewRow& asked, const PrefixHit& hit, const Span& span);
-  // Reports the hit of an admitted request to the cache that the eviction policy simulates, if any.
-  void compare_hit(const NewRow& asked, const PrefixHit& hit, bool by_step);
   void count_hit(int32_t row, const PrefixHit& hit);
   Status admit(ServedRow* served, const NewRow& asked, const PrefixHit& hit, bool by_step);
   void begin_row(int32_t row, const NewRow& asked, const PrefixHit& hit, bool by_step);

@@ -254,8 +254,8 @@ BlockId BlockPool::parent_of_first(const Content& content, uint8_t group) const 
 
 Copied BlockPool::copied(BlockId id, bool is_chain) const {
   const Block& block = blocks_[id];
-  return {block.hash, block.group, lineage_[id].parent(), lineage_[id].root,
-          is_chain,   {},          variants_.of(id),      variants_.adapter_of(id)};
+  return {block.hash, block.group,      lineage_[id].parent(),   lineage_[id].root,
+          is_chain,   variants_.of(id), variants_.adapter_of(id)};
 }
 
 void BlockPool::publish_copy(BlockId id, const Copied& copied) {

@@ -9,15 +9,6 @@
 
 namespace kvcache {
 
-// A learning policy's classification of a released block.
-struct ReleasedAs {
-  int64_t segment = 0;     // equal for blocks released together; 0: unknown
-  int64_t time = 0;        // release time, on the policy's clock
-  float cost = 1;          // cost of recomputing the block, relative to the first block of a chain
-  uint16_t num_forks = 0;  // forks observed in its chain
-  uint16_t reuse_class = 0;
-};
-
 // The content of a cached block, as passed to another pool.
 struct Copied {
   Hash hash;
@@ -25,7 +16,6 @@ struct Copied {
   uint64_t parent;  // tag of the parent's hash
   uint32_t root;
   bool is_chain;  // whether the block is found only through its parent
-  ReleasedAs released_as;
   uint64_t variant;  // see variants.h
   uint32_t adapter = 0;
 };

@@ -5,164 +5,194 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
-#include "core/eviction/learned/ages.h"
+#include "core/eviction/learned/constants.h"
 #include "core/eviction/learned/reuse_class.h"
-#include "core/eviction/learned/reuse_factors.h"
 
 namespace kvcache {
 
-// Counts, per class and age bucket, the sampled blocks that reached the bucket, and those used
-// again within it. These counts yield the Gittins index of a class at an age: the highest ratio,
-// over all stopping ages, of the expected number of hits to the time for which the block is kept.
+// Keeps a ring of samples of released blocks, cached or not, by key. From time to time it counts,
+// per class and age bucket, the samples that reached the bucket and those used again within it. x
+// The value of a class at an age is its Gittins index: the highest ratio, over all stopping ages,
+// of the expected number of hits to the time for which the block is kept.
 class Hazards {
  public:
-  static constexpr int kBuckets = AgeBuckets::kNum;
+  static constexpr int kBuckets = 30;  // the last one is unbounded
+  static constexpr int kMostTurn = 3;  // later turns are recorded as this one
+  struct Record {
+    uint32_t key;
+    uint32_t time : 25;  // ticks of 64 ms, modulo 24 days
+    uint32_t reuse_class : 7;
+    uint16_t next;       // next record with the same head
+    uint8_t weight;      // quarters of the blocks that the sample stands for
+    uint8_t bucket : 5;  // of the age at which it was used; kUnused
+    uint8_t turn : 2;
+    uint8_t is_end : 1;  // whether a request ended with the block
+  };
+  static_assert(sizeof(Record) == 12 && ReuseClass::kNum <= 128);
 
-  explicit Hazards(const AgeBuckets& ages) : ages_(ages) { solve(); }
-
-  void reach(int reuse_class, int bucket) {
-    counts_[reuse_class][bucket].reached += 1;
-    is_counted_[reuse_class] = true;
-  }
-  // Counts a use of a block that has already been counted as reaching this bucket.
-  void use(int reuse_class, int bucket) { counts_[reuse_class][bucket].used += 1; }
-
-  // Returns all counts by class and bucket: first the blocks that reached each bucket, then the
-  // blocks that were used in it.
-  std::vector<double> counts() const {
-    std::vector<double> found;
-    for (const auto count : {&ReuseCount::reached, &ReuseCount::used}) {
-      for (const auto& of_class : counts_) {
-        for (const ReuseCount& each : of_class) found.push_back(each.*count);
-      }
+  Hazards() : records_(learned::kRecords), heads_(learned::kRecords, kNone) {
+    double begin = 0;
+    for (int b = 0; b <= kBuckets; ++b) {
+      begin_[b] = begin;
+      begin = learned::kAge * (std::pow(learned::kAgeRatio, b + 1) - 1);
     }
-    return found;
+    solve(0);
   }
-  void set_counts(const std::vector<double>& counts) {
-    auto next = counts.begin();
-    for (const auto count : {&ReuseCount::reached, &ReuseCount::used}) {
-      for (auto& of_class : counts_) {
-        for (ReuseCount& each : of_class) each.*count = *next++;
-      }
+
+  static int64_t age_of(const Record& record, int64_t now) {  // in ms
+    return int64_t{(ticks_of(now) - record.time) & kTicks} * 64;
+  }
+  // Returns the youngest record of a block; null if there is none.
+  const Record* find(uint32_t key) const {
+    for (uint16_t i = heads_[head_of(key)]; i != kNone; i = records_[i].next) {
+      if (records_[i].key == key) return &records_[i];
     }
-    is_counted_.fill(true);
-    solve();
+    return nullptr;
+  }
+  // Records the use of a block. Returns whether the block has a record.
+  bool use(uint32_t key, int64_t now) {
+    auto* record = const_cast<Record*>(find(key));
+    if (record == nullptr) return false;
+    if (record->bucket == kUnused) record->bucket = bucket_of(age_of(*record, now)) & kUnused;
+    return true;
+  }
+  void add(uint32_t key, int reuse_class, int turn, bool is_end, int64_t weight, int64_t now) {
+    const size_t i = num_added_ % records_.size();
+    if (num_added_ >= records_.size()) unlink(i);
+    uint16_t& head = heads_[head_of(key)];
+    Record& record = records_[i];
+    record = {};
+    record.key = key;
+    record.time = ticks_of(now);
+    record.reuse_class = static_cast<uint32_t>(reuse_class) & 0x7F;
+    record.next = head;
+    record.weight = static_cast<uint8_t>(std::clamp<int64_t>(weight, 1, UINT8_MAX));
+    record.bucket = kUnused;
+    record.turn = static_cast<uint32_t>(turn) & 3;
+    record.is_end = is_end;
+    head = static_cast<uint16_t>(i);
+    ++num_added_;
+  }
+  // Recounts if there are enough new samples.
+  void learn(int64_t now) {
+    const size_t num = std::min(num_added_, records_.size());
+    if (num_added_ - num_counted_ < std::max<size_t>(num / learned::kRecount, 64)) return;
+    num_counted_ = num_added_;
+    solve(now);
   }
 
-  // Decays old counts.
-  void fade() {
-    for (int c = 0; c < ReuseClass::kNum; ++c) {
-      if (!is_counted_[c]) continue;
-      for (ReuseCount& each : counts_[c]) {
-        each.reached *= kKept;
-        each.used *= kKept;
-      }
-    }
+  double value(int reuse_class, int64_t age) const {
+    const int b = bucket_of(age);
+    const auto& row = index_[reuse_class];
+    const double share =
+        (static_cast<double>(std::max<int64_t>(age, 0)) - begin_[b]) / (begin_[b + 1] - begin_[b]);
+    return row[b] + std::min(share, 1.0) * (row[b + 1] - row[b]);
   }
-
-  // Returns the Gittins index of a block of this class and age, in hits per tick.
-  double index(int reuse_class, int64_t age) const {
-    const int b = ages_.of(age);
-    const double here = solved_[reuse_class].index[b];
-    if (b + 1 == kBuckets) return here;
-    const double share = (static_cast<double>(age) - ages_.begin(b)) / ages_.width(b);
-    return here + share * (solved_[reuse_class].index[b + 1] - here);
-  }
-
-  // Returns the expected number of hits of a block of this class and age, each weighted by `cost`,
-  // minus `price` for each tick until the optimal stopping age.
-  double gain(int reuse_class, int64_t age, double cost, double price) const {
-    const int first = ages_.of(age);
+  // Returns the expected number of hits of a block, minus `price` for each millisecond until the
+  // best stopping age.
+  double gain(int reuse_class, int64_t age, double price) const {
     double alive = 1, gain = 0, best = 0;
-    for (int b = first; b < kBuckets; ++b) {
-      double share = 1;  // remaining fraction of the bucket
-      if (b == first && b + 1 < kBuckets) {
-        share = (ages_.begin(b + 1) - static_cast<double>(age)) / ages_.width(b);
-      }
-      const double hazard = share * solved_[reuse_class].hazard[b];
-      gain += alive * (hazard * cost - price * share * ages_.width(b) * (1 - hazard / 2));
-      alive *= 1 - hazard;
+    for (int b = bucket_of(age); b < kBuckets; ++b) {
+      const double h = hazard_[reuse_class][b];
+      gain += alive * (h - price * (begin_[b + 1] - begin_[b]) * (1 - h / 2));
+      alive *= 1 - h;
       best = std::max(best, gain);
     }
     return best;
   }
-
-  // Recomputes all indices.
-  void solve() {
-    Row of_all;
-    for (int b = 0; b < kBuckets; ++b) {
-      ReuseCount sum{};
-      for (const auto& of_class : counts_) {
-        sum.reached += of_class[b].reached;
-        sum.used += of_class[b].used;
-      }
-      of_all[b] = std::min((sum.used + kOfAll * kPrior) / (sum.reached + kOfAll), 1.0);
-      if (b > 0) of_all[b] = std::max(of_all[b], kLeastFall * of_all[b - 1]);
-    }
-    const Solved unknown{of_all, index_of(of_all)};
-    factors_.fit(counts_, of_all);
-    for (int c = 0; c < ReuseClass::kOwn; ++c) solved_[c] = solved_own(c, unknown);
-    for (int c = ReuseClass::kOwn; c < ReuseClass::kNum; ++c) {
-      solved_[c] = is_counted_[c] ? solved(counts_[c], of_all) : unknown;
-    }
+  size_t num_bytes() const {
+    return sizeof(*this) + records_.size() * sizeof(Record) + heads_.size() * sizeof(uint16_t);
   }
 
  private:
-  using Counts = ReuseCounts;
-  using Row = ReuseHazards;
-  struct Solved {
-    Row hazard, index;
-  };
+  static constexpr uint16_t kNone = UINT16_MAX;
+  static constexpr uint8_t kUnused = 31;
+  static constexpr uint32_t kTicks = (1 << 25) - 1;
+  static constexpr int kNum = ReuseClass::kNum, kAll = kNum + ReuseClass::kGroups;
+  using Row = std::array<float, kBuckets>;
 
-  static constexpr double kKept = 0.997;  // decay factor of the counts
-  static constexpr double kOfClass = 60;  // weight of a class's expected hazard, in samples
-  static constexpr double kOfAll = 30;    // weight of the prior, in samples
-  // Prior probability of use per bucket. Per tick, it decreases with age.
-  static constexpr double kPrior = 0.02;
-  // Minimum ratio of the hazard in a bucket to that in the previous bucket, over all classes.
-  static constexpr double kLeastFall = 0.8;
-
-  // `prior` dominates in buckets where a class has little data.
-  Solved solved(const Counts& counts, const Row& prior) const {
-    Row hazard;
-    for (int b = 0; b < kBuckets; ++b) {
-      const ReuseCount& count = counts[b];
-      // The ratio may exceed 1: a block is counted as reaching a bucket before it is counted as
-      // used, so the count of blocks that reached the bucket has decayed more.
-      hazard[b] = std::min((count.used + kOfClass * prior[b]) / (count.reached + kOfClass), 1.0);
-    }
-    return {hazard, index_of(hazard)};
+  static uint32_t ticks_of(int64_t ms) { return static_cast<uint32_t>(ms / 64) & kTicks; }
+  size_t head_of(uint32_t key) const {
+    return (key * uint64_t{0x9E3779B97F4A7C15} >> 32) & (heads_.size() - 1);
   }
-  Row index_of(const Row& hazard) const {
-    Row index;
-    for (int first = 0; first < kBuckets; ++first) {
-      double alive = 1, hits = 0, ticks = 0, best_hits = 0, best_ticks = 1;
-      for (int b = first; b < kBuckets; ++b) {
-        hits += alive * hazard[b];
-        ticks += alive * ages_.width(b) * (1 - hazard[b] / 2);
-        alive *= 1 - hazard[b];
-        if (hits * best_ticks > best_hits * ticks) best_hits = hits, best_ticks = ticks;
+  void unlink(size_t i) {
+    uint16_t* at = &heads_[head_of(records_[i].key)];
+    while (*at != i) at = &records_[*at].next;
+    *at = records_[i].next;
+  }
+  int bucket_of(int64_t age) const {
+    const auto above =
+        std::upper_bound(begin_.begin() + 1, begin_.begin() + kBuckets, static_cast<double>(age));
+    return static_cast<int>(above - begin_.begin()) - 1;
+  }
+  void solve(int64_t now) {
+    std::array<Row, kAll + 1> reached{}, used{};
+    const size_t num = std::min(num_added_, records_.size());
+    for (size_t i = 0; i < num; ++i) {
+      const Record& each = records_[i];
+      const bool is_used = each.bucket != kUnused;
+      const int b = is_used ? each.bucket : bucket_of(age_of(each, now));
+      const float weight = static_cast<float>(each.weight) / 64;
+      reached[each.reuse_class][b] += weight;
+      if (is_used) used[each.reuse_class][b] += weight;
+    }
+    for (int c = 0; c < kNum; ++c) {
+      for (int b = kBuckets - 2; b >= 0; --b) reached[c][b] += reached[c][b + 1];
+      const auto groups = ReuseClass::groups(c);
+      for (int g = 0; g <= groups.num; ++g) {
+        const int sum = g == groups.num ? kAll : kNum + groups.all[g];
+        for (int b = 0; b < kBuckets; ++b) {
+          reached[sum][b] += reached[c][b];
+          used[sum][b] += used[c][b];
+        }
       }
-      index[first] = best_hits / best_ticks;
     }
-    return index;
+    for (int b = 0; b < kBuckets; ++b) {
+      const double h = mean(used[kAll][b], reached[kAll][b], learned::kAllWeight, learned::kPrior);
+      hazard_[kAll][b] = static_cast<float>(h);
+      for (int k = kNum; k < kAll; ++k) {
+        hazard_[k][b] =
+            static_cast<float>(mean(used[k][b], reached[k][b], learned::kGroupWeight, h));
+      }
+      for (int c = 0; c < kNum; ++c) {
+        const auto groups = ReuseClass::groups(c);
+        double prior = h;
+        for (int g = 0; g < groups.num; ++g) prior *= hazard_[kNum + groups.all[g]][b] / h;
+        prior = std::min(prior, .98);
+        hazard_[c][b] =
+            static_cast<float>(mean(used[c][b], reached[c][b], learned::kClassWeight, prior));
+      }
+    }
+    for (int c = 0; c < kNum; ++c) solve_index(c);
   }
-  Solved solved_own(int own, const Solved& unknown) const {
-    const auto is_reached = [](const ReuseCount& count) { return count.reached > 0; };
-    if (std::none_of(counts_[own].begin(), counts_[own].end(), is_reached)) return unknown;
-    Row expected;
-    for (int b = 0; b < kBuckets; ++b) expected[b] = factors_.hazard(own, b, unknown.hazard[b]);
-    return solved(counts_[own], expected);
+  static double mean(double used, double reached, double weight, double prior) {
+    return std::min((used + weight * prior) / (reached + weight), 1.0);
+  }
+  void solve_index(int k) {
+    for (int first = 0; first < kBuckets; ++first) {
+      double alive = 1, hits = 0, ticks = 0, best = 0;
+      for (int b = first; b < kBuckets; ++b) {
+        hits += alive * hazard_[k][b];
+        ticks += alive * (begin_[b + 1] - begin_[b]) * (1 - hazard_[k][b] / 2);
+        alive *= 1 - hazard_[k][b];
+        best = std::max(best, hits / ticks);
+      }
+      index_[k][first] = static_cast<float>(best);
+    }
+    index_[k][kBuckets] = index_[k][kBuckets - 1];
   }
 
-  AgeBuckets ages_;
-  ReuseFactors factors_;
-  std::array<Counts, ReuseClass::kNum> counts_{};
-  std::array<bool, ReuseClass::kNum> is_counted_{};
-  std::array<Solved, ReuseClass::kNum> solved_{};
+  std::array<double, kBuckets + 1> begin_;  // ms
+  std::array<Row, kAll + 1> hazard_{};
+  std::array<std::array<float, kBuckets + 1>, kNum> index_{};
+  std::vector<Record> records_;
+  std::vector<uint16_t> heads_;
+  size_t num_added_ = 0, num_counted_ = 0;
 };
 
 }  // namespace kvcache

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Segments of blocks that were released together. Each segment is part of a chain, with one release
-// time and one class.
+// Segments of blocks that were released together, and the choice of the next one to evict from.
 #pragma once
 
 #include <array>
@@ -8,246 +7,201 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/eviction/learned/hazards.h"
 #include "core/eviction/learned/reuse_class.h"
 #include "core/hash.h"
-#include "core/eviction/learned/eviction_policy.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {
 
-// A segment exists while it contains a block. Its members, whether or not they are candidates for
-// eviction, are linked in the order of assignment. Segments with candidates are listed by class,
-// oldest first.
-//
-// Each block needs only 8 bytes, because members form a singly linked list. Blocks usually leave
-// from the front: the deepest block is assigned first, and evicted or released again first. To
-// remove any other block, its predecessor is found by a search from the front. The search remembers
-// the members that it passed, because the next block to leave is usually a neighbor. A block that
-// joins no other segment stays linked until the next search, so the blocks of a long segment can be
-// removed efficiently in any order.
+// A segment is a part of a chain, with one release time and one class. It exists while it contains
+// a block. Its candidates for eviction form a ring in the order of `insert`. Segments with
+// candidates are listed by class, oldest first.
 class Segments {
  public:
-  static constexpr int32_t kNone = 0;
+  static constexpr uint32_t kNone = 0;
+  // Flags that a block keeps in addition to its segment.
+  static constexpr uint32_t kTold = 1U << 31, kKnown = 1U << 30, kEnd = 1U << 29;
 
   struct Segment {
-    int64_t number;  // number of the segment in the order of `open`
-    int64_t time;    // release time; never decreases from one segment to the next
-    int32_t num_blocks, num_candidates;
-    BlockId first, last;     // members
-    BlockId scanned;         // no member before this one is a candidate, if there are candidates
-    int32_t older, younger;  // neighbors in the class list; `younger` also links unused segments
-    float cost;              // cost of recomputing a block, relative to the first block of a prompt
-    uint16_t num_forks;
-    uint16_t reuse_class;
-    bool is_listed;
+    int64_t time = 0;     // of the release, in ms
+    uint32_t number = 0;  // larger for later segments, modulo 2^32
+    uint32_t num_blocks = 0;
+    BlockId first = kNullBlock;       // candidate that was inserted first
+    uint32_t older = 0, younger = 0;  // neighbors in the list; `younger` also links unused segments
+    uint8_t reuse_class = 0;
+    uint8_t num_forks = 0;
+    uint8_t tenant = 0;  // 0: none
+    uint8_t turn : 7;
+    uint8_t is_listed : 1;
   };
+  static_assert(sizeof(Segment) == 32);
 
   explicit Segments(int64_t num_blocks) : places_(static_cast<size_t>(num_blocks)), all_(1) {}
 
-  const Segment& operator[](int32_t s) const { return all_[s]; }
-  int32_t of(BlockId id) const { return has_left(id) ? kNone : linked_in(id); }
-  bool is_candidate(BlockId id) const { return (places_[id].next & kFlag) != 0; }
-  bool has_candidate(int32_t s) const { return all_[s].num_candidates > 0; }
-  // Returns the first candidate of a segment that has one.
-  BlockId first_candidate(int32_t s) {
-    BlockId& id = all_[s].scanned;
-    while (!is_candidate(id)) id = next(id);
-    return id;
-  }
-  // Calls a function for each class that may have a candidate, in ascending order of the classes.
-  template <class Visit>
-  void for_each_class(Visit visit) const {
-    for (size_t word = 0; word < listed_.size(); ++word) {
-      for (uint64_t left = listed_[word]; left != 0; left &= left - 1) {
-        visit(static_cast<int>(64 * word) + __builtin_ctzll(left));
-      }
-    }
-  }
-  int32_t oldest(int reuse_class) { return end(&lists_[reuse_class].oldest); }
-  int32_t youngest(int reuse_class) { return end(&lists_[reuse_class].youngest); }
-  size_t num_bytes() const { return places_.num_bytes() + all_.capacity() * sizeof(Segment); }
-  // Appends the members of a segment to `out`, in the order of assignment.
-  void add_members(int32_t s, std::vector<BlockId>* out) const {
-    for (BlockId id = all_[s].first; id != kNullBlock; id = next(id)) {
-      if (!has_left(id)) out->push_back(id);
-    }
-  }
+  Segment& operator[](uint32_t s) { return all_[s]; }
+  const Segment& operator[](uint32_t s) const { return all_[s]; }
+  uint32_t of(BlockId id) const { return places_[id].segment & ~kFlags; }
+  const Segment& segment_of(BlockId id) const { return all_[of(id)]; }
+  bool is_candidate(BlockId id) const { return places_[id].next != kNullBlock; }
+  bool has(BlockId id, uint32_t flag) const { return (places_[id].segment & flag) != 0; }
+  void set(BlockId id, uint32_t flag) { places_[id].segment |= flag; }
+  void unset(BlockId id, uint32_t flag) { places_[id].segment &= ~flag; }
+  // Number of assigned blocks by tenant.
+  const std::array<int64_t, 64>& num_of_tenants() const { return num_of_tenants_; }
   void prefetch(BlockId id) const { __builtin_prefetch(&places_[id], 1); }
 
-  // Whether a request has released the block since the last `take_told`.
-  void set_told(BlockId id) { places_[id].segment |= kFlag; }
-  bool take_told(BlockId id) {
-    const bool is_told = (places_[id].segment & kFlag) != 0;
-    places_[id].segment &= ~kFlag;
-    return is_told;
-  }
-
-  // Returns the classification of the block at its release.
-  ReleasedAs released_as(BlockId id) const {
-    const int32_t s = of(id);
-    if (s == kNone) return {};
-    const Segment& segment = all_[s];
-    return {segment.number, segment.time, segment.cost, segment.num_forks, segment.reuse_class};
-  }
-
-  // Opens an empty segment, to which blocks must be assigned immediately.
-  int32_t open(int64_t time, int reuse_class, int num_forks = 0, float cost = 1) {
+  // Opens an empty segment, to which a block must be assigned immediately.
+  uint32_t open(int64_t time, int reuse_class, int num_forks = 0, int turn = 0) {
     if (unused_ == kNone) {
-      unused_ = static_cast<int32_t>(all_.size());
+      unused_ = static_cast<uint32_t>(all_.size());
       all_.emplace_back();
     }
-    const int32_t s = unused_;
+    const uint32_t s = unused_;
     unused_ = all_[s].younger;
     all_[s] = {};
-    all_[s].number = ++num_opened_;
     all_[s].time = time;
-    all_[s].cost = cost;
-    all_[s].num_forks = static_cast<uint16_t>(num_forks);
-    all_[s].reuse_class = static_cast<uint16_t>(reuse_class);
+    all_[s].number = ++num_opened_;
+    all_[s].reuse_class = static_cast<uint8_t>(reuse_class);
+    all_[s].num_forks = static_cast<uint8_t>(num_forks);
+    all_[s].turn = static_cast<uint8_t>(turn) & 0x7F;
     return s;
   }
-  // Assigns a block that is not a candidate to segment s, or to no segment if s is kNone.
-  void assign(BlockId id, int32_t s) {
-    const int32_t before = of(id);
-    if (before != kNone) leave(id, &all_[before], /*joins=*/s != kNone);
-    if (s != kNone) append(id, s);
-    if (before != kNone && --all_[before].num_blocks == 0) close(before);
-  }
-  // Assigns a block that a request is releasing to segment s.
-  void release(BlockId id, int32_t s) {
-    if (of(id) == kNone) {
-      append(id, s);
-    } else {
-      assign(id, s);
+  // Assigns a block that is not a candidate to a segment, or to none. Its flags end.
+  void assign(BlockId id, uint32_t s) {
+    const uint32_t before = of(id);
+    places_[id].segment = s;
+    if (s != kNone) {
+      ++all_[s].num_blocks;
+      ++num_of_tenants_[all_[s].tenant];
     }
+    if (before == kNone) return;
+    --num_of_tenants_[all_[before].tenant];
+    if (--all_[before].num_blocks == 0) close(before);
   }
   void insert(BlockId id) {
-    const int32_t s = of(id);
+    const uint32_t s = of(id);
     Segment& segment = all_[s];
-    places_[id].next |= kFlag;
-    // There are other candidates only if the blocks do not form a chain or a pin was removed.
-    segment.scanned = segment.num_candidates++ == 0 ? id : segment.first;
-    if (!segment.is_listed) list(s);
+    if (segment.first == kNullBlock) {
+      places_[id].prev = places_[id].next = segment.first = id;
+      if (!segment.is_listed) list(s);
+      if (chosen_ != s && chosen_by_ == nullptr) chosen_ = kNone;
+      return;
+    }
+    const BlockId last = places_[segment.first].prev;
+    places_[id].prev = last;
+    places_[id].next = segment.first;
+    places_[last].next = places_[segment.first].prev = id;
   }
   void remove(BlockId id) {
-    places_[id].next &= ~kFlag;
-    --all_[of(id)].num_candidates;
+    Segment& segment = all_[of(id)];
+    Place& place = places_[id];
+    if (place.next == id) {
+      segment.first = kNullBlock;
+    } else {
+      places_[place.prev].next = place.next;
+      places_[place.next].prev = place.prev;
+      if (segment.first == id) segment.first = place.next;
+    }
+    place.prev = place.next = kNullBlock;
+  }
+  // Turns a segment into one that is released now, with another class.
+  void renew(uint32_t s, int64_t time, int reuse_class) {
+    if (all_[s].is_listed) unlist(s);
+    all_[s].time = time;
+    all_[s].number = ++num_opened_;
+    all_[s].reuse_class = static_cast<uint8_t>(reuse_class);
+    if (all_[s].first != kNullBlock) list(s);
   }
   void clear() {
     places_.zero();
-    all_.resize(1);
-    all_[kNone] = {};
-    unused_ = kNone;
+    all_.assign(1, {});
     lists_ = {};
     listed_ = {};
+    num_of_tenants_ = {};
+    unused_ = chosen_ = kNone;
+  }
+  size_t num_bytes() const { return places_.num_bytes() + all_.capacity() * sizeof(Segment); }
+
+  // Returns the segment with a candidate that is released first or, with hazards, that is worth
+  // least: for each class, the oldest and the youngest segment are compared. The choice holds until
+  // it has no more candidates, another segment is listed, or the clock moves.
+  uint32_t choose(const Hazards* hazards, int64_t now) {
+    if (chosen_ != kNone && all_[chosen_].first != kNullBlock && chosen_by_ == hazards &&
+        (hazards == nullptr || chosen_at_ == now)) {
+      return chosen_;
+    }
+    chosen_ = kNone;
+    chosen_by_ = hazards;
+    chosen_at_ = now;
+    double least = 0;
+    const auto see = [&](uint32_t s) {
+      const Segment& each = all_[s];
+      const double value = Segments::value(each, hazards, now);
+      const bool is_older = static_cast<int32_t>(each.number - all_[chosen_].number) < 0;
+      if (chosen_ != kNone && (value > least || (value == least && !is_older))) return;
+      chosen_ = s;
+      least = value;
+    };
+    for (size_t word = 0; word < listed_.size(); ++word) {
+      for (uint64_t left = listed_[word]; left != 0; left &= left - 1) {
+        List& list = lists_[64 * word + static_cast<size_t>(__builtin_ctzll(left))];
+        if (const uint32_t oldest = end(&list.oldest); oldest != kNone) see(oldest);
+        if (hazards == nullptr) continue;
+        if (const uint32_t youngest = end(&list.youngest); youngest != kNone) see(youngest);
+      }
+    }
+    return chosen_;
+  }
+  // The value of a segment's blocks; without hazards, all are equal. Copies of blocks that are also
+  // in the other tier are redundant.
+  static double value(const Segment& segment, const Hazards* hazards, int64_t now) {
+    if (segment.reuse_class == ReuseClass::kLoaded) return -1;
+    return hazards == nullptr ? 0 : hazards->value(segment.reuse_class, now - segment.time);
+  }
+  // Calls a function for each listed segment with a candidate.
+  template <class Visit>
+  void for_each(Visit visit) const {
+    for (const List& list : lists_) {
+      for (uint32_t s = list.oldest; s != kNone; s = all_[s].younger) {
+        if (all_[s].first != kNullBlock) visit(s);
+      }
+    }
   }
 
  private:
-  static constexpr uint32_t kFlag = uint32_t{1} << 31, kLeft = uint32_t{1} << 30;
+  static constexpr uint32_t kFlags = kTold | kKnown | kEnd;
   struct Place {
-    // With kFlag: a request has released the block. With kLeft: the block has left the segment, but
-    // is still linked.
-    uint32_t segment;
-    uint32_t next;  // member that was assigned next; with kFlag: the block is a candidate
+    uint32_t segment;    // and flags
+    BlockId prev, next;  // neighbors in the ring of candidates; null: not a candidate
   };
-  static_assert(sizeof(Place) == 8, "every byte here is paid once per block");
+  static_assert(sizeof(Place) == 12, "every byte here is paid once per block");
   struct List {
-    int32_t oldest, youngest;
+    uint32_t oldest, youngest;
   };
 
-  BlockId next(BlockId id) const { return static_cast<BlockId>(places_[id].next & ~kFlag); }
-  void set_next(BlockId id, BlockId next) {
-    places_[id].next = (places_[id].next & kFlag) | static_cast<uint32_t>(next);
-  }
-  bool has_left(BlockId id) const { return (places_[id].segment & kLeft) != 0; }
-  int32_t linked_in(BlockId id) const {
-    return static_cast<int32_t>(places_[id].segment & ~(kFlag | kLeft));
-  }
-  // Appends a block that is in no segment.
-  void append(BlockId id, int32_t s) {
-    if (has_left(id)) unlink_left(&all_[linked_in(id)], kNullBlock);
-    places_[id].segment |= static_cast<uint32_t>(s);
-    Segment& segment = all_[s];
-    if (segment.first == kNullBlock) {
-      segment.first = id;
-    } else {
-      set_next(segment.last, id);
-    }
-    segment.last = id;
-    ++segment.num_blocks;
-  }
-  [[gnu::noinline]] void close(int32_t s) {
-    unlink_left(&all_[s], kNullBlock);
+  void close(uint32_t s) {
     if (all_[s].is_listed) unlist(s);
     all_[s].younger = unused_;
     unused_ = s;
   }
-  // Removes a block that is not a candidate from its segment.
-  void leave(BlockId id, Segment* segment, bool joins) {
-    if (segment->first == id) {
-      unlink(id, kNullBlock, segment);
-    } else {
-      leave_from_middle(id, segment, joins);
-    }
-  }
-  [[gnu::noinline]] void leave_from_middle(BlockId id, Segment* segment, bool joins) {
-    if (passed() == id) --num_passed_;
-    BlockId before = passed();
-    if (next(before) != id || of(before) != of(id)) {
-      if (!joins && segment->last != id) {
-        places_[id].segment |= kLeft;
-        return;
-      }
-      before = unlink_left(segment, id);
-    }
-    unlink(id, before, segment);
-  }
-  // `before`: the block that is linked before this one; the null block if it is the first.
-  void unlink(BlockId id, BlockId before, Segment* segment) {
-    Place& place = places_[id];
-    const auto after = static_cast<BlockId>(place.next);
-    if (segment->scanned == id) segment->scanned = after;
-    if (before == kNullBlock) {
-      segment->first = after;
-    } else {
-      set_next(before, after);
-      if (segment->last == id) segment->last = before;
-    }
-    place.segment &= kFlag;
-    place.next = kNullBlock;
-  }
-  // Unlinks the blocks that have left a segment, up to `stop` (the null block: all of them).
-  // Returns the member before `stop`; the null block if there is none.
-  BlockId unlink_left(Segment* segment, BlockId stop) {
-    BlockId before = kNullBlock;
-    for (BlockId at = segment->first; at != stop;) {
-      const BlockId after = next(at);
-      if (has_left(at)) {
-        unlink(at, before, segment);
-      } else {
-        before = passed_[++num_passed_ % kNumPassed] = at;
-      }
-      at = after;
-    }
-    return before;
-  }
-  BlockId passed() const { return passed_[num_passed_ % kNumPassed]; }
-  // Removes segments without candidates from the end of a list and returns the end. Such segments
-  // are not removed earlier, because the parent of the last candidate usually becomes the next
-  // candidate.
-  int32_t end(const int32_t* s) {
-    while (*s != kNone && !has_candidate(*s)) unlist(*s);
+  // Unlists segments without candidates at the end of a list. They stay until then, because the
+  // parent of the last candidate usually becomes the next candidate.
+  uint32_t end(const uint32_t* s) {
+    while (*s != kNone && all_[*s].first == kNullBlock) unlist(*s);
     return *s;
   }
-  // The segment is usually the youngest of its class. It may be older if a block's last child was
-  // removed.
-  void list(int32_t s) {
+  // The segment is usually the youngest of its class.
+  void list(uint32_t s) {
     List& list = lists_[all_[s].reuse_class];
-    int32_t older = list.youngest, younger = kNone;
-    if (older != kNone && all_[older].number > all_[s].number) {
+    const auto is_younger = [&](uint32_t other) {
+      return static_cast<int32_t>(all_[other].number - all_[s].number) > 0;
+    };
+    uint32_t older = list.youngest, younger = kNone;
+    if (older != kNone && is_younger(older)) {
       older = kNone;
       younger = list.oldest;
-      while (all_[younger].number < all_[s].number) {
+      while (!is_younger(younger)) {
         older = younger;
         younger = all_[younger].younger;
       }
@@ -258,28 +212,29 @@ class Segments {
     listed_[all_[s].reuse_class / 64] |= uint64_t{1} << all_[s].reuse_class % 64;
     (older == kNone ? list.oldest : all_[older].younger) = s;
     (younger == kNone ? list.youngest : all_[younger].older) = s;
+    if (chosen_by_ == nullptr) chosen_ = kNone;
   }
-  void unlist(int32_t s) {
+  void unlist(uint32_t s) {
     List& list = lists_[all_[s].reuse_class];
-    const int32_t older = all_[s].older, younger = all_[s].younger;
+    const uint32_t older = all_[s].older, younger = all_[s].younger;
     (older == kNone ? list.oldest : all_[older].younger) = younger;
     (younger == kNone ? list.youngest : all_[younger].older) = older;
     all_[s].is_listed = false;
     if (list.oldest == kNone) {
       listed_[all_[s].reuse_class / 64] &= ~(uint64_t{1} << all_[s].reuse_class % 64);
     }
+    if (chosen_ == s) chosen_ = kNone;
   }
 
   ZeroedArray<Place> places_;
-  std::vector<Segment> all_;                                  // segment 0 means no segment
+  std::vector<Segment> all_;                                  // segment 0: none
   std::array<List, ReuseClass::kNum + 1> lists_{};            // including kLoaded
-  std::array<uint64_t, ReuseClass::kNum / 64 + 1> listed_{};  // classes with a list, one bit each
-  int32_t unused_ = kNone;
-  int64_t num_opened_ = 0;
-  // Members that the last search passed, youngest last. Entries may be outdated.
-  static constexpr uint32_t kNumPassed = 1'024;
-  std::array<BlockId, kNumPassed> passed_{};
-  uint32_t num_passed_ = 0;
+  std::array<uint64_t, ReuseClass::kNum / 64 + 1> listed_{};  // classes with a list
+  std::array<int64_t, 64> num_of_tenants_{};
+  uint32_t unused_ = kNone, num_opened_ = 0;
+  uint32_t chosen_ = kNone;
+  const Hazards* chosen_by_ = nullptr;
+  int64_t chosen_at_ = 0;
 };
 
 }  // namespace kvcache

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tuning constants of the policy `learned`. docs/eviction.md shows what each one is worth;
+// `python -m benchmarks.learned_constants` replays traces with other values.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvcache::learned {
+
+// Classes. The thresholds of a feature are a geometric sequence.
+inline constexpr double kGap = 12'000;  // ms since the previous turn
+inline constexpr double kGapRatio = 3.4;
+inline constexpr double kAdded = 2'560;  // tokens that a turn adds
+inline constexpr double kAddedRatio = 8;
+inline constexpr double kAnswer = 100;  // tokens of an answer
+inline constexpr double kAnswerRatio = 3;
+// Ages. Bucket b starts at kAge * (kAgeRatio^b - 1).
+inline constexpr double kAge = 600;  // ms
+inline constexpr double kAgeRatio = 1.5;
+// Samples of released blocks.
+inline constexpr int kRecords = 16'384;  // at most 65,535
+inline constexpr int kSamples = 4;       // per segment; half as many per shared segment
+inline constexpr int kRecount = 32;      // recounts per kRecords samples
+// Probability of use per bucket before anything is known. Per millisecond, it decreases with age.
+inline constexpr double kPrior = .02;
+// Weights of priors, in segments of 16 blocks.
+inline constexpr double kClassWeight = 60;  // of a class
+inline constexpr double kGroupWeight = 60;  // of a level of a feature
+inline constexpr double kAllWeight = 30;    // of all classes together
+// Simulated pools have at least this many blocks, and less than twice as many.
+inline constexpr int64_t kSimulated = 2'048;
+// The duel. C is the number of blocks of a simulated pool.
+inline constexpr double kStake = 1. / 8;  // of C: hits that may be lost to LRU
+inline constexpr double kShare = .004;    // of the hits of LRU: the same
+inline constexpr double kEvidence = .04;  // of C: hits gained in simulation that start a trial
+
+}  // namespace kvcache::learned

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decides whether a policy follows LRU or its own order, by simulating both.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/eviction/learned/constants.h"
+#include "core/eviction/learned/hazards.h"
+#include "core/eviction/learned/segments.h"
+#include "core/hash.h"
+
+namespace kvcache {
+
+// The keys of the blocks that a pool would cache. Blocks that requests hold are not evicted.
+class SimulatedPool {
+ public:
+  SimulatedPool(int64_t capacity, const Hazards* order)  // null: LRU
+      : capacity_(capacity), order_(order), segments_(most() + 1), nodes_(1) {
+    size_t num_heads = 1;
+    while (num_heads < static_cast<size_t>(capacity)) num_heads *= 2;
+    heads_.assign(num_heads, 0);
+  }
+
+  // Marks a block as held. Returns whether it was cached.
+  bool hold(uint32_t key) {
+    const BlockId i = find(key);
+    if (i != kNullBlock) {
+      if (segments_.is_candidate(i)) segments_.remove(i);
+      return true;
+    }
+    if (num_present_ < most()) add(key);
+    return false;
+  }
+  // Assigns a block that is no longer held, of a segment with this number, class and time.
+  void idle(uint32_t key, uint32_t number, int reuse_class, int64_t time) {
+    BlockId i = find(key);
+    if (i == kNullBlock) {
+      if (num_present_ == most()) return;
+      i = add(key);
+    }
+    if (segments_.is_candidate(i)) segments_.remove(i);
+    if (open_ == Segments::kNone || number != number_) {
+      open_ = segments_.open(time, order_ == nullptr ? 0 : reuse_class);
+      number_ = number;
+    }
+    segments_.assign(i, open_);
+    segments_.insert(i);
+    now_ = std::max(now_, time);
+    shrink();
+  }
+  void remove(uint32_t key) {
+    if (const BlockId i = find(key); i != kNullBlock) remove_node(i);
+  }
+  void clear() {
+    segments_.clear();
+    nodes_.assign(1, {});
+    heads_.assign(heads_.size(), kNullBlock);
+    unused_ = kNullBlock;
+    num_present_ = 0;
+    open_ = Segments::kNone;
+  }
+  size_t num_bytes() const {
+    return segments_.num_bytes() + nodes_.capacity() * sizeof(Node) +
+           heads_.capacity() * sizeof(BlockId);
+  }
+
+ private:
+  struct Node {
+    uint32_t key;
+    BlockId next;  // with the same head; also links unused nodes
+  };
+
+  int64_t most() const { return 2 * capacity_; }  // with held blocks
+  size_t head_of(uint32_t key) const {
+    return (key * uint64_t{0x9E3779B97F4A7C15} >> 32) & (heads_.size() - 1);
+  }
+  BlockId find(uint32_t key) const {
+    BlockId i = heads_[head_of(key)];
+    while (i != kNullBlock && nodes_[i].key != key) i = nodes_[i].next;
+    return i;
+  }
+  BlockId add(uint32_t key) {
+    BlockId i = unused_;
+    if (i == kNullBlock) {
+      i = static_cast<BlockId>(nodes_.size());
+      nodes_.emplace_back();
+    }
+    unused_ = nodes_[i].next;
+    BlockId& head = heads_[head_of(key)];
+    nodes_[i] = {key, head};
+    head = i;
+    ++num_present_;
+    shrink();
+    return i;
+  }
+  void remove_node(BlockId i) {
+    if (segments_.is_candidate(i)) segments_.remove(i);
+    if (segments_.segment_of(i).num_blocks == 1 && segments_.of(i) == open_)
+      open_ = Segments::kNone;
+    segments_.assign(i, Segments::kNone);
+    BlockId* at = &heads_[head_of(nodes_[i].key)];
+    while (*at != i) at = &nodes_[*at].next;
+    *at = nodes_[i].next;
+    nodes_[i].next = unused_;
+    unused_ = i;
+    --num_present_;
+  }
+  void shrink() {
+    while (num_present_ > capacity_) {
+      const uint32_t s = segments_.choose(order_, now_);
+      if (s == Segments::kNone) return;
+      remove_node(segments_[s].first);
+    }
+  }
+
+  int64_t capacity_;
+  const Hazards* order_;
+  Segments segments_;
+  std::vector<Node> nodes_;  // node 0: none
+  std::vector<BlockId> heads_;
+  BlockId unused_ = kNullBlock;
+  int64_t num_present_ = 0, now_ = 0;
+  uint32_t open_ = Segments::kNone, number_ = 0;
+};
+
+// At first, the policy follows LRU. When its own order has gained enough hits over LRU in
+// simulation, a trial begins, in which the policy uses its own order. The policy has a stake: a
+// part of C, the number of blocks that LRU would hold, and a share of the hits of LRU so far. The
+// trial ends when the policy has C hits less, compared with LRU, than at its best in the trial, or
+// when it has lost its stake: it then has as many hits fewer than LRU. No trial begins while more
+// than half of the fixed part of the stake is lost.
+//
+// Bound: the policy has at most kShare of the hits of LRU + (1 + kStake) C + 1 hits fewer than LRU.
+// Proof and assumptions: docs/eviction.md.
+//
+// Blocks are sampled by key, so that each simulated pool has less than 2 * kSimulated blocks.
+class Duel {
+ public:
+  // `is_exact`: whether the hits of the pool itself are comparable with those of a simulated pool,
+  // block by block.
+  Duel(int64_t num_blocks, const Hazards* order, bool is_exact)
+      : Duel(std::max<int64_t>(num_blocks / learned::kSimulated, 1), num_blocks, order, is_exact) {}
+
+  bool follows_lru() const { return follows_lru_; }
+  bool is_sampled(uint32_t key) const { return key <= last_sampled_; }
+  // A request uses and holds a sampled block. `is_hit`: whether the pool had cached it. `counts`:
+  // whether the use counts as a hit or miss of a request.
+  void use(uint32_t key, bool is_hit, bool counts = true) {
+    const bool by_lru = lru_.hold(key), by_value = own_.hold(key);
+    if (counts) count(is_exact_ ? is_hit : by_value, by_lru, by_value);
+  }
+  void idle(uint32_t key, const Segments::Segment& segment) {
+    lru_.idle(key, segment.number, segment.reuse_class, segment.time);
+    own_.idle(key, segment.number, segment.reuse_class, segment.time);
+  }
+  void remove(uint32_t key) {
+    lru_.remove(key);
+    own_.remove(key);
+  }
+  void clear() {
+    lru_.clear();
+    own_.clear();
+  }
+  size_t num_bytes() const { return lru_.num_bytes() + own_.num_bytes(); }
+
+ private:
+  Duel(int64_t one_of, int64_t num_blocks, const Hazards* order, bool is_exact)
+      : is_exact_(is_exact),
+        last_sampled_(static_cast<uint32_t>(UINT32_MAX / one_of)),
+        capacity_(std::max<int64_t>(num_blocks / one_of, 1)),
+        lru_(capacity_, nullptr),
+        own_(capacity_, order) {}
+
+  double part(double of) const { return std::max(of * static_cast<double>(capacity_), 1.0); }
+  void count(bool is_hit, bool by_lru, bool by_value) {
+    num_lru_ += by_lru;
+    const double left =
+        static_cast<double>(lead_) + learned::kShare * static_cast<double>(num_lru_);
+    if (follows_lru_) {
+      // Since the end of the trial, at most C hits were lost.
+      if (is_exact_) lead_ = std::clamp(lead_ + is_hit - by_lru, least_ - capacity_, least_);
+      evidence_ = std::max<int64_t>(evidence_ + by_value - by_lru, 0);
+      follows_lru_ = static_cast<double>(evidence_) < part(learned::kEvidence) ||
+                     left < -part(learned::kStake) / 2;
+      best_ = lead_;
+      return;
+    }
+    lead_ += is_hit - by_lru;
+    best_ = std::max(best_, lead_);
+    follows_lru_ = left <= -part(learned::kStake) || best_ - lead_ >= capacity_;
+    evidence_ = 0;
+    least_ = lead_;
+  }
+
+  bool is_exact_;
+  uint32_t last_sampled_;  // keys up to this one are sampled
+  int64_t capacity_;
+  SimulatedPool lru_, own_;
+  bool follows_lru_ = true;
+  int64_t num_lru_ = 0;          // hits of LRU
+  int64_t lead_ = 0, best_ = 0;  // hits gained over LRU, and most in this trial
+  int64_t least_ = 0;            // lead at the end of the last trial
+  int64_t evidence_ = 0;         // hits that the own order gained since it was furthest behind
+};
+
+}  // namespace kvcache
