@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "core/sanitizer/request_tags.h"
-#include "core/sanitizer/shadow.h"
-#include "core/sanitizer/slot_group.h"
-#include "core/sanitizer/slot_reads.h"
-#include "core/sanitizer/slot_writes.h"
+#include "sanitizer/request_tags.h"
+#include "sanitizer/shadow.h"
+#include "sanitizer/slot_group.h"
+#include "sanitizer/slot_reads.h"
+#include "sanitizer/slot_writes.h"
 #include "python/arrays.h"
 #include "python/construct.h"
 

@@ -45,7 +45,7 @@ def source_root() -> Path | None:
 
 
 def core_sources(root: Path) -> list[Path]:
-    folders = ("core", "worker", "python")
+    folders = ("core", "sanitizer", "worker", "python")
     return [path for folder in folders for path in sorted((root / folder).rglob("*.cpp"))]
 
 

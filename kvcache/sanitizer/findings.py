@@ -20,7 +20,7 @@ _MAX_SEEN = 65_536  # maximum number of findings to remember, so that each is re
 
 class EventKind(IntEnum):
     """The kinds of events in a block's history. The values must match those in native code
-    (csrc/core/sanitizer/shadow.h).
+    (csrc/sanitizer/shadow.h).
     """
 
     ALLOCATED = 0
@@ -32,7 +32,7 @@ class EventKind(IntEnum):
 
 
 class _Kind(IntEnum):
-    """`FindingKind` of csrc/core/sanitizer/slot_group.h."""
+    """`FindingKind` of csrc/sanitizer/slot_group.h."""
 
     SLOT_MISMATCH = 0
     STALE_ROW = 1

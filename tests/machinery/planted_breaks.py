@@ -68,7 +68,7 @@ _CODE_OF_KV = (
 _MOST_SECONDS = 400  # time limit for the runs with one defect
 
 POOL, MANAGER, OPS = "csrc/core/pool/", "csrc/core/manager/", "csrc/ops/"
-RULES, SANITIZER = "csrc/core/groups/rules/", "csrc/core/sanitizer/"
+RULES, SANITIZER = "csrc/core/groups/rules/", "csrc/sanitizer/"
 DEFECTS = [
     Defect(
         "pool",

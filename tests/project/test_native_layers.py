@@ -14,13 +14,16 @@ MAY_INCLUDE = {
     "core/pool": {"core"},
     "core/groups": {"core", "core/hashing", "core/pool"},
     "core/eviction": {"core", "core/pool"},
-    "core/sanitizer": {"core"},
-    "core/manager": {"core", "core/hashing", "core/pool", "core/groups", "core/eviction"},
+    "core/listeners": {"core", "core/pool"},
+    "core/manager": {
+        *("core", "core/hashing", "core/pool", "core/groups", "core/eviction", "core/listeners"),
+    },
+    "sanitizer": {"core"},
     "worker": set(),
     "ops": {"worker"},
     "python": {
         *("core", "core/hashing", "core/pool", "core/groups", "core/eviction", "core/manager"),
-        *("core/sanitizer", "worker"),
+        *("core/listeners", "sanitizer", "worker"),
     },
 }
 OUTSIDE = {"emul", "tests"}  # no product code; the emulator is in tools/cuda_emulator

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/sanitizer/shadow.h"
+#include "sanitizer/shadow.h"
 
 namespace kvcache::sanitizer {
 

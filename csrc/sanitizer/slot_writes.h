@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/sanitizer/request_tags.h"
-#include "core/sanitizer/shadow.h"
-#include "core/sanitizer/slot_group.h"
+#include "sanitizer/request_tags.h"
+#include "sanitizer/shadow.h"
+#include "sanitizer/slot_group.h"
 
 namespace kvcache::sanitizer {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/sanitizer/slot_writes.h"
+#include "sanitizer/slot_writes.h"
 
 #include <algorithm>
 

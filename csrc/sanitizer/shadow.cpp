@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/sanitizer/shadow.h"
+#include "sanitizer/shadow.h"
 
 #include <algorithm>
 

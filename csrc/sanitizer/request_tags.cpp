@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/sanitizer/request_tags.h"
+#include "sanitizer/request_tags.h"
 
 namespace kvcache::sanitizer {
 
