@@ -173,7 +173,7 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   request.num_swap_out_rows = out.size();
   requests.check_new(asking);
   const StepPlan& plan = self.step(request);
-  const Soundness::Change change = self.change("step");
+  const Soundness::Change change(&self.guard().soundness(), "step");
   requests.admit(asking, plan.rows.data() + plan.rows.size() - asking.ids.size());
   return as_plan(plan);
 }
@@ -198,13 +198,13 @@ py::object as_python(const std::optional<std::vector<BlockId>>& pairs) {
 // because its state has already changed.
 template <class Answer>
 py::object answer(Manager& self, const char* call, const Answer& native) {
-  const Soundness::Change change = self.change(call);
+  const Soundness::Change change(&self.guard().soundness(), call);
   return as_python(native);
 }
 // Like the overload above, but returns the numbers of computed tokens, keyed by request id.
 py::dict answer(Manager& self, const RequestRows& requests, const char* call,
                 const Recompute& recompute) {
-  const Soundness::Change change = self.change(call);
+  const Soundness::Change change(&self.guard().soundness(), call);
   return requests.by_id(recompute.rows, recompute.num_computed_tokens);
 }
 
@@ -252,10 +252,11 @@ py::tuple stats_of(Manager& self) {
                                  self.pool().num_evicted_of(static_cast<uint8_t>(g))));
   }
   const auto* learned = dynamic_cast<const Learned*>(self.pool().order());
+  const MissReport::Counts* missed = self.reads().missed();
   return py::make_tuple(
       as_tuple(stats.total()), as_tuple(stats.window()), groups,
-      as_tuple(self.tiers(), self.host()),
-      self.misses() ? py::cast(as_list(self.misses()->total())) : py::none(),
+      as_tuple(self.reads().tiers(), self.host()),
+      missed != nullptr ? py::cast(as_list(*missed)) : py::none(),
       learned == nullptr ? py::object(py::none()) : py::bool_(learned->falls_back()));
 }
 
@@ -263,12 +264,12 @@ py::tuple stats_of(Manager& self) {
 // each uint8[n, hash_bytes]; tokens int32[...]; int32[n] with first tokens or, for cleared events,
 // the number of dropped events; and the labels of requests, or None.
 py::tuple waiting_events(Manager& self) {
-  const EventLog::Drained& drained = self.events();
+  const EventLog::Drained& drained = self.reads().events();
   const auto n = static_cast<py::ssize_t>(drained.events.size());
   py::array_t<uint8_t> kinds(n), mediums(n);
   Int32Array groups = new_int32(n), first_tokens = new_int32(n);
   py::list labels(n);
-  const py::ssize_t num_bytes = self.hash_bytes();
+  const py::ssize_t num_bytes = self.reads().hash_bytes();
   HashArray hashes({n, num_bytes}), parents({n, num_bytes});
   for (py::ssize_t i = 0; i < n; ++i) {
     const EventLog::Event& event = drained.events[static_cast<size_t>(i)];
@@ -289,7 +290,8 @@ py::tuple waiting_events(Manager& self) {
 
 void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
                    const ReleaseFeatures& features, bool keep_blocks = false) {
-  if (!self.is_broken()) self.check_caller();  // also checked if there is nothing to free
+  if (!self.guard().is_broken())
+    self.guard().check_caller();  // also checked if there is nothing to free
   const RequestRows::Leaving leaving = requests.leaving(named);
   KeptNames kept;
   for (size_t i = 0; i < leaving.ids.size() && keep_blocks; ++i) {
@@ -316,11 +318,11 @@ py::object admit(Manager& self, RequestRows& requests, const py::object& asked,
     const bool with_partial = row.external.num_tokens == 0;
     const PrefixHit& hit =
         self.lookup(*row.chain, /*with_host=*/false, with_partial, row.read_cache);
-    for (const CacheGroup& group : self.groups()) blocks.push_back(hit.ids(group));
+    for (const CacheGroup& group : self.reads().groups()) blocks.push_back(hit.ids(group));
   }
   requests.check_new(asking);
   const Slots slots = self.admit(row, blocks);
-  const Soundness::Change change = self.change("admit");
+  const Soundness::Change change(&self.guard().soundness(), "admit");
   if (slots.status == Status::kServed) requests.admit(asking, &slots.row);
   return as_python(slots);
 }
@@ -364,7 +366,7 @@ py::list advance(Manager& self, const py::object& rows, const py::object& starts
                           std::to_string(num_named) + ", the sum of num_token_ids");
   }
   self.take_in(all.data(), all.size());
-  const Soundness::Change change = self.change("advance");
+  const Soundness::Change change(&self.guard().soundness(), "advance");
   py::list answers(all.size());
   for (size_t i = 0; i < all.size(); ++i) {
     const Slots slots = self.serve(all[i]);
@@ -383,13 +385,13 @@ int32_t fork(Manager& self, RequestRows& requests, const py::object& parent,
   const RequestRows::Asking asking = requests.asking_alone(child, "child");
   const int32_t row = requests.at(parent, "parent");
   requests.check_new(asking);
-  if (!self.by_step(row)) {
+  if (!self.reads().row(row).by_step()) {
     throw py::value_error("request " + short_repr(parent.attr("request_id")) +
                           " was admitted by admit: expected a request that step admitted, "
                           "because the copies are part of plans");
   }
   const int32_t child_row = self.fork(row, asking.rows[0].chain).row;
-  const Soundness::Change change = self.change("fork");
+  const Soundness::Change change(&self.guard().soundness(), "fork");
   requests.admit(asking, &child_row);
   return child_row;
 }
@@ -418,7 +420,7 @@ bool admit_held(Manager& self, const py::list& held,
   asked.computes_whole = asked.waits_for_marks = true;
   const Slots slots = self.admit(asked, int32_lists(computed, "computed_blocks"));
   if (slots.status != Status::kServed) return false;
-  const Soundness::Change change = self.change("allocate");
+  const Soundness::Change change(&self.guard().soundness(), "allocate");
   for (size_t i = 0; i < chains.size(); ++i) {
     set_row(held[i], i == 0 ? slots.row : self.fork(slots.row, chains[i]).row);
   }
@@ -433,7 +435,7 @@ bool admit_held(Manager& self, const py::list& held,
   }
   // Create the tables now, because every scheduler reads them in the same step. This may run
   // finalizers, which may free the rows.
-  const std::vector<BlockId> blocks = self.blocks(slots.row, 0);
+  const std::vector<BlockId> blocks = self.reads().blocks(slots.row, 0);
   for (const py::handle& each : held) each.attr("table") = blocks;
   return true;
 }
@@ -441,14 +443,15 @@ bool admit_held(Manager& self, const py::list& held,
 void fork_held(Manager& self, int32_t parent, const py::object& held,
                const std::shared_ptr<TokenChain>& chain) {
   const Slots slots = self.fork(parent, chain);
-  const Soundness::Change change = self.change("fork");
+  const Soundness::Change change(&self.guard().soundness(), "fork");
   set_row(held, slots.row);
 }
 
 void free_held(Manager& self, const py::object& held) {
-  self.free(py::cast<int32_t>(held.attr("row")));
-  if (self.is_broken()) return;
-  const Soundness::Change change = self.change("free");
+  const auto row = py::cast<int32_t>(held.attr("row"));
+  self.free(&row, 1);
+  if (self.guard().is_broken()) return;
+  const Soundness::Change change(&self.guard().soundness(), "free");
   set_row(held, -1);
 }
 
@@ -479,14 +482,14 @@ PyObject* append_slots(Manager& self, PyObject* const* args) {
   const auto row = static_cast<int32_t>(PyLong_AsLong(args[1]));
   const int64_t num_tokens = PyLong_AsLong(args[2]);
   const OptionalInput ids(py::reinterpret_borrow<py::object>(args[4]), "token_ids", /*least=*/0);
-  const int64_t start = self.num_computed_tokens(row);
+  const int64_t start = self.reads().row(row).num_computed;
   const RowAsk ask{row, num_tokens, PyLong_AsLong(args[3]), ids.data(), num_tokens};
   const Slots slots = self.extend(ask, /*lists_new=*/false);
   if (slots.status != Status::kServed) Py_RETURN_NONE;
-  const Soundness::Change change = self.change("append_slots");
+  const Soundness::Change change(&self.guard().soundness(), "append_slots");
   set(args[0], name, start + num_tokens);
-  const int64_t first = start / self.groups()[0].block_size;
-  update_table(py::reinterpret_borrow<py::list>(args[5]), self.blocks(row, 0),
+  const int64_t first = start / self.reads().groups()[0].block_size;
+  update_table(py::reinterpret_borrow<py::list>(args[5]), self.reads().blocks(row, 0),
                static_cast<size_t>(first));
   return list_of_pairs(slots.copies).release().ptr();
 }
@@ -502,30 +505,29 @@ PyObject* access(Manager& self, PyObject* const* args) {
 }
 
 PyObject* check_reader(Manager& self, PyObject* const*) {
-  self.check_reader();
+  self.guard().check_reader();
   Py_RETURN_NONE;
 }
 
 PyObject* num_free(Manager& self, PyObject* const*) {
-  self.check_reader();
+  self.guard().check_reader();
   return PyLong_FromLongLong(self.pool().num_free());
 }
 
 // Also discards the attribute `table` of each object in `held`.
 py::object swap_out(Manager& self, const std::vector<int32_t>& rows, const py::list& held) {
   const auto moved = self.swap_out(rows);
-  const Soundness::Change change = self.change("swap_out");
+  const Soundness::Change change(&self.guard().soundness(), "swap_out");
   for (const py::handle& each : held) {
     if (moved) each.attr("table") = py::none();
   }
   return as_python(moved);
 }
 
-// Getter of a property that may be read from any thread. Throws if the manager is not sound.
+// The getter of a property.
 template <auto kMethod>
-int64_t sound_manager(const Manager& manager) {
-  manager.check_sound();
-  return (manager.*kMethod)();
+int64_t read(const Manager& manager) {
+  return (manager.reads().*kMethod)();
 }
 
 }  // namespace
@@ -553,21 +555,23 @@ void bind_manager(py::module_& m) {
   def_init(
       manager, [](const ManagerOptions& options) { return std::make_unique<Manager>(options); },
       py::arg("options"))
-      .def("check_caller", &Manager::check_caller)
+      .def("check_caller", [](Manager& self) { self.guard().check_caller(); })
       .def("set_now", &Manager::set_now)
       .def("hashes",
            [](Manager& self, TokenChain& chain) {
              const HashList& hashes = self.hashes(chain);
-             return copy_hashes(hashes.data(), hashes.size(), self.hash_bytes());
+             return copy_hashes(hashes.data(), hashes.size(), self.reads().hash_bytes());
            })
       .def("find_hashes",
            [](const Manager& self, const py::object& hashes, const py::object& group) {
-             const std::vector<Hash> wanted = hashes_of_rows(hashes, "hashes", self.hash_bytes());
+             const std::vector<Hash> wanted =
+                 hashes_of_rows(hashes, "hashes", self.reads().hash_bytes());
              const auto n = static_cast<py::ssize_t>(wanted.size());
              const int64_t g = int_argument(group, "group");
              Int32Array device = new_int32(n), host = new_int32(n);
-             self.find_hashes(wanted.data(), n, g, /*on_host=*/false, device.mutable_data());
-             self.find_hashes(wanted.data(), n, g, /*on_host=*/true, host.mutable_data());
+             self.reads().find_hashes(wanted.data(), n, g, /*on_host=*/false,
+                                      device.mutable_data());
+             self.reads().find_hashes(wanted.data(), n, g, /*on_host=*/true, host.mutable_data());
              return py::make_tuple(device, host);
            })
       .def("hashes_of_blocks",  // returns (hashes uint8[n, hash_bytes], groups int32[n])
@@ -576,11 +580,12 @@ void bind_manager(py::module_& m) {
              Int32Array groups = new_int32(array.size());
              std::vector<Hash> hashes(static_cast<size_t>(array.size()));
              for (py::ssize_t i = 0; i < array.size(); ++i) {
-               const Hash* hash = self.hash_of(array.data()[i], on_host, &groups.mutable_data()[i]);
+               const Hash* hash =
+                   self.reads().hash_of(array.data()[i], on_host, &groups.mutable_data()[i]);
                if (hash != nullptr) hashes[static_cast<size_t>(i)] = *hash;
              }
-             return py::make_tuple(copy_hashes(hashes.data(), hashes.size(), self.hash_bytes()),
-                                   groups);
+             return py::make_tuple(
+                 copy_hashes(hashes.data(), hashes.size(), self.reads().hash_bytes()), groups);
            })
       .def(
           "lookup",
@@ -589,7 +594,7 @@ void bind_manager(py::module_& m) {
             const PrefixHit& hit = self.lookup(chain, /*with_host=*/false, with_partial, read_cache,
                                                most_tokens.value_or(kUnbounded));
             std::vector<std::vector<BlockId>> blocks;
-            for (const CacheGroup& group : self.groups()) blocks.push_back(hit.ids(group));
+            for (const CacheGroup& group : self.reads().groups()) blocks.push_back(hit.ids(group));
             return py::make_tuple(per_group(blocks), hit.num_tokens, hit.num_shared_tokens);
           },
           py::arg("chain"), py::arg("read_cache") = py::none(), py::arg("with_partial") = false,
@@ -610,7 +615,7 @@ void bind_manager(py::module_& m) {
           },
           py::arg("chain"), py::arg("read_cache") = py::none())
       .def("num_counted_hits",
-           [](const Manager& self, TokenChain& chain) { return self.num_counted_hits(&chain); })
+           [](const Manager& self, TokenChain& chain) { return self.stats().num_hits(&chain); })
       .def("would_fit",
            [](Manager& self, const RequestRows& requests, const py::object& asked, bool whole) {
              const RequestRows::Asking asking = requests.asking_alone(asked, "request");
@@ -631,11 +636,12 @@ void bind_manager(py::module_& m) {
       .def("admit", &admit)
       .def("finish_receiving",
            [](Manager& self, int32_t row, const py::object& num_tokens) {
-             const int64_t n = num_tokens.is_none() ? self.num_external(row)
+             const int64_t n = num_tokens.is_none() ? self.reads().num_external(row)
                                                     : int_argument(num_tokens, "num_tokens");
              return self.finish_receiving(row, n);
            })
-      .def("is_receiving", &Manager::is_receiving)
+      .def("is_receiving",
+           [](const Manager& self, int32_t row) { return self.reads().row(row).is_receiving(); })
       .def("release_kept", &Manager::release_kept)
       .def("extend",
            [](Manager& self, int32_t row, const py::object& num_tokens,
@@ -681,20 +687,27 @@ void bind_manager(py::module_& m) {
            [](Manager& self, const std::vector<int32_t>& rows) {
              return answer(self, "swap_in", self.swap_in(rows));
            })
-      .def("is_on_host", &Manager::is_on_host)
-      .def("by_step", &Manager::by_step)
-      .def("num_unique_blocks", &Manager::num_unique_blocks)
+      .def("is_on_host",
+           [](const Manager& self, int32_t row) { return self.reads().row(row).is_on_host(); })
+      .def("by_step",
+           [](const Manager& self, int32_t row) { return self.reads().row(row).by_step(); })
+      .def("num_unique_blocks",
+           [](const Manager& self, const std::vector<int32_t>& rows) {
+             return self.reads().num_unique_blocks(rows);
+           })
       .def("num_blocks_back",
            [](const Manager& self, const std::vector<int32_t>& rows,
               const std::vector<int64_t>& num_slots) {
-             const RowSwap::BlocksBack back = self.num_blocks_back(rows, num_slots);
+             const RowSwap::BlocksBack back = self.reads().num_blocks_back(rows, num_slots);
              return py::make_tuple(back.num_taken, back.alone);
            })
       .def("pin", &Manager::pin)
       .def("unpin", &Manager::unpin)
       .def("abort",
            [](Manager& self, const RequestRows& requests, const py::object& step_id) {
-             return answer(self, requests, "abort", self.abort(int_argument(step_id, "step_id")));
+             return answer(
+                 self, requests, "abort",
+                 self.report(int_argument(step_id, "step_id"), /*completed=*/false, {}, {}));
            })
       .def("invalidate",
            [](Manager& self, const RequestRows& requests, const py::object& ids) {
@@ -721,9 +734,9 @@ void bind_manager(py::module_& m) {
            })
       .def("num_common_prefix_blocks",
            [](Manager& self, int32_t row, const py::object& num_running, const py::object& group) {
-             return self.num_common_prefix_blocks(row,
-                                                  int_argument(num_running, "num_running_requests"),
-                                                  int_argument(group, "group"));
+             return self.reads().num_common_prefix_blocks(
+                 row, int_argument(num_running, "num_running_requests"),
+                 int_argument(group, "group"));
            })
       .def("reset_prefix_cache", &Manager::reset_prefix_cache)
       .def("reset_group",
@@ -731,8 +744,9 @@ void bind_manager(py::module_& m) {
              return self.reset_group(int_argument(group, "group"));
            })
       .def("start_epoch", &Manager::start_epoch)
-      .def_property_readonly("num_epochs", &Manager::num_epochs)
-      .def("is_stale", &Manager::is_stale)
+      .def_property_readonly("num_epochs", read<&ManagerReads::num_epochs>)
+      .def("is_stale",
+           [](const Manager& self, int32_t row) { return self.reads().row(row).is_stale; })
       .def("forget_adapter",
            [](Manager& self, RequestRows& requests, const std::string& name,
               const py::tuple& chain_key) {  // one call, so that an interrupt sees both or neither
@@ -741,21 +755,24 @@ void bind_manager(py::module_& m) {
            })
       .def("blocks",
            [](const Manager& self, int32_t row, const py::object& group) {
-             return copy_int32(self.blocks(row, int_argument(group, "group")));
+             return copy_int32(self.reads().blocks(row, int_argument(group, "group")));
            })
-      .def("num_computed_tokens", &Manager::num_computed_tokens)
-      .def("quiet_until", [](const Manager& self) { return copy_array(self.quiet_until()); })
+      .def("num_computed_tokens",
+           [](const Manager& self, int32_t row) { return self.reads().row(row).num_computed; })
+      .def("quiet_until",
+           [](const Manager& self) { return copy_array(self.reads().quiet_until()); })
       .def("check_invariants", &Manager::check_invariants)
       .def("clear_stats", &Manager::clear_stats)
       .def("stats", &stats_of)
       .def("waiting_events", &waiting_events)
       .def("drop_events", [](Manager& self) { self.drain_events(); })
-      .def_property_readonly("hash_block_size", &Manager::hash_block_size)
-      .def_property_readonly("num_rows", sound_manager<&Manager::num_rows>)
-      .def_property_readonly("last_step_id", sound_manager<&Manager::last_step_id>)
-      .def_property_readonly("num_fenced", sound_manager<&Manager::num_fenced>)
-      .def_property_readonly("num_kept", sound_manager<&Manager::num_kept>)
-      .def_property_readonly("num_loading", sound_manager<&Manager::num_loading>)
+      .def_property_readonly("hash_block_size", read<&ManagerReads::hash_block_size>)
+      .def_property_readonly("num_rows", read<&ManagerReads::num_rows>)
+      .def_property_readonly("last_step_id",
+                             [](const Manager& self) { return self.reads().steps().last_issued; })
+      .def_property_readonly("num_fenced", read<&ManagerReads::num_fenced>)
+      .def_property_readonly("num_kept", read<&ManagerReads::num_kept>)
+      .def_property_readonly("num_loading", read<&ManagerReads::num_loading>)
       // The manager owns the pools, so a reference to a pool keeps the manager alive.
       // (`reference_internal` would have the same effect, but terminates the process if it runs out
       // of memory.)

@@ -154,13 +154,13 @@ class ManagerDriver {
       if (request.tokens->size() <= options_.max_model_len) return request;
     }
     const bool has_encoder = has_encoder_ && below(2) == 0;
-    return make_request(1 + below(options_.max_model_len), below(2), manager_.hash_block_size(),
-                        !has_encoder && below(6) != 0, !has_encoder && below(6) != 0,
-                        has_encoder ? 5 : 0);
+    return make_request(1 + below(options_.max_model_len), below(2),
+                        manager_.reads().hash_block_size(), !has_encoder && below(6) != 0,
+                        !has_encoder && below(6) != 0, has_encoder ? 5 : 0);
   }
 
   int64_t room(int32_t row) const {
-    return options_.max_model_len - manager_.num_computed_tokens(row);
+    return options_.max_model_len - manager_.reads().row(row).num_computed;
   }
 
   void operate() {
@@ -176,7 +176,7 @@ class ManagerDriver {
         break;
       case 4:
         if (row == rows_.end() || row->second.by_step || room(row->first) == 0 ||
-            manager_.is_on_host(row->first)) {
+            manager_.reads().row(row->first).is_on_host()) {
           break;
         }
         {
@@ -208,7 +208,7 @@ class ManagerDriver {
         break;
       }
       case 7: {
-        const int64_t num_steps = manager_.num_steps();
+        const int64_t num_steps = manager_.reads().steps().num_steps;
         if (num_steps == 0) break;
         const int64_t id = std::max<int64_t>(num_steps - 1 - below(3), 0);
         if (below(2) == 0) {
@@ -216,7 +216,7 @@ class ManagerDriver {
           break;
         }
         try {
-          manager_.abort(id);
+          manager_.report(id, /*completed=*/false, {}, {});
         } catch (const std::invalid_argument& error) {  // the step is done or was already aborted
           CHECK(std::string(error.what()).find("in flight") != std::string::npos);
         }
@@ -229,12 +229,12 @@ class ManagerDriver {
         wrong();
         break;
       case 13:
-        if (row == rows_.end() || manager_.is_on_host(row->first)) break;
+        if (row == rows_.end() || manager_.reads().row(row->first).is_on_host()) break;
         fork(row->first, row->second);
         break;
       case 14:
         if (row == rows_.end() || row->second.by_step || manager_.host() == nullptr) break;
-        if (manager_.is_on_host(row->first)) {
+        if (manager_.reads().row(row->first).is_on_host()) {
           manager_.swap_in({row->first});
         } else {
           manager_.swap_out({row->first});
@@ -259,7 +259,7 @@ class ManagerDriver {
         break;
       default:
         if (row == rows_.end()) {
-          if (!options_.fence_frees && manager_.num_loading() == 0) {
+          if (!options_.fence_frees && manager_.reads().num_loading() == 0) {
             CHECK(manager_.reset_prefix_cache());
           }
           break;
@@ -273,15 +273,15 @@ class ManagerDriver {
   // Forks the row if the tokens at all of its computed positions are known. The child has the same
   // tokens.
   void fork(int32_t row, const Admitted& parent) {
-    const int64_t num_computed = manager_.num_computed_tokens(row);
+    const int64_t num_computed = manager_.reads().row(row).num_computed;
     const TokenChain& chain = *parent.request.chain;
     if (chain.num_tokens() < num_computed || num_computed == 0) return;
     Request child;
     child.tokens = std::make_shared<TokenIds>();
     child.tokens->append(chain.tokens(), num_computed);
-    child.chain = std::make_shared<TokenChain>(child.tokens, manager_.hash_block_size(), Hash{},
-                                               ExtraKeys(), chain.read_cache(), chain.write_cache(),
-                                               chain.num_encoder_tokens());
+    child.chain = std::make_shared<TokenChain>(child.tokens, manager_.reads().hash_block_size(),
+                                               Hash{}, ExtraKeys(), chain.read_cache(),
+                                               chain.write_cache(), chain.num_encoder_tokens());
     const Slots slots = manager_.fork(row, child.chain);
     if (slots.status == Status::kServed) rows_[slots.row] = {child, parent.by_step};
   }
@@ -290,7 +290,7 @@ class ManagerDriver {
     std::vector<int32_t> asked, counts, ids, num_ids, ahead, leaving;
     for (const auto& [id, state] : rows_) {
       if (!state.by_step) continue;
-      if (manager_.host() != nullptr && !manager_.is_on_host(id) && below(6) == 0) {
+      if (manager_.host() != nullptr && !manager_.reads().row(id).is_on_host() && below(6) == 0) {
         leaving.push_back(id);
         continue;
       }
@@ -345,8 +345,8 @@ class ManagerDriver {
     StepRequest alone;
     alone.new_rows = {{request.chain, options_.max_model_len}};
     waiting_.push_back(request);
-    if (!rows_.empty() && !manager_.is_on_host(rows_.begin()->first)) {
-      manager_.num_common_prefix_blocks(rows_.begin()->first, 1 + below(3), 0);
+    if (!rows_.empty() && !manager_.reads().row(rows_.begin()->first).is_on_host()) {
+      manager_.reads().num_common_prefix_blocks(rows_.begin()->first, 1 + below(3), 0);
     }
     manager_.set_now(++now_ms_);
     CHECK_EQ(manager_.pool().num_free(), num_free);
@@ -377,18 +377,18 @@ class ManagerDriver {
     CHECK_THROWS(manager_.would_fit(greedy, false), "num_reserved_blocks is -1");
     const BlockId beyond = static_cast<BlockId>(options_.num_blocks);
     CHECK_THROWS(manager_.invalidate(&beyond, 1), "expected 1 to ");
-    CHECK_THROWS(manager_.report(manager_.num_steps(), true, {}, {}), "step_id is ");
-    CHECK_THROWS(manager_.abort(manager_.num_steps()), "step_id is ");
+    CHECK_THROWS(manager_.report(manager_.reads().steps().num_steps, true, {}, {}), "step_id is ");
+    CHECK_THROWS(manager_.report(manager_.reads().steps().num_steps, false, {}, {}), "step_id is ");
     CHECK_THROWS(manager_.free(-1), "row -1 is not in use");
     const RowAsk ask{1000, 1};
     (void)manager_.take_copies();
     CHECK_THROWS(manager_.take_in(&ask, 1), "row 1000 is not in use");
-    CHECK_THROWS(manager_.num_common_prefix_blocks(1000, 1, 0), "row 1000 is not in use");
-    CHECK_THROWS(manager_.blocks(1000, 0), "row 1000 is not in use");
-    const Request mine = make_request(1, 0, manager_.hash_block_size());
+    CHECK_THROWS(manager_.reads().num_common_prefix_blocks(1000, 1, 0), "row 1000 is not in use");
+    CHECK_THROWS(manager_.reads().blocks(1000, 0), "row 1000 is not in use");
+    const Request mine = make_request(1, 0, manager_.reads().hash_block_size());
     CHECK_THROWS(manager_.admit({mine.chain, 0}, {}), "num_tokens is 0");
     if (!has_state_) CHECK_THROWS(manager_.admit({mine.chain, 1}, {}), "has 0 groups");
-    const Request other = make_request(1, 0, manager_.hash_block_size() + 1);
+    const Request other = make_request(1, 0, manager_.reads().hash_block_size() + 1);
     CHECK_THROWS(manager_.would_fit({other.chain, 1}, false),
                  "passed to a manager with block_size");
     if (rows_.empty() || !rows_.begin()->second.by_step) return;
@@ -438,12 +438,14 @@ class ManagerDriver {
   }
 
   void check() {
-    CHECK_EQ(manager_.num_rows(), rows_.size());
+    CHECK_EQ(manager_.reads().num_rows(), rows_.size());
     for (const auto& [id, state] : rows_) {
       // Skips rows whose tables are not sent by plans, or are sent only by a later plan.
-      if (!state.by_step || manager_.must_resend(id) || manager_.is_on_host(id)) continue;
+      if (!state.by_step || manager_.reads().must_resend(id) ||
+          manager_.reads().row(id).is_on_host())
+        continue;
       for (size_t g = 0; g < options_.groups.size(); ++g) {
-        CHECK(tables_[id][g] == manager_.blocks(id, static_cast<int64_t>(g)));
+        CHECK(tables_[id][g] == manager_.reads().blocks(id, static_cast<int64_t>(g)));
       }
     }
     manager_.check_invariants();

@@ -115,7 +115,7 @@ TEST(sizes_beyond_32_bits_are_rejected_and_the_largest_do_not_overflow) {
 
 TEST(a_manager_belongs_to_the_thread_that_first_used_it) {
   Manager manager(make_options(4, 9, 100));
-  std::thread([&] { manager.check_caller(); }).join();
+  std::thread([&] { manager.guard().check_caller(); }).join();
   CHECK_THROWS(manager.reset_prefix_cache(), "but the manager belongs to thread ");
   CHECK_THROWS(step_new(&manager, {}), "called from thread ");
 }
@@ -153,7 +153,7 @@ TEST(a_request_that_outgrows_max_model_len_during_hashing_is_rejected) {
     CHECK_THROWS(step_new(&manager, {{first.chain, 100}, {second.chain, 100}, {last.chain, 100}}),
                  "a new request");
   }
-  CHECK_EQ(manager.num_rows(), 0);
+  CHECK_EQ(manager.reads().num_rows(), 0);
   manager.check_invariants();
 }
 
@@ -172,8 +172,8 @@ struct TwoRows {
   }
   std::vector<int64_t> state() const {
     const auto num_cached = static_cast<int64_t>(manager.pool().num_cached());
-    return {manager.num_rows(),     manager.pool().num_free(),      num_cached,
-            manager.num_steps(),    manager.num_computed_tokens(0), manager.num_computed_tokens(1),
+    return {manager.reads().num_rows(),     manager.pool().num_free(),      num_cached,
+            manager.reads().steps().num_steps,    manager.reads().row(0).num_computed, manager.reads().row(1).num_computed,
             stepped.tokens->size(), allocated.tokens->size()};
   }
 };

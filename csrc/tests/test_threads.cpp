@@ -52,7 +52,7 @@ TEST(managers_of_several_threads_share_no_mutable_state) {
       manager.free(rows.data(), static_cast<int64_t>(rows.size()));
     }
     manager.check_invariants();
-    CHECK_EQ(manager.num_rows(), 0);
+    CHECK_EQ(manager.reads().num_rows(), 0);
   });
 }
 

@@ -63,6 +63,8 @@ class CacheTiers {
 
   const EventLog::Drained& events() const { return events_.waiting(); }
   EventLog::Drained drain_events() { return events_.drain(); }
+  void start_epoch() { ++num_epochs_; }
+  int64_t num_epochs() const { return num_epochs_; }
   const TierCount& counts() const;
   void clear_counts();
 
@@ -91,6 +93,7 @@ class CacheTiers {
   std::unique_ptr<HostTier> host_;
   Clock clock_;
   EventLog events_;
+  int64_t num_epochs_ = 0;
   std::vector<std::unique_ptr<BlockListener>> recorders_;
 };
 

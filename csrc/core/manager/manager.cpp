@@ -64,20 +64,17 @@ Manager::Manager(const ManagerOptions& options)
               setup_.options),
       recovery_(row_context(setup_, &tiers_, &rows_, &steps_),
                 {setup_.hash_block_size, &publisher_, &release_, &server_}),
-      pins_(&tiers_.pool()) {
+      pins_(&tiers_.pool()),
+      reads_(
+          {&setup_, &guard_, &rows_, &steps_, &tiers_, &checks_, &swap_, &server_, misses_.get()}) {
   tiers_.share(&guard_.soundness());
   if (misses_ != nullptr) tiers_.record_lost(misses_->lost());
   prefault_.commit();
 }
 
 void Manager::set_now(int64_t ms) {
-  check_caller();
+  guard_.check_caller();
   tiers_.set_now(ms);
-}
-
-const EventLog::Drained& Manager::events() {
-  const Call call(this);
-  return tiers_.events();
 }
 
 EventLog::Drained Manager::drain_events() {
@@ -92,38 +89,9 @@ void Manager::clear_stats() {
   if (misses_ != nullptr) misses_->clear();
 }
 
-const std::vector<BlockId>& Manager::blocks(int32_t row, int64_t group) const {
-  check_reader();
-  checks_.check_on_device(row);
-  checks_.check_group(group);
-  return rows_.blocks(row)[group].blocks;
-}
-
 const HashList& Manager::hashes(TokenChain& chain) {
   const Call call(this);
   return chain.hashes();
-}
-
-void Manager::find_hashes(const Hash* hashes, int64_t n, int64_t group, bool on_host,
-                          BlockId* out) const {
-  check_reader();
-  checks_.check_group(group);
-  const BlockPool* pool = on_host ? tiers_.host_pages() : &tiers_.pool();
-  if (pool == nullptr) {
-    std::fill(out, out + n, -1);
-    return;
-  }
-  pool->lookup(hashes, n, static_cast<uint8_t>(group), /*prefix=*/false, out);
-}
-
-const Hash* Manager::hash_of(BlockId id, bool on_host, int32_t* group) const {
-  check_reader();
-  if (on_host) checks_.check_has_host("medium is 'cpu'");
-  const BlockPool& pool = on_host ? *tiers_.host_pages() : tiers_.pool();
-  pool.check_id(id, "ids");
-  const Hash* hash = pool.hash_of(id);
-  *group = hash == nullptr ? -1 : pool.group_of(id);
-  return hash;
 }
 
 const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host, bool with_partial,
@@ -333,14 +301,14 @@ void Manager::take_in(const RowAsk* asks, size_t n) {
   take_in_all(asks, n);
 }
 
-Slots Manager::serve(const RowAsk& ask, bool lists_new) {
-  const Call call(this);
-  return serve_one(ask, lists_new);
-}
-
 Slots Manager::extend(const RowAsk& ask, bool lists_new) {
   const Call call(this);
   take_in_all(&ask, 1);
+  return serve_one(ask, lists_new);
+}
+
+Slots Manager::serve(const RowAsk& ask, bool lists_new) {
+  const Call call(this);
   return serve_one(ask, lists_new);
 }
 
@@ -391,19 +359,6 @@ Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   return server_.fork(row, child);
 }
 
-int64_t Manager::num_unique_blocks(const std::vector<int32_t>& rows) const {
-  check_reader();
-  for (int32_t row : rows) rows_.at(row);
-  return swap_.num_unique_blocks(rows);
-}
-
-RowSwap::BlocksBack Manager::num_blocks_back(const std::vector<int32_t>& rows,
-                                             const std::vector<int64_t>& num_slots) const {
-  check_reader();
-  checks_.check_swap(rows, /*on_host=*/true);
-  return swap_.num_blocks_back(rows, num_slots);
-}
-
 std::optional<std::vector<BlockId>> Manager::swap_out(const std::vector<int32_t>& rows) {
   const Call call(this);
   checks_.check_has_host("swap_out was called");
@@ -445,14 +400,6 @@ void Manager::release_kept(const std::string& name) {
   checks_.check_kept(name);
   const Soundness::Change change = this->change("release_blocks");
   tiers_.frees().release_kept(name);
-}
-
-int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) {
-  const Call call(this);
-  checks_.check_on_device(row);
-  checks_.check_group(group);
-  checked_size("num_running_requests", num_running, 1);
-  return server_.num_common_prefix_blocks(row, num_running, group);
 }
 
 void Manager::mark_computed(int32_t row, int64_t num_tokens) {
@@ -529,7 +476,7 @@ void Manager::start_epoch() {
   const Call call(this);
   const Soundness::Change change = this->change("start_epoch");
   recovery_.start_epoch();
-  ++num_epochs_;
+  tiers_.start_epoch();
 }
 
 void Manager::forget_adapter(std::string_view name) {
@@ -539,7 +486,7 @@ void Manager::forget_adapter(std::string_view name) {
 }
 
 void Manager::check_invariants() const {
-  check_reader();
+  guard_.check_reader();
   steps_.check_invariants();
   pins_.check_invariants();
   publisher_.check_invariants();

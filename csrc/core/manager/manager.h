@@ -29,6 +29,7 @@
 #include "core/manager/cache_stats.h"
 #include "core/manager/cache_tiers.h"
 #include "core/manager/call_guard.h"
+#include "core/manager/manager_reads.h"
 #include "core/manager/miss_reasons.h"
 #include "core/manager/options.h"
 #include "core/manager/prefix_finder.h"
@@ -53,31 +54,21 @@ class Manager {
  public:
   explicit Manager(const ManagerOptions& options);
 
-  int64_t hash_block_size() const { return setup_.hash_block_size; }
-  int64_t hash_bytes() const { return setup_.options.hash_bytes; }
-  const std::vector<CacheGroup>& groups() const { return setup_.groups; }
+  // What callers can read of the manager.
+  const ManagerReads& reads() const { return reads_; }
   const BlockPool& pool() const { return tiers_.pool(); }
   BlockPool& pool() { return tiers_.pool(); }
   // The host pool; null without a host tier.
   const BlockPool* host() const { return tiers_.host_pages(); }
   BlockPool* host() { return tiers_.host_pages(); }
   const CacheStats& stats() const { return stats_; }
-  // The tokens of the request that these statistics count as hits.
-  int64_t num_counted_hits(TokenChain* chain) const { return stats_.num_hits(chain); }
-  const TierCount& tiers() const { return tiers_.counts(); }
   void clear_stats();
-  const EventLog::Drained& events();  // the events that have not been drained
+  // Removes and returns the events that have not been drained.
   EventLog::Drained drain_events();
 
-  // See CallGuard. All calls up to `check_invariants` make this check.
-  void check_caller() { guard_.check_caller(); }
-  void check_reader() const { guard_.check_reader(); }
-  bool is_broken() const { return guard_.is_broken(); }
-  void check_sound() const { guard_.check_sound(); }
-  // For callers that make changes of their own as part of a manager call. While the returned object
-  // exists, an exception breaks the manager.
-  Soundness::Change change(const char* call) { return {soundness(), call}; }
-  Soundness* soundness() { return &guard_.soundness(); }
+  // All calls up to `check_invariants` make the check `check_caller` or `check_reader`.
+  CallGuard& guard() { return guard_; }
+  const CallGuard& guard() const { return guard_; }
 
   // Sets the clock for eviction policies, in milliseconds relative to any fixed
   // moment, for all later calls. Throws if time would decrease. If it is never set, each call that
@@ -87,18 +78,10 @@ class Manager {
 
   const HashList& hashes(TokenChain& chain);
 
-  // Sets out[i] to the group's oldest block published under hashes[i], or to -1 if there is none.
-  // Searches the host tier if `on_host`, and the device otherwise.
-  void find_hashes(const Hash* hashes, int64_t n, int64_t group, bool on_host, BlockId* out) const;
-  // The hash under which a block is published, with its group in `*group`; null if it is not
-  // published.
-  const Hash* hash_of(BlockId id, bool on_host, int32_t* group) const;
-
   // Returns why tokens of a request were not found in the cache when it was admitted as this row,
   // or would not be found if it were admitted now (row -1). Throws std::invalid_argument without
-  // `ManagerOptions::explain_misses`. `misses` is null without it.
+  // `ManagerOptions::explain_misses`.
   MissReport explain(const std::shared_ptr<TokenChain>& chain, int32_t row);
-  const MissReasons* misses() const { return misses_.get(); }
 
   // Returns the longest cached prefix, in whole blocks unless `with_partial`. It contains at most
   // `most_tokens` tokens, and at most num_tokens - 1 tokens because the last token must be
@@ -161,14 +144,6 @@ class Manager {
   // reverse operation. The moves must be executed in the order of the calls.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
-  bool is_on_host(int32_t row) const { return row_at(row).is_on_host(); }
-  bool by_step(int32_t row) const { return row_at(row).by_step(); }
-  // Returns the number of distinct blocks with KV that these rows hold. All rows must be on the
-  // same tier.
-  int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
-  // See RowSwap. `num_slots`: one number per row, at least 0.
-  RowSwap::BlocksBack num_blocks_back(const std::vector<int32_t>& rows,
-                                      const std::vector<int64_t>& num_slots) const;
 
   // Reports that the first num_tokens tokens of a row created by `admit` have KV.
   void mark_computed(int32_t row, int64_t num_tokens);
@@ -182,7 +157,6 @@ class Manager {
   // on a broken manager.
   void free(const int32_t* rows, int64_t n, const ReleaseFeatures& features = {},
             const KeptNames& kept = {});
-  void free(int32_t row, const ReleaseFeatures& features = {}) { free(&row, 1, features); }
   // Releases the blocks that were kept under this name.
   void release_kept(const std::string& name);
 
@@ -194,7 +168,6 @@ class Manager {
   // argument is rejected.
   Recompute report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
                    const std::vector<BlockId>& failed_on_host);
-  Recompute abort(int64_t step_id) { return report(step_id, /*completed=*/false, {}, {}); }
 
   // Invalidates blocks with wrong content. These blocks and everything computed from them are
   // removed from the cache, and rows that used them return to their valid tokens.
@@ -210,9 +183,6 @@ class Manager {
   // Removes the hashes of these blocks, which may be held or free (see BlockPool::evict).
   void evict(const BlockId* ids, int64_t n);
 
-  // Returns how many leading blocks of the row in this group are held by exactly num_running rows.
-  int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group);
-
   bool reset_prefix_cache();
   // Removes all cached content of one group. Returns false, without any change, while rows hold
   // blocks of the group or loads are in flight.
@@ -223,47 +193,17 @@ class Manager {
   void start_epoch();
   // The same for the content computed with the adapter of this name.
   void forget_adapter(std::string_view name);
-  int64_t num_epochs() const { return num_epochs_; }  // calls of `start_epoch`
-  // Whether the row may hold KV of an earlier epoch or of a forgotten adapter.
-  bool is_stale(int32_t row) const { return row_at(row).is_stale; }
-
-  int64_t num_rows() const { return rows_.num_in_use(); }
-  int64_t num_steps() const { return steps_.numbers().num_steps; }
-  int64_t last_step_id() const { return steps_.numbers().last_issued; }
-  int64_t num_fenced() const { return tiers_.frees().num_waiting(); }
-  int64_t num_kept() const { return tiers_.frees().num_kept(); }
-  int64_t num_external(int32_t row) const {  // number of external tokens of a receiving row
-    return row_at(row).num_computed - rows_.info(row).num_hit;
-  }
-  bool is_receiving(int32_t row) const { return row_at(row).is_receiving(); }
-  int64_t num_loading() const {  // number of blocks being loaded from the host
-    return tiers_.host() == nullptr ? 0 : tiers_.host()->num_onboards();
-  }
-  const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
-  int64_t num_computed_tokens(int32_t row) const { return row_at(row).num_computed; }
-  const std::vector<int64_t>& quiet_until() const {  // indexed by row; see RowTable
-    check_reader();
-    return rows_.quiet_until();
-  }
-  // Whether the next plan sends the complete table of the row.
-  bool must_resend(int32_t row) const {
-    rows_.at(row);
-    return steps_.plan().must_resend(row);
-  }
 
   // Checks the invariants of the pools, and that all references are held by rows and fences.
   void check_invariants() const;
 
  private:
+  Soundness::Change change(const char* call) { return {&guard_.soundness(), call}; }
   std::optional<PrefixHit> partial_hit(const NewRow& asked,
                                        const std::vector<std::vector<BlockId>>& computed);
   void check_copies_taken() const;
   void take_in_all(const RowAsk* asks, size_t n);
   Slots serve_one(const RowAsk& ask, bool lists_new);
-  const Row& row_at(int32_t row) const {
-    check_sound();
-    return rows_.at(row);
-  }
 
   // Guards a call that may change the manager or read data of its thread.
   struct Call {
@@ -293,7 +233,7 @@ class Manager {
   RowServer server_;
   Recovery recovery_;
   SessionPins pins_;
-  int64_t num_epochs_ = 0;
+  ManagerReads reads_;
 };
 
 }  // namespace kvcache
