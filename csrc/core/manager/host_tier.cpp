@@ -5,6 +5,9 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/eviction/learned.h"
+#include "core/eviction/learned_copies.h"
+
 namespace kvcache {
 
 HostTier::HostTier(std::unique_ptr<BlockPool> pages, const Context& context,

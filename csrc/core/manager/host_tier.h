@@ -14,8 +14,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/eviction/learned.h"
-#include "core/eviction/learned_copies.h"
 #include "core/groups/cache_group.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/cache_stats.h"
@@ -26,6 +24,9 @@
 #include "core/secret_key.h"
 
 namespace kvcache {
+
+class Learned;
+class LearnedCopies;
 
 class HostTier : public BlockListener {
  public:

@@ -29,7 +29,7 @@ inline constexpr double kClassWeight = 60;  // of a class
 inline constexpr double kGroupWeight = 60;  // of a level of a feature
 inline constexpr double kAllWeight = 30;    // of all classes together
 // Simulated pools have at least this many blocks, and less than twice as many.
-inline constexpr int64_t kSimulated = 2'048;
+inline constexpr int64_t kSimulated = 1'500;
 // The duel. C is the number of blocks of a simulated pool.
 inline constexpr double kStake = 1. / 8;  // of C: hits that may be lost to LRU
 inline constexpr double kShare = .004;    // of the hits of LRU: the same

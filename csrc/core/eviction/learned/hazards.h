@@ -88,6 +88,7 @@ class Hazards {
 
   double value(int reuse_class, int64_t age) const {
     const int b = bucket_of(age);
+    if (!is_solved_[reuse_class]) solve_index(reuse_class);
     const auto& row = index_[reuse_class];
     const double share =
         (static_cast<double>(std::max<int64_t>(age, 0)) - begin_[b]) / (begin_[b + 1] - begin_[b]);
@@ -168,12 +169,14 @@ class Hazards {
             static_cast<float>(mean(used[c][b], reached[c][b], learned::kClassWeight, prior));
       }
     }
-    for (int c = 0; c < kNum; ++c) solve_index(c);
+    is_solved_.fill(false);
   }
   static double mean(double used, double reached, double weight, double prior) {
     return std::min((used + weight * prior) / (reached + weight), 1.0);
   }
-  void solve_index(int k) {
+  // Computes the indices of a class. Most classes are rarely asked for.
+  void solve_index(int k) const {
+    is_solved_[k] = true;
     for (int first = 0; first < kBuckets; ++first) {
       double alive = 1, hits = 0, ticks = 0, best = 0;
       for (int b = first; b < kBuckets; ++b) {
@@ -189,7 +192,8 @@ class Hazards {
 
   std::array<double, kBuckets + 1> begin_;  // ms
   std::array<Row, kAll + 1> hazard_{};
-  std::array<std::array<float, kBuckets + 1>, kNum> index_{};
+  mutable std::array<std::array<float, kBuckets + 1>, kNum> index_{};
+  mutable std::array<bool, kNum> is_solved_{};
   std::vector<Record> records_;
   std::vector<uint16_t> heads_;
   size_t num_added_ = 0, num_counted_ = 0;
