@@ -80,10 +80,9 @@ def eviction() -> Iterator[Result]:
     """Compare the learned policy with LRU on requests of 64 blocks in a full pool.
 
     Each request allocates blocks (which evicts the same number), publishes them and releases them.
-    No request finds cached blocks. The learned policy uses a fixed amount of memory for counts and
-    for records of released blocks, 16 bytes per block, and 56 bytes per segment. The vector of
-    segments doubles its capacity when it grows. With segments of 64 blocks, the policy therefore
-    uses up to 18 bytes per block.
+    No request finds cached blocks. The learned policy uses a fixed amount of memory for records of
+    released blocks and for simulated pools, 12 bytes per block, and 32 bytes per segment. The pool
+    uses 8 more bytes per block to find the candidates of any policy.
     """
 
     def extra_bytes(num_blocks: int) -> int:

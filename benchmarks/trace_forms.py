@@ -5,7 +5,6 @@
     python -m benchmarks.trace_forms TRACE.jsonl --policy priority --forms scans loop
     python -m benchmarks.trace_forms AGENTS.jsonl.gz --sizes 500 1000 2000 3000 6000 10000
     python -m benchmarks.trace_forms TRACE.jsonl --write DIR        # writes DIR/NAME.jsonl for each
-    python -m benchmarks.trace_forms TRACE.jsonl --halves           # learned on half of the conversations
 
 A trace has one request per line: `timestamp` (ms), `input_length`, `output_length` and `hash_ids`,
 one id per block of 512 tokens; equal ids mean equal prefixes. Each perturbed trace contains the
@@ -29,9 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.eviction import markdown, replayed
-from kvcache import LearnedReuse
-from kvcache_lab import Replayer, WorkloadRequest, read_mooncake
+from benchmarks.eviction import replayed
+from kvcache_lab import WorkloadRequest, read_mooncake
 
 BLOCK = 512  # tokens
 CAPACITIES = (1_000, 3_000, 5_859, 10_000, 30_000, 50_000)  # blocks
@@ -221,52 +219,6 @@ def ratios(path: Path, policy: str, capacities: Sequence[int] = CAPACITIES) -> l
     ]
 
 
-def halves(trace: Trace, sizes: Sequence[int]) -> str:
-    """Return the token hit rates of each half of the conversations, as a table.
-
-    `learned` starts without counts, with the counts of the same half, or with those of the other
-    half.
-    """
-    parts = [
-        _sorted(
-            r for i, requests in enumerate(conversations(trace)) if i % 2 == half for r in requests
-        )
-        for half in (0, 1)
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "half.jsonl"
-        loaded = []
-        for part in parts:
-            write(part, path)
-            loaded.append(requests_of(path))
-    lines = [["half", "policy", *(f"{size:,}" for size in sizes)], ["---"] * (2 + len(sizes))]
-    for half in (0, 1):
-        rates: dict[str, list[float]] = {}
-        for size in sizes:
-            counts = [_replay(requests, size, "learned", None)[1] for requests in loaded]
-            for name, policy, learned in (
-                ("lru", "lru", None),
-                ("learned", "learned", None),
-                ("learned, with the counts of this half", "learned", counts[half]),
-                ("learned, with the counts of the other half", "learned", counts[1 - half]),
-            ):
-                rate, _ = _replay(loaded[half], size, policy, learned)
-                rates.setdefault(name, []).append(rate)
-        lines += [
-            [f"{half + 1}", name, *(f"{rate:.4f}" for rate in each)] for name, each in rates.items()
-        ]
-    return markdown(lines)
-
-
-def _replay(
-    requests: Sequence[WorkloadRequest], size: int, policy: str, learned: LearnedReuse | None
-) -> tuple[float, LearnedReuse | None]:
-    replayer = Replayer(block_size=BLOCK, num_blocks=size + 1, eviction=policy)
-    replayer.manager.cache.learn_from(learned)
-    rate = replayer.run(requests).token_hit_rate
-    return rate, replayer.manager.cache.stats.learned
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.trace_forms", description=__doc__.partition("\n")[0]
@@ -280,16 +232,8 @@ def main() -> int:
         "--sizes", type=int, nargs="+", default=CAPACITIES, metavar="N", help="capacities in blocks"
     )
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), metavar="form")
-    parser.add_argument(
-        "--halves",
-        action="store_true",
-        help="replay each half of the conversations instead of variants",
-    )
     options = parser.parse_args()
     trace = read(options.trace)
-    if options.halves:
-        print(halves(trace, options.sizes))
-        return 0
     if options.write:
         options.write.mkdir(parents=True, exist_ok=True)
         for name in options.forms:

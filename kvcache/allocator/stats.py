@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 from kvcache.allocator.misses import MISS_REASONS
 
 

@@ -15,7 +15,6 @@ from tests.machinery.shared import sampled
 
 NUM_NODES = 20  # number of prefixes in a tree; the parent of node k is node (k - 1) // 2
 OPTIONS = {
-    "learned": [{}, {"double_cost_tokens": 100_000}, {"tenant_share": 0.3}],
     "priority": [{}, {"default_priority": 0}, {"default_priority": 60}],
 }
 CASES = [
@@ -53,9 +52,7 @@ class Driver:
         self.pool = BlockPool(num_blocks, name, options)
         self.model = Pool(num_blocks, MODELS[name](num_blocks, **options))
         self.now = self.logical_time = 0
-        # The learned policy measures ages in tokens, so with small blocks all blocks would count as
-        # young.
-        self.sizes = [16, 5_000, 60_000] if name == "learned" else [1, 4, 16]
+        self.sizes = [1, 4, 16]
         self.requests = []  # [group, nodes, ids, number of published blocks]
 
     def some(self, ids, most=4):
@@ -78,8 +75,6 @@ class Driver:
         self.pool.hit(ids)
         for i in ids:
             self.model.policy.on_hit(i)
-        if hasattr(self.model.policy, "after_hits"):
-            self.model.policy.after_hits()
 
     def start(self):
         """Start a request: retain its hits and allocate its new blocks.
@@ -297,70 +292,6 @@ def test_every_victim_matches_the_model(name, options, seed):
     for _ in range(8_000 // num_cases + 1):
         driver.step()
     assert driver.model.num_evicted > 100
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("options", OPTIONS["learned"])
-def test_100_000_victims_of_the_learned_policy_match_the_model(options):
-    """The run is long enough to fill the ring of records and to reach the slower learning rate."""
-    driver = Driver("learned", options, 100)
-    for _ in range(100_000):
-        driver.step()
-    policy = driver.model.policy
-    assert policy.num_ghosts > policy.NUM_GHOSTS and policy.num_releases > 10_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", sampled(range(6)))
-def test_victims_among_chats_match_the_model(seed):
-    """Turns, forks, shared prefixes and one-off prompts cover every class of requests at many ages."""
-    rng, num_blocks, size = random.Random(seed), 50, 4_000
-    pool, model = BlockPool(num_blocks, "learned"), Pool(num_blocks, MODELS["learned"](num_blocks))
-    chats, num_nodes, now = [], 10, 0.0
-    for _ in range(700):
-        kind = rng.choice(["first", "next", "next", "fork", "once"])
-        nodes = list(range(3)) if rng.random() < 0.6 else []
-        if kind in ("next", "fork") and chats:
-            nodes = list(chats.pop(rng.randrange(max(len(chats) - 6, 0), len(chats))))
-            if kind == "fork":
-                nodes = nodes[: rng.randint(1, len(nodes))]
-        num_new = rng.randint(1, 3) if rng.random() < 0.7 else rng.randint(4, 9)
-        nodes = [*nodes, *range(num_nodes, num_nodes + num_new)][:30]
-        num_nodes += num_new
-        if kind != "once":
-            chats.append(nodes)
-        found = [model.lookup(node, 0) for node in nodes]
-        held = found[: next((i for i, each in enumerate(found) if each < 0), len(found))]
-        pool.retain(held)
-        model.retain(held)
-        pool.hit(held)
-        for i in held:
-            model.policy.on_hit(i)
-        new = pool.allocate(len(nodes) - len(held))
-        assert new.tolist() == model.allocate(len(nodes) - len(held))
-        before = nodes[len(held) - 1] if held else "root"
-        pool.publish(new, hashes(nodes[len(held) :]), 0, hash_of(before))
-        for i, node in zip(new.tolist(), nodes[len(held) :], strict=True):
-            model.publish(i, node, 0, before)
-            before = node
-        ids = [*held, *new.tolist()][::-1]
-        ends = [size * k for k in range(len(ids), 0, -1)]
-        num_output_tokens = rng.choice([10, 100])
-        now += rng.choice([0, 0.001, 1, 20, 200])
-        pool.set_now(now)
-        model.policy.set_now(now)
-        pool.notify_release(
-            ids,
-            ends,
-            tokens_per_block=size,
-            num_prefix_tokens=size * len(held),
-            num_output_tokens=num_output_tokens,
-        )
-        model.policy.on_release_all(ids, ends, size, size * len(held), num_output_tokens)
-        pool.release(ids)
-        model.release(ids)
-    pool.check_invariants()
-    assert model.num_evicted > 1_000
 
 
 def test_policy_does_not_learn_from_releases_of_unheld_blocks():

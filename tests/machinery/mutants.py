@@ -89,79 +89,57 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         EVICTION + "learned.h",
-        "eviction",
+        "learned",
         [
-            ("last != nullptr && last->is_end;", "last != nullptr;"),
+            ("if (*most <= most_of_tenant_) return Segments::kNone;", "return Segments::kNone;"),
             (
-                "for (int64_t i = stop - 1; i >= first; --i) {",
-                "for (int64_t i = first; i < stop; ++i) {",
+                "low != kNullBlock) return low;",
+                "low == kNullBlock) return low;",
             ),
+            ("const bool moves = now() != first_now_;", "const bool moves = true;"),
+        ],
+    ),
+    (
+        EVICTION + "learned/duel.h",
+        "learned",
+        [
+            ("least_ = lead_;", "least_ = 0;"),
             (
-                "if (!levels_.told().take_told(id)) assign",
-                "if (levels_.told().take_told(id), true) assign",
-            ),
-        ],
-    ),
-    (
-        EVICTION + "learned/reuse_model.h",
-        "eviction",
-        [
-            ("    record->bucket = GhostRing::kDone;\n", ""),
-            ("    hazards_.fade();\n", ""),
-        ],
-    ),
-    (
-        EVICTION + "learned/trials.h",
-        "eviction",
-        [
-            ("part(level_ == 0 ? 128 : 4)", "part(4)"),
-            ("part(level_ == 1 ? 16 : 4)", "part(4)"),
-        ],
-    ),
-    (
-        EVICTION + "learned/shadow_worth.h",
-        "eviction",
-        [
-            ("    reassign(i, s);\n", ""),
-            (
-                "segments_.remove(id_of(i));\n      return true;",
-                "segments_.of(1);\n      return true;",
+                "if (segments_.is_candidate(i)) segments_.remove(i);\n      return true;",
+                "return true;",
             ),
         ],
     ),
     (
-        EVICTION + "learned/copied_segment.h",
-        "eviction",
+        EVICTION + "learned/segments.h",
+        "learned",
         [
-            ("segments->open(as.time,", "segments->open(0 * as.time,"),
-            ("if (last != Segments::kNone && as.segment == of_)", "if (last != Segments::kNone)"),
+            ("if (segment.first == id) segment.first = place.next;", ""),
+            ("if (--all_[before].num_blocks == 0) close(before);", "--all_[before].num_blocks;"),
         ],
     ),
     (
-        EVICTION + "learned/levels.h",
-        "eviction learned",
+        EVICTION + "learned/priorities.h",
+        "learned",
         [
-            ("if (is_listed) level.segments.insert(id);", ""),
-            ("over < most_over || ", ""),
-            ("wanted.key.first = found->second.key.first;", ""),
-            ("--num_of_[found->second.key.second];", ""),
+            ("!any && std::get<0>(*listed_.begin()) > kDefault", "!any"),
+            ("ends_.begin()->first <= now", "false"),
         ],
     ),
     (
         EVICTION + "learned_copies.h",
         "tiers",
         [
-            ("if (segments_.of(id) != Segments::kNone) return;", ""),
-            ("evicts ? order_.victim() : kNullBlock", "order_.victim()"),
+            ("if (as.segment == 0) return 1;", "return 1;"),
         ],
     ),
     (
         EVICTION + "learned/hazards.h",
-        "eviction",
+        "learned",
         [
-            ("alive *= 1 - hazard[b];", ""),
+            ("alive *= 1 - hazard_[k][b];", ""),
             ("best = std::max(best, gain);", "best = gain;"),
-            ("here + share * (solved_", "here + 0 * share * (solved_"),
+            ("num_counted_ = num_added_;", "return;"),
         ],
     ),
     (

@@ -262,24 +262,17 @@ DEFECTS = [
         "attention_metadata_op attention_metadata",
     ),
     Defect(
-        "guard against LRU",
-        "csrc/core/eviction/learned/lru_guard.h",
-        "    model_->follow_lru(trials_.follows_lru());\n",
-        "",  # the policy no longer bounds the hits lost compared with LRU
-        "learned eviction",
+        "duel with LRU",
+        "csrc/core/eviction/learned/duel.h",
+        "follows_lru_ = left <= -part(learned::kStake) || best_ - lead_ >= capacity_;",
+        "follows_lru_ = false;",  # the policy no longer bounds the hits lost compared with LRU
+        "learned",
     ),
     Defect(
         "evidence for a trial",
-        "csrc/core/eviction/learned/trials.h",
-        "num_left_ == 0 && evidence_ >= part(level_ == 1 ? 16 : 4)",
-        "num_left_ == 0",  # begins a trial even if eviction by value gains no hits
-        "learned eviction",
-    ),
-    Defect(
-        "hits of requests",
-        MANAGER + "prefix_finder.cpp",
-        "simulated_ = cache;",
-        "simulated_ = nullptr;",  # compares a pool with itself
+        "csrc/core/eviction/learned/duel.h",
+        "static_cast<double>(evidence_) < part(learned::kEvidence) ||",
+        "",  # begins a trial even if the own order gains no hits
         "learned",
     ),
     Defect(
@@ -290,10 +283,10 @@ DEFECTS = [
         "learned",
     ),
     Defect(
-        "blocks left behind",
+        "priorities of blocks",
         "csrc/core/eviction/learned.h",
-        "if (is_left) leave_behind(s, &level.segments);",
-        "",  # abandoned blocks keep the class of the continued conversation
+        "if (given.priority >= 0) priorities_.give(id, given);",
+        "",
         "learned",
     ),
     Defect(

@@ -403,10 +403,6 @@ def subscriber(w: World) -> object:
     return subscriber
 
 
-def learned(w: World) -> kvcache.LearnedReuse:
-    return KVCacheManager(4, 20, 64, eviction="learned").cache.stats.learned
-
-
 def tiny(w: World) -> object:
     from kvcache_serve.engine.transformers.tiny_models import tiny_model
 
@@ -608,7 +604,6 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "HostDeviceBuffer": buffer,
     "GroupSpec": lambda w: GroupSpec("full_attention", 4),
     "LayerSpec": lambda w: LayerSpec("l", "full_attention", **SIZES),
-    "LearnedReuse": learned,
     "KindProperties": lambda w: w.get("kind"),
     "AttentionKind": lambda w: w.get("kind"),
     "kind": lambda w: kvcache.kinds.make_kind("sliding_window", {"window": 8}),

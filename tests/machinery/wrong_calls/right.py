@@ -139,14 +139,11 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "token_ids": lambda w: [1, 2, 3],
     "hashes": lambda w: [bytes(32)],
     "ids": lambda w: [1, 2],
-    "learned": lambda w: None,
     "num_running_requests": lambda w: 1,
     "KVCacheManager.release_blocks.request": lambda w: m.kept(w),
     "HashKey": lambda w: None,
     "Request.chain.key": lambda w: hashing.hash_key(
         4, "0", "sha256_cbor", None),
-    "LearnedReuse.reached": lambda w: w.get("LearnedReuse").reached,
-    "LearnedReuse.used": lambda w: w.get("LearnedReuse").used,
     # the pool
     "BlockPool.id": lambda w: 1,
     "BlockPool.is_pinned.id": lambda w: 1,
