@@ -39,7 +39,7 @@ def test_priority_takes_precedence_over_the_learned_value():
 
 
 def test_blocks_of_high_priority_are_evicted_last():
-    manager = KVCacheManager(16, 7, 64, num_preallocate_tokens=0, eviction="learned")
+    manager = KVCacheManager(16, 7, 128, num_preallocate_tokens=0, eviction="learned")
     for name, first, retention in (("high", 0, [(0, 32, 90, None)]), ("plain", 100, [])):
         request = Request(name, range(first, first + 32))
         manager.step(new=[request])
