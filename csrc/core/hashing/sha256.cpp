@@ -116,12 +116,41 @@ __attribute__((target("sse4.1"))) inline void insert_link(const Sha256Message& m
   chunk[2] = _mm_alignr_epi8(rest, second, kShift);
 }
 
+// Loads and stores words as big-endian numbers.
+__attribute__((target("sse4.1"))) inline __m128i swap_bytes(__m128i words) {
+  return _mm_shuffle_epi8(words,
+                          _mm_set_epi8(12, 13, 14, 15, 8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3));
+}
+
+// Computes words 4 * i to 4 * i + 3 of the message schedule, whose last 16 words are stored.
+__attribute__((target("sha,sse4.1"))) inline __m128i next_words(__m128i* schedule, int i) {
+  __m128i& next = schedule[i % 4];
+  if (i < 4) {
+    next = swap_bytes(next);
+  } else {
+    const __m128i last = schedule[(i + 3) % 4];
+    const __m128i seven_back = _mm_alignr_epi8(last, schedule[(i + 2) % 4], 4);
+    next = _mm_sha256msg1_epu32(next, schedule[(i + 1) % 4]);
+    next = _mm_sha256msg2_epu32(_mm_add_epi32(next, seven_back), last);
+  }
+  return next;
+}
+
+__attribute__((target("sha,sse4.1"))) inline void store_digest(__m128i abef, __m128i cdgh,
+                                                               uint8_t* out) {
+  const __m128i feba = _mm_shuffle_epi32(abef, 0x1B);
+  const __m128i dchg = _mm_shuffle_epi32(cdgh, 0xB1);
+  const __m128i abcd = _mm_blend_epi16(feba, dchg, 0xF0), efgh = _mm_alignr_epi8(dchg, feba, 8);
+  auto* const digest = reinterpret_cast<__m128i*>(out);
+  _mm_storeu_si128(digest, swap_bytes(abcd));
+  _mm_storeu_si128(digest + 1, swap_bytes(efgh));
+}
+
 // Hashes N messages in an interleaved order, because each round depends on the previous round of
 // the same message.
 template <int N>
 __attribute__((target("sha,sse4.1"))) void digest_sha_ni(const Sha256Message* messages,
                                                          size_t num_chunks) {
-  const __m128i to_big_endian = _mm_set_epi8(12, 13, 14, 15, 8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3);
   const auto* const words = reinterpret_cast<const __m128i*>(kFirstState);
   const auto* const constants = reinterpret_cast<const __m128i*>(kConstants);
   // The instructions expect the words as (a, b, e, f) and (c, d, g, h), with the first word in the
@@ -148,17 +177,8 @@ __attribute__((target("sha,sse4.1"))) void digest_sha_ni(const Sha256Message* me
     for (int i = 0; i < kNumRounds / 4; ++i) {
 #pragma GCC unroll 2
       for (int k = 0; k < N; ++k) {
-        __m128i* const schedule = schedules[k];
-        __m128i& next = schedule[i % 4];
-        if (i < 4) {
-          next = _mm_shuffle_epi8(next, to_big_endian);
-        } else {
-          const __m128i last = schedule[(i + 3) % 4];
-          const __m128i seven_back = _mm_alignr_epi8(last, schedule[(i + 2) % 4], 4);
-          next = _mm_sha256msg1_epu32(next, schedule[(i + 1) % 4]);
-          next = _mm_sha256msg2_epu32(_mm_add_epi32(next, seven_back), last);
-        }
-        const __m128i sums = _mm_add_epi32(next, _mm_load_si128(constants + i));
+        const __m128i sums =
+            _mm_add_epi32(next_words(schedules[k], i), _mm_load_si128(constants + i));
         cdgh[k] = _mm_sha256rnds2_epu32(cdgh[k], abef[k], sums);
         abef[k] = _mm_sha256rnds2_epu32(abef[k], cdgh[k], _mm_shuffle_epi32(sums, 0x0E));
       }
@@ -168,14 +188,7 @@ __attribute__((target("sha,sse4.1"))) void digest_sha_ni(const Sha256Message* me
       cdgh[k] = _mm_add_epi32(cdgh[k], cdgh_before[k]);
     }
   }
-  for (int k = 0; k < N; ++k) {
-    const __m128i feba = _mm_shuffle_epi32(abef[k], 0x1B);
-    const __m128i dchg = _mm_shuffle_epi32(cdgh[k], 0xB1);
-    const __m128i abcd = _mm_blend_epi16(feba, dchg, 0xF0), efgh = _mm_alignr_epi8(dchg, feba, 8);
-    auto* const digest = reinterpret_cast<__m128i*>(messages[k].out);
-    _mm_storeu_si128(digest, _mm_shuffle_epi8(abcd, to_big_endian));
-    _mm_storeu_si128(digest + 1, _mm_shuffle_epi8(efgh, to_big_endian));
-  }
+  for (int k = 0; k < N; ++k) store_digest(abef[k], cdgh[k], messages[k].out);
 }
 
 void digest_one_sha_ni(const Sha256Message& message, size_t num_chunks) {

@@ -182,33 +182,48 @@ const HashList& TokenChain::hashes() {
   return hashes_;
 }
 
-void TokenChain::hash_all(TokenChain* const* chains, size_t n) {
-  static thread_local BlockHasher hasher;
-  Pieces pieces;
-  std::array<std::optional<Hashing>, 2> pair;
-  size_t num_begun = 0;
-  for (;;) {
-    for (std::optional<Hashing>& each : pair) {
+// One or two of the given chains, which are hashed together until one of them is done.
+class TokenChain::HashingPair {
+ public:
+  HashingPair(TokenChain* const* chains, size_t n) : chains_(chains), num_left_(n) {}
+
+  // Replaces chains that are done. Returns whether any chain is left.
+  bool fill() {
+    for (std::optional<Hashing>& each : pair_) {
       if (each && each->is_done()) each.reset();
-      for (; !each && num_begun < n; ++num_begun) {
-        TokenChain* const chain = chains[num_begun];
+      for (; !each && num_left_ > 0; --num_left_) {
+        TokenChain* const chain = *chains_++;
         const auto is_in_pair = [&](const auto& h) { return h && h->chain() == chain; };
-        if (std::any_of(pair.begin(), pair.end(), is_in_pair)) continue;  // listed twice
+        if (std::any_of(pair_.begin(), pair_.end(), is_in_pair)) continue;  // listed twice
         if (chain->is_hashing_ || chain->has_unhashed_blocks()) each.emplace(chain);
       }
     }
-    if (!pair[0]) std::swap(pair[0], pair[1]);
-    if (!pair[0]) return;
-    Hashing& first = *pair[0];
+    if (!pair_[0]) std::swap(pair_[0], pair_[1]);
+    return pair_[0].has_value();
+  }
+  Hashing& first() { return *pair_[0]; }
+  Hashing* second() { return pair_[1] ? &*pair_[1] : nullptr; }
+
+ private:
+  TokenChain* const* chains_;
+  size_t num_left_;
+  std::array<std::optional<Hashing>, 2> pair_;
+};
+
+void TokenChain::hash_all(TokenChain* const* chains, size_t n) {
+  static thread_local BlockHasher hasher;
+  Pieces pieces;
+  HashingPair pair(chains, n);
+  while (pair.fill()) {
+    Hashing& first = pair.first();
     const int64_t block_size = first.chain()->block_size_;
-    if (pair[1]) {
+    if (Hashing* second = pair.second(); second != nullptr) {
       Hash hashes[2];
-      Hashing& second = *pair[1];
-      hasher.hash_two({first.content(0), second.content(0)}, {&first.last(), &second.last()},
+      hasher.hash_two({first.content(0), second->content(0)}, {&first.last(), &second->last()},
                       hashes);
       first.put(&hashes[0], 1);
-      second.put(&hashes[1], 1);
-      pieces.pass(block_size + second.chain()->block_size_);
+      second->put(&hashes[1], 1);
+      pieces.pass(block_size + second->chain()->block_size_);
       continue;
     }
     // Local, because reading embeddings may run Python code that calls this function.

@@ -184,6 +184,7 @@ class TokenChain {
   friend class TokenIds;
   int64_t num_hashable() const { return num_hashable(num_tokens()); }
   class Hashing;
+  class HashingPair;
   void read_given();
   void forget_removed();  // removes hashes that cover tokens that are no longer known
 
