@@ -5,7 +5,7 @@
 // with the sequence, and are never hit, published, rewritten or recomputed.
 #pragma once
 
-#include "core/groups/rules/page_rules.h"
+#include "core/groups/rules/effects.h"
 
 namespace kvcache {
 
@@ -28,7 +28,11 @@ class EncoderRules final : public PageRules {
     return kUnbounded;
   }
   const BlockId* grow(Growth* growth, ServedRow* served, const CacheGroup& group, const Take& take,
-                      const BlockId* own) const override;
+                      const BlockId* own) const override {
+    RowBlocks& each = growth->held(served->row, group);
+    each.blocks.insert(each.blocks.end(), own, own + take.num_new);
+    return own + take.num_new;
+  }
   bool shares_from(const SharedBlocks&, const CacheGroup&, const RowBlocks&,
                    int64_t) const override {
     return false;  // encoder blocks are not written again
