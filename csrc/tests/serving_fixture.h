@@ -35,24 +35,27 @@ struct Serving {
   HostTier host{std::make_unique<BlockPool>(10), {&pool, &groups, &plan}, {}};
   DeferredFrees frees{&pool, &journal.numbers(), /*is_enabled=*/false};
   RowTable rows{&groups, setup.options.max_num_reqs};
-  RowContext context{&groups, &pool, &host, &rows, &plan, &journal, &frees};
-  BlockHolders holders{&pool, &frees, &host, &plan};
-  DemandRules rules{&groups, &pool, &frees, &journal.numbers(), holders, setup.options};
-  RowGrowth growth{context, holders};
+  RowContext context{&groups, 4, &pool, &host, &rows, &plan, &journal, &frees};
+  DemandRules rules{context, setup.options};
+  RowGrowth growth{context};
   CacheStats stats{std::vector<int64_t>(groups.size(), 4), 10};
-  Publisher publisher{{&groups, 4, &rows, &pool, &host, &journal, &stats}, setup.options};
-  RequestChecks checks{{&setup, &rows, &journal, &pool, /*host=*/nullptr, &frees}};
-  TokenIntake intake{{&rows, &publisher, &journal, &checks}, /*enable_caching=*/true};
+  Publisher publisher{context, &stats, setup.options};
+  RequestChecks checks{&setup, without_host()};
+  TokenIntake intake{context, &publisher, &checks};
   Clock clock{false};
-  RowRelease release{context, 4, &clock};
+  RowRelease release{context, &clock};
   RowSwap swap{context, &publisher, &release};
   HitEnds ends{groups};
   PrefixFinder finder{{&pool, &host.pages(), &groups, &ends, 4}, setup.options};
-  RowServer server{
-      context,
-      {4, holders, &finder, &ends, &publisher, &swap, &intake, &stats, /*misses=*/nullptr},
-      setup.options};
+  RowServer server{context,
+                   {&finder, &ends, &publisher, &swap, &intake, &stats, /*misses=*/nullptr},
+                   setup.options};
 
+  RowContext without_host() const {
+    RowContext out = context;
+    out.host = nullptr;
+    return out;
+  }
   explicit Serving(std::vector<CacheGroup> of = full_groups(4), const ManagerOptions& options = {})
       : setup(with_groups(options, of)), groups(std::move(of)) {
     begin();

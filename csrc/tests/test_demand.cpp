@@ -16,17 +16,19 @@ namespace {
 struct Fixture {
   std::vector<CacheGroup> groups;
   BlockPool pool{11};
-  StepNumbers steps;
+  StepJournal journal;
   DeferredFrees frees;
   PlanBuilder plan{1, 11};
-  BlockHolders holders{&pool, &frees, nullptr, &plan};
+  RowContext context{&groups,          4,     &pool,    /*host=*/nullptr,
+                     /*rows=*/nullptr, &plan, &journal, &frees};
+  BlockHolders holders{context};
   DemandRules rules;
   RowBlocks held;
 
   explicit Fixture(std::vector<CacheGroup> of = full_groups(4), const ManagerOptions& options = {})
       : groups(std::move(of)),
-        frees(&pool, &steps, options.fence_frees),
-        rules(&groups, &pool, &frees, &steps, holders, options) {}
+        frees(&pool, &journal.numbers(), options.fence_frees),
+        rules(context, options) {}
 
   Demand running(const Span& span, bool may_share = false) {
     return rules.of_running(&held, span, may_share);
@@ -127,7 +129,8 @@ TEST(blocks_that_leave_a_window_are_free_unless_a_step_may_read_them) {
     Fixture f({window(4)}, options);
     f.held.blocks = take(&f.pool, 4);
     take(&f.pool, 6);
-    f.steps.issue();
+    f.journal.begin();
+    f.journal.issue({});
     const Demand demand = f.running({16, 20, 0});
     CHECK_EQ(demand.groups[0].drop_to, 3);
     CHECK(demand.status == (fences ? Status::kWait : Status::kServed));

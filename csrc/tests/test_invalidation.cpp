@@ -34,10 +34,10 @@ struct Fixture {
     rows.blocks(row)[0].num_hits = num_hits;
     return row;
   }
-  Invalidation invalidation(bool by_hash) const {
-    return {{&groups, 4, &pool, &host, &rows, &journal}, by_hash};
+  Invalidation invalidation(bool by_hash) {
+    return {{&groups, 4, &pool, &host, &rows, &plan, &journal, /*frees=*/nullptr}, by_hash};
   }
-  Invalidation failed(const Ids& blocks, const Ids& pages = {}) const {
+  Invalidation failed(const Ids& blocks, const Ids& pages = {}) {
     Invalidation invalid = invalidation(/*by_hash=*/true);
     invalid.add_failed(blocks, pages);
     invalid.spread();

@@ -26,7 +26,10 @@ struct Fixture {
                    int64_t hash_block_size = 4)
       : groups(std::move(of)),
         stats(std::vector<int64_t>(groups.size(), 4), 10),
-        publisher({&groups, hash_block_size, &rows, &pool, nullptr, &journal, &stats}, options) {
+        publisher(
+            {&groups, hash_block_size, &pool, /*host=*/nullptr, &rows, /*plan=*/nullptr, &journal,
+             /*frees=*/nullptr},
+            &stats, options) {
     rows.take();
     rows[0].chain =
         std::make_shared<TokenChain>(tokens, hash_block_size, hash_of(0), ExtraKeys(), true, true);

@@ -11,7 +11,7 @@ using Ids = std::vector<BlockId>;
 namespace {
 
 struct Fixture : Serving {
-  Recovery recovery{context, {4, &publisher, &release, &server}};
+  Recovery recovery{context, &publisher, &release, &server};
   using Serving::Serving;
 
   Recompute abort_from(int64_t step_id) { return recovery.report(step_id, false, {}, {}); }

@@ -53,7 +53,7 @@ TEST(released_blocks_that_cannot_be_found_are_recorded_in_the_journal) {
   for (bool has_forgotten : {false, true}) {
     Fixture f;
     f.context.host = nullptr;
-    RowRelease release(f.context, 4, &f.clock);
+    RowRelease release(f.context, &f.clock);
     const int32_t row = f.add_row(20);
     f.serve(row, 0, 10);
     publish_chain(&f.pool, {f.ids(row)[0], f.ids(row)[1]}, hashes_from(1, 2));

@@ -57,6 +57,11 @@ struct Row {
   bool is_on_host() const { return state == RowState::kOnHost; }
   bool has_forked() const { return sharing != Sharing::kNone; }
   bool may_share() const { return sharing == Sharing::kNext; }
+  // Called when the KV of the row has become outdated.
+  void stop_publishing() {
+    is_stale = true;
+    next_publish = kUnbounded;
+  }
   // Called when the row may continue in any of its blocks.
   void expect_shared() {
     if (has_forked()) sharing = Sharing::kNext;

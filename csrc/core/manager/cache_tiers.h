@@ -11,7 +11,6 @@
 
 #include "core/listeners/event_log.h"
 #include "core/listeners/lost_blocks.h"
-#include "core/manager/block_holders.h"
 #include "core/manager/cache_stats.h"
 #include "core/manager/clock.h"
 #include "core/manager/deferred_frees.h"
@@ -40,7 +39,6 @@ class CacheTiers {
   const BlockPool* host_pages() const { return host_ ? &host_->pages() : nullptr; }
   DeferredFrees& frees() { return frees_; }
   const DeferredFrees& frees() const { return frees_; }
-  BlockHolders holders() const { return {&pool_, &frees_, host_.get(), &steps_->plan()}; }
   const Clock& clock() const { return clock_; }
 
   // Makes both pools record in `lost` the blocks that leave the cache.

@@ -17,20 +17,18 @@ DeferredFrees::DeferredFrees(BlockPool* pool, const StepNumbers* steps, bool is_
       kept_of_(pool->num_blocks()) {}
 
 void DeferredFrees::release_or_defer(const BlockId* ids, int64_t n, int64_t step_id) {
-  if (n == 0) return;
-  pool_->notify(Released{{ids, n}});
-  if (defers(step_id)) {
-    add_fence(ids, n, step_id);
-  } else {
-    pool_->release(ids, n);
-  }
+  release(ids, n, step_id, defers(step_id));
 }
 
 void DeferredFrees::release_after(const BlockId* ids, int64_t n, int64_t step_id) {
   if (is_enabled_) step_id = std::max(step_id, steps_->last_issued);
+  release(ids, n, step_id, step_id >= steps_->num_completed);
+}
+
+void DeferredFrees::release(const BlockId* ids, int64_t n, int64_t step_id, bool is_deferred) {
   if (n == 0) return;
   pool_->notify(Released{{ids, n}});
-  if (step_id >= steps_->num_completed) {
+  if (is_deferred) {
     add_fence(ids, n, step_id);
   } else {
     pool_->release(ids, n);

@@ -73,6 +73,7 @@ class DeferredFrees {
     std::vector<BlockId> ids;
   };
 
+  void release(const BlockId* ids, int64_t n, int64_t step_id, bool is_deferred);
   void add_fence(const BlockId* ids, int64_t n, int64_t step_id);
 
   BlockPool* pool_;

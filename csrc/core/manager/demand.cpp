@@ -35,36 +35,26 @@ namespace {
 
 }  // namespace
 
-DemandRules::DemandRules(const std::vector<CacheGroup>* groups, const BlockPool* pool,
-                         const DeferredFrees* frees, const StepNumbers* steps, BlockHolders holders,
-                         const ManagerOptions& options)
-    : groups_(groups),
-      pool_(pool),
-      frees_(frees),
-      steps_(steps),
-      holders_(holders),
-      watermark_blocks_(options.watermark_blocks) {}
-
 Demand DemandRules::of(const RowBlocks* held, const Span& span, const Supply& supply,
                        int64_t skip_for) const {
-  return demand_of(*groups_, basis(), held,
+  return demand_of(*c_.groups, basis(), held,
                    {span, skip_for, /*may_share=*/false, /*gives_up=*/false}, supply,
                    watermark_blocks_);
 }
 
 Demand DemandRules::with_free(const RowBlocks* held, const Span& span, bool may_share,
                               int64_t num_free, bool gives_up) const {
-  return demand_of(*groups_, basis(), held, {span, /*skip_for=*/0, may_share, gives_up},
+  return demand_of(*c_.groups, basis(), held, {span, /*skip_for=*/0, may_share, gives_up},
                    {num_free, 0}, watermark_blocks_);
 }
 
 Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may_share,
                                bool gives_up) const {
-  Demand demand = with_free(held, span, may_share, pool_->num_free(), /*gives_up=*/false);
+  Demand demand = with_free(held, span, may_share, c_.pool->num_free(), /*gives_up=*/false);
   if (demand.status == Status::kServed) return demand;
   int64_t num_blocks = 0, num_freed = 0;
   std::array<int64_t, kMaxGroups> num_surplus;
-  for (const CacheGroup& group : *groups_) {
+  for (const CacheGroup& group : *c_.groups) {
     const PageRules::LeastDemand least =
         group.rules->least_demand(basis(), group, held[group.id], span, demand[group]);
     num_surplus[group.id] = least.num_surplus;
@@ -72,9 +62,9 @@ Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may
     num_blocks += least.num_blocks;
   }
   if (gives_up && frees_at_once()) {
-    demand = with_free(held, span, may_share, pool_->num_free() + num_freed, /*gives_up=*/true);
+    demand = with_free(held, span, may_share, c_.pool->num_free() + num_freed, /*gives_up=*/true);
     if (demand.status == Status::kServed) {
-      for (const CacheGroup& group : *groups_) demand[group].num_surplus = num_surplus[group.id];
+      for (const CacheGroup& group : *c_.groups) demand[group].num_surplus = num_surplus[group.id];
       demand.gives_up = true;
       demand.num_spare = 0;  // so that these blocks are not used twice
       return demand;
@@ -86,34 +76,34 @@ Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may
 
 Demand DemandRules::of_new(const RowBlocks* held, const NewRow& asked, const Span& span) const {
   const int64_t num_reserved = asked.num_reserved_blocks;
-  int64_t num_free = pool_->num_free(), num_blocks = 0;
-  const bool is_alone = num_free == pool_->num_total();
-  for (const CacheGroup& group : *groups_) {
+  int64_t num_free = c_.pool->num_free(), num_blocks = 0;
+  const bool is_alone = num_free == c_.pool->num_total();
+  for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = held[group.id];
     // Free blocks of the hit are no longer available as new blocks once the request takes them.
     // Each block on the host needs a free block, into which it is loaded.
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       num_free -= stops_being_free(each[b]);
     }
-    num_free -= each.source != kNullBlock && pool_->ref_count(each.source) == 0;
+    num_free -= each.source != kNullBlock && c_.pool->ref_count(each.source) == 0;
     num_blocks += each.num_alive() + (each.source != kNullBlock);
   }
   Demand demand = with_upfront(held, asked, span, {num_free, watermark_blocks_ + num_reserved});
-  for (const CacheGroup& group : *groups_) num_blocks += demand[group].num_new;
-  if (num_blocks <= pool_->num_total() - watermark_blocks_) return demand;
+  for (const CacheGroup& group : *c_.groups) num_blocks += demand[group].num_new;
+  if (num_blocks <= c_.pool->num_total() - watermark_blocks_) return demand;
   // Without the hit, the request would be computed in chunks, and only its first chunk would
   // respect the watermark. A large hit must therefore not cause a rejection: the request is
   // admitted if nothing else is held.
   const bool would_grow = span.start > 0 && !asked.computes_whole;
   if (would_grow && is_alone) demand = with_upfront(held, asked, span, {num_free, num_reserved});
-  if (!would_grow || num_blocks > pool_->num_total()) demand.status = Status::kNever;
+  if (!would_grow || num_blocks > c_.pool->num_total()) demand.status = Status::kNever;
   return demand;
 }
 
 // Whether taking this block of a hit reduces the number of free blocks. This is the case if the
 // block has no references, or if it is on the host (null) and is loaded into a new block.
 bool DemandRules::stops_being_free(BlockId id) const {
-  return id == kNullBlock || pool_->ref_count(id) == 0;
+  return id == kNullBlock || c_.pool->ref_count(id) == 0;
 }
 
 // The demand of a new row, including the blocks allocated at admission.
@@ -122,7 +112,7 @@ Demand DemandRules::with_upfront(const RowBlocks* held, const NewRow& asked, con
   const TokenChain& chain = *asked.chain;
   const Supply rest{supply.num_free - num_upfront(chain), supply.num_kept_free};
   Demand demand = of(held, span, rest, asked.computes_whole ? span.stop : span.start);
-  for (const CacheGroup& group : *groups_) {
+  for (const CacheGroup& group : *c_.groups) {
     demand[group].num_new += group.rules->num_upfront(group, chain);
   }
   return demand;
@@ -130,12 +120,12 @@ Demand DemandRules::with_upfront(const RowBlocks* held, const NewRow& asked, con
 
 int64_t DemandRules::num_upfront(const TokenChain& chain) const {
   int64_t n = 0;
-  for (const CacheGroup& group : *groups_) n += group.rules->num_upfront(group, chain);
+  for (const CacheGroup& group : *c_.groups) n += group.rules->num_upfront(group, chain);
   return n;
 }
 
 bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
-  return std::any_of(groups_->begin(), groups_->end(), [&](const CacheGroup& group) {
+  return std::any_of(c_.groups->begin(), c_.groups->end(), [&](const CacheGroup& group) {
     return group.rules->shares_from(holders_, group, held[group.id], start);
   });
 }
@@ -144,11 +134,11 @@ Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, con
                              int64_t num_tokens, const Demand& demand) const {
   const int64_t upfront = num_upfront(chain);
   const Peak peak = peak_of_chunks(held, chain, first, num_tokens);
-  const bool never_fits = upfront + peak.num_held > pool_->num_total();
+  const bool never_fits = upfront + peak.num_held > c_.pool->num_total();
   if (demand.status == Status::kNever || never_fits) return Status::kNever;
   // Later chunks can use the blocks that are kept free for other requests, the source block of a
   // hit that ends inside a block, and blocks of the hit that are no longer read.
-  const bool fits = upfront + peak.num_taken <= pool_->num_free();
+  const bool fits = upfront + peak.num_taken <= c_.pool->num_free();
   return demand.status == Status::kServed && fits ? Status::kServed : Status::kWait;
 }
 
@@ -157,7 +147,7 @@ DemandRules::Peak DemandRules::peak_of_chunks(const RowBlocks* held, const Token
   Peak peak{0, 0};
   int64_t num_hits = 0;  // blocks of the hit that were free and that the row still holds
   std::array<int64_t, kMaxGroups> first_held;  // first block of the hit that is held, by group
-  for (const CacheGroup& group : *groups_) {
+  for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = held[group.id];
     first_held[group.id] = each.num_dropped;
     for (int64_t b = each.num_dropped; b < each.size(); ++b) num_hits += stops_being_free(each[b]);
@@ -165,7 +155,7 @@ DemandRules::Peak DemandRules::peak_of_chunks(const RowBlocks* held, const Token
   for (Span span = first;; span = {span.stop, span.stop + num_tokens, first.lookahead}) {
     span.stop = std::min(span.stop, chain.num_tokens());
     int64_t num_held = 0, num_new = 0;
-    for (const CacheGroup& group : *groups_) {
+    for (const CacheGroup& group : *c_.groups) {
       const RowBlocks& each = held[group.id];
       const PageRules::ChunkDemand chunk = group.rules->chunk_demand(group, each, first, span);
       int64_t& b = first_held[group.id];

@@ -14,6 +14,7 @@
 #include "core/hashing/token_chain.h"
 #include "core/manager/block_holders.h"
 #include "core/manager/options.h"
+#include "core/manager/row_context.h"
 #include "core/manager/step_plan.h"
 #include "core/manager/step_request.h"
 #include "core/pool/block_pool.h"
@@ -37,9 +38,8 @@ struct Supply {
 
 class DemandRules {
  public:
-  DemandRules(const std::vector<CacheGroup>* groups, const BlockPool* pool,
-              const DeferredFrees* frees, const StepNumbers* steps, BlockHolders holders,
-              const ManagerOptions& options);
+  DemandRules(const RowContext& context, const ManagerOptions& options)
+      : c_(context), holders_(context), watermark_blocks_(options.watermark_blocks) {}
 
   // The demand of a row on the device. If the row does not fit, the status states whether it can
   // ever fit. `may_share`: other rows may hold blocks that it writes. `gives_up`: if the row does
@@ -69,7 +69,7 @@ class DemandRules {
   // undecided drafts may need fewer blocks once they are decided.
   Status never_or_wait(int64_t num_blocks, const Span& span) const {
     const bool may_shrink = span.num_undecided > 0;
-    return num_blocks > pool_->num_total() && !may_shrink ? Status::kNever : Status::kWait;
+    return num_blocks > c_.pool->num_total() && !may_shrink ? Status::kNever : Status::kWait;
   }
 
  private:
@@ -86,14 +86,11 @@ class DemandRules {
   };
   Peak peak_of_chunks(const RowBlocks* held, const TokenChain& chain, const Span& first,
                       int64_t num_tokens) const;
-  DemandBasis basis() const { return {pool_, &holders_, frees_at_once()}; }
+  DemandBasis basis() const { return {c_.pool, &holders_, frees_at_once()}; }
   // Whether blocks that a row drops are free immediately, because no step can still read them.
-  bool frees_at_once() const { return !frees_->defers(steps_->last_issued); }
+  bool frees_at_once() const { return !c_.frees->defers(c_.journal->numbers().last_issued); }
 
-  const std::vector<CacheGroup>* groups_;
-  const BlockPool* pool_;
-  const DeferredFrees* frees_;
-  const StepNumbers* steps_;
+  RowContext c_;
   BlockHolders holders_;
   int64_t watermark_blocks_;
 };

@@ -154,8 +154,8 @@ std::vector<HostTier::Onboard> HostTier::take_aborted(int64_t last_issued) {
 
 bool HostTier::may_publish(const Onboard& onboard) const {
   if (onboard.chain == nullptr) return false;
-  const int64_t last = (onboard.column + 1) * (*groups_)[onboard.group].num_hashes - 1;
-  const Hash& hash = onboard.chain->known_hashes()[static_cast<size_t>(last)];
+  const int64_t last = (*groups_)[onboard.group].hash_index(onboard.column);
+  const Hash& hash = onboard.chain->known_hash(last);
   return pages_->holds(onboard.page, hash, onboard.group) &&
          device_->hash_of(onboard.block) == nullptr;
 }

@@ -11,23 +11,23 @@ void Invalidation::add_failed(const std::vector<BlockId>& blocks,
                               const std::vector<BlockId>& pages) {
   for (BlockId id : blocks) {
     blocks_.emplace(id, 0);
-    add_hashes(*context_.pool, id);
+    add_hashes(*c_.pool, id);
   }
   for (BlockId page : pages) {
     pages_.insert(page);
-    add_hashes(context_.host->pages(), page);
+    add_hashes(c_.host->pages(), page);
   }
   std::vector<BlockId> failed = blocks;
-  if (context_.host != nullptr) {
-    for (const HostTier::Onboard& onboard : context_.host->onboards()) {
+  if (c_.host != nullptr) {
+    for (const HostTier::Onboard& onboard : c_.host->onboards()) {
       // The page does not have the content that the block should receive, so it must never be
       // onboarded again.
       const bool is_named = std::find(blocks.begin(), blocks.end(), onboard.block) != blocks.end();
       if (!is_named && pages_.count(onboard.page) == 0) continue;
       pages_.insert(onboard.page);
-      add_hashes(context_.host->pages(), onboard.page);
+      add_hashes(c_.host->pages(), onboard.page);
       if (!blocks_.emplace(onboard.block, 0).second) continue;
-      add_hashes(*context_.pool, onboard.block);
+      add_hashes(*c_.pool, onboard.block);
       failed.push_back(onboard.block);
     }
   }
@@ -48,9 +48,8 @@ void Invalidation::spread() {
 // after their limits. Returns whether anything changed.
 bool Invalidation::spread_once() {
   bool changed = false;
-  const RowTable& rows = *context_.rows;
-  for (int32_t row = 0; row < rows.size(); ++row) {
-    if (!rows.is_in_use(row)) continue;
+  const RowTable& rows = *c_.rows;
+  for (int32_t row : rows.in_use()) {
     const auto known = limits_.find(row);
     const int64_t before = known == limits_.end() ? kUnbounded : known->second;
     int64_t limit = std::min(before, limit_by_blocks(row));
@@ -77,24 +76,24 @@ InvalidChains Invalidation::chains() const {
   InvalidChains chains;
   chains.roots = roots_;
   const std::vector<BlockId> ids = blocks();
-  context_.pool->add_chains(ids.data(), static_cast<int64_t>(ids.size()), &chains);
-  if (context_.host == nullptr) return chains;
+  c_.pool->add_chains(ids.data(), static_cast<int64_t>(ids.size()), &chains);
+  if (c_.host == nullptr) return chains;
   std::vector<BlockId> pages(pages_.begin(), pages_.end());
   for (const auto& [hash, what] : hashes_) {
-    for (const CacheGroup& group : *context_.groups) {
+    for (const CacheGroup& group : *c_.groups) {
       const BlockId page = page_of(hash, group.id);
       if (page != kNullBlock) pages.push_back(page);
     }
   }
-  context_.host->pages().add_chains(pages.data(), static_cast<int64_t>(pages.size()), &chains);
+  c_.host->pages().add_chains(pages.data(), static_cast<int64_t>(pages.size()), &chains);
   return chains;
 }
 
 int64_t Invalidation::limit_by_blocks(int32_t row) const {
   int64_t limit = kUnbounded;
-  const bool on_host = (*context_.rows)[row].is_on_host();
-  for (const CacheGroup& group : *context_.groups) {
-    const RowBlocks& each = context_.rows->held(row, group);
+  const bool on_host = c_.row(row).is_on_host();
+  for (const CacheGroup& group : *c_.groups) {
+    const RowBlocks& each = c_.held(row, group);
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       if (on_host) {
         if (pages_.count(each[b]) != 0) return 0;  // the row is restarted anyway
@@ -102,7 +101,7 @@ int64_t Invalidation::limit_by_blocks(int32_t row) const {
       }
       const auto found = blocks_.find(each[b]);
       if (found == blocks_.end()) continue;
-      limit = std::min(limit, std::max(found->second, context_.rows->first_token(row, group, b)));
+      limit = std::min(limit, std::max(found->second, c_.rows->first_token(row, group, b)));
     }
   }
   return limit;
@@ -110,13 +109,13 @@ int64_t Invalidation::limit_by_blocks(int32_t row) const {
 
 int64_t Invalidation::limit_by_hashes(int32_t row) const {
   int64_t limit = kUnbounded;
-  const HashList& hashes = (*context_.rows)[row].chain->known_hashes();
+  const HashList& hashes = c_.row(row).chain->known_hashes();
   for (size_t i = 0; i < hashes.size() && !hashes_.empty(); ++i) {
     const auto found = hashes_.find(hashes[i]);
     if (found == hashes_.end()) continue;
     const InvalidHash& what = found->second;
     // The first token of the last hash block.
-    const int64_t last = static_cast<int64_t>(i) * context_.hash_block_size;
+    const int64_t last = static_cast<int64_t>(i) * c_.hash_block_size;
     const int64_t of_block = last / what.block_size * what.block_size;
     limit = std::min(limit, std::max(of_block, what.num_valid));
   }
@@ -127,10 +126,10 @@ int64_t Invalidation::limit_by_hashes(int32_t row) const {
 // in flight.
 void Invalidation::limit_by_drops(const std::vector<BlockId>& ids) {
   const std::unordered_set<BlockId> failed(ids.begin(), ids.end());
-  for (const StepJournal::Step& step : context_.journal->in_flight()) {
+  for (const StepJournal::Step& step : c_.journal->in_flight()) {
     for (const StepJournal::Dropped& each : step.dropped) {
       if (failed.count(each.id) == 0) continue;
-      if (context_.rows->is_still(each.row, each.admission)) limit_row(each.row, each.first_token);
+      if (c_.rows->is_still(each.row, each.admission)) limit_row(each.row, each.first_token);
       add_used(*each.chain, each.first_token);
     }
   }
@@ -139,8 +138,8 @@ void Invalidation::limit_by_drops(const std::vector<BlockId>& ids) {
 // A row that held the block may have read it to compute `first_token` and all later tokens,
 // including tokens in blocks that the row has released.
 void Invalidation::add_used(const TokenChain& chain, int64_t first_token) {
-  const auto num_hashed = static_cast<int64_t>(chain.known_hashes().size());
-  for (const CacheGroup& group : *context_.groups) {
+  const int64_t num_hashed = chain.num_known_hashes();
+  for (const CacheGroup& group : *c_.groups) {
     if (!group.rules->traits.follows_sequence) continue;
     for (int64_t b = first_token / group.block_size; b * group.num_hashes < num_hashed; ++b) {
       add_dropped(chain, group, b, std::max(first_token, b * group.block_size));
@@ -151,7 +150,7 @@ void Invalidation::add_used(const TokenChain& chain, int64_t first_token) {
 // The last tokens of a row's last step, and of the step before it, may be drafts that have not been
 // accepted or rejected. In that case, only tokens that must have been accepted stay valid.
 int64_t Invalidation::confirmed_limit(int32_t row, int64_t limit) const {
-  const Row& r = (*context_.rows)[row];
+  const Row& r = c_.row(row);
   const int64_t num_known = r.chain->num_tokens();
   const int64_t certain = r.start - r.num_undecided_before;
   if (limit <= certain || num_known > r.num_computed) return limit;
@@ -162,8 +161,8 @@ int64_t Invalidation::confirmed_limit(int32_t row, int64_t limit) const {
 int64_t Invalidation::own_limit(int32_t row, int64_t limit) const {
   for (int64_t before = -1; limit != before;) {
     before = limit;
-    for (const CacheGroup& group : *context_.groups) {
-      limit = group.rules->resume_point(group, context_.rows->held(row, group), limit);
+    for (const CacheGroup& group : *c_.groups) {
+      limit = group.rules->resume_point(group, c_.held(row, group), limit);
     }
   }
   return limit;
@@ -173,11 +172,11 @@ int64_t Invalidation::own_limit(int32_t row, int64_t limit) const {
 // whether any block was added.
 bool Invalidation::add_computed(int32_t row, int64_t limit) {
   bool changed = false;
-  const Row& r = (*context_.rows)[row];
-  for (const CacheGroup& group : *context_.groups) {
+  const Row& r = c_.row(row);
+  for (const CacheGroup& group : *c_.groups) {
     if (!group.rules->traits.follows_sequence) continue;
-    const RowBlocks& each = context_.rows->held(row, group);
-    const int64_t size = context_.rows->num_written(row, group);
+    const RowBlocks& each = c_.held(row, group);
+    const int64_t size = c_.rows->num_written(row, group);
     for (int64_t b = group.rules->first_computed(group, each, limit); b < size; ++b) {
       const int64_t num_valid = group.rules->num_valid(group, b, limit);
       const BlockId id = r.is_on_host() ? kNullBlock : each[b];
@@ -205,14 +204,13 @@ bool Invalidation::add_invalid_block(BlockId id, int64_t num_valid) {
 // Adds the hashes under which other rows may have found the row's tokens in this block.
 bool Invalidation::add_found(int32_t row, const CacheGroup& group, int64_t block, BlockId id,
                              int64_t num_valid) {
-  const HashList& hashes = (*context_.rows)[row].chain->known_hashes();
-  std::vector<Hash> found = context_.pool->partial_hashes_of(id);
-  if (context_.pool->hash_of(id) != nullptr) found.push_back(*context_.pool->hash_of(id));
-  const int64_t last =
-      std::min((block + 1) * group.num_hashes, static_cast<int64_t>(hashes.size()));
+  const TokenChain& chain = *c_.row(row).chain;
+  std::vector<Hash> found = c_.pool->partial_hashes_of(id);
+  if (c_.pool->hash_of(id) != nullptr) found.push_back(*c_.pool->hash_of(id));
+  const int64_t stop = std::min((block + 1) * group.num_hashes, chain.num_known_hashes());
   bool changed = false;
-  for (int64_t i = num_valid / context_.hash_block_size; i < last && !found.empty(); ++i) {
-    const Hash& hash = hashes[static_cast<size_t>(i)];
+  for (int64_t i = num_valid / c_.hash_block_size; i < stop && !found.empty(); ++i) {
+    const Hash& hash = chain.known_hash(i);
     if (std::find(found.begin(), found.end(), hash) == found.end()) continue;
     changed |= add_hash(hash, {num_valid, group.block_size});
   }
@@ -223,14 +221,12 @@ bool Invalidation::add_found(int32_t row, const CacheGroup& group, int64_t block
 // row has left.
 bool Invalidation::add_kept_states(int32_t row, const CacheGroup& group, int64_t block,
                                    int64_t num_valid) {
-  const Row& r = (*context_.rows)[row];
-  const HashList& hashes = r.chain->known_hashes();
-  const int64_t last =
-      std::min({r.num_computed / context_.hash_block_size, (block + 1) * group.num_hashes - 1,
-                static_cast<int64_t>(hashes.size())});
+  const Row& r = c_.row(row);
+  const int64_t stop = std::min(
+      {r.num_computed / c_.hash_block_size, group.hash_index(block), r.chain->num_known_hashes()});
   bool changed = false;
-  for (int64_t i = num_valid / context_.hash_block_size; i < last && group.has_partial; ++i) {
-    changed |= add_hash(hashes[static_cast<size_t>(i)], {num_valid, group.block_size});
+  for (int64_t i = num_valid / c_.hash_block_size; i < stop && group.has_partial; ++i) {
+    changed |= add_hash(r.chain->known_hash(i), {num_valid, group.block_size});
   }
   return changed;
 }
@@ -240,30 +236,27 @@ bool Invalidation::add_kept_states(int32_t row, const CacheGroup& group, int64_t
 // added.
 bool Invalidation::add_dropped(const TokenChain& chain, const CacheGroup& group, int64_t block,
                                int64_t num_valid) {
-  const HashList& hashes = chain.known_hashes();
-  const int64_t end = (block + 1) * group.num_hashes;
+  const int64_t last = group.hash_index(block);
   bool changed = false;
   // While the block was published, other rows may have used it and published their own results.
-  if (!hashes.empty()) roots_.insert(short_tag_of(hashes[0]));
-  for (int64_t i = num_valid / context_.hash_block_size;
-       i < std::min(end, static_cast<int64_t>(hashes.size())); ++i) {
-    const Hash& hash = hashes[static_cast<size_t>(i)];
-    const bool is_whole = i + 1 == end;
-    const BlockId id = is_whole ? context_.pool->find(hash, group.id) : kNullBlock;
+  if (chain.num_known_hashes() > 0) roots_.insert(short_tag_of(chain.known_hash(0)));
+  for (int64_t i = num_valid / c_.hash_block_size; i < std::min(last + 1, chain.num_known_hashes());
+       ++i) {
+    const Hash& hash = chain.known_hash(i);
+    const BlockId id = i == last ? c_.pool->find(hash, group.id) : kNullBlock;
     if (id != kNullBlock) changed |= add_invalid_block(id, num_valid);
-    const bool on_host = id == kNullBlock && is_whole && page_of(hash, group.id) != kNullBlock;
-    if (id == kNullBlock && !on_host && !group.has_partial) continue;
-    changed |= add_hash(hash, {num_valid, group.block_size});
+    const bool is_found = id != kNullBlock || (i == last && page_of(hash, group.id) != kNullBlock);
+    if (is_found || group.has_partial) changed |= add_hash(hash, {num_valid, group.block_size});
   }
   return changed;
 }
 
 BlockId Invalidation::page_of(const Hash& hash, uint8_t group) const {
-  return context_.host == nullptr ? kNullBlock : context_.host->pages().find(hash, group);
+  return c_.host == nullptr ? kNullBlock : c_.host->pages().find(hash, group);
 }
 
 void Invalidation::add_hashes(const BlockPool& pool, BlockId id) {
-  const int64_t block_size = (*context_.groups)[pool.group_of(id)].block_size;
+  const int64_t block_size = (*c_.groups)[pool.group_of(id)].block_size;
   if (pool.hash_of(id) != nullptr) add_hash(*pool.hash_of(id), {0, block_size});
   for (const Hash& hash : pool.partial_hashes_of(id)) add_hash(hash, {0, block_size});
 }

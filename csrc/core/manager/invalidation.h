@@ -13,23 +13,11 @@
 #include <vector>
 
 #include "core/groups/cache_group.h"
-#include "core/manager/host_tier.h"
-#include "core/manager/row_table.h"
-#include "core/manager/step_journal.h"
+#include "core/manager/row_context.h"
 #include "core/pool/block_pool.h"
 #include "core/secret_key.h"
 
 namespace kvcache {
-
-// The components and settings that an invalidation reads.
-struct InvalidationContext {
-  const std::vector<CacheGroup>* groups;
-  int64_t hash_block_size;
-  const BlockPool* pool;
-  const HostTier* host;  // null without a host tier
-  const RowTable* rows;
-  const StepJournal* journal;
-};
 
 class Invalidation {
  public:
@@ -38,8 +26,7 @@ class Invalidation {
   // With `by_hash`, a row is affected if its tokens include the content of an invalid block, even
   // if the row does not hold that block. The row may have dropped or copied the block, or hit
   // content computed from it.
-  Invalidation(const InvalidationContext& context, bool by_hash)
-      : context_(context), by_hash_(by_hash) {}
+  Invalidation(const RowContext& context, bool by_hash) : c_(context), by_hash_(by_hash) {}
 
   // Adds device blocks and host pages with wrong content. Onboards into these blocks or from these
   // pages become invalid too.
@@ -82,7 +69,7 @@ class Invalidation {
   bool add_hash(const Hash& hash, const InvalidHash& what);
   BlockId page_of(const Hash& hash, uint8_t group) const;
 
-  InvalidationContext context_;
+  const RowContext c_;
   bool by_hash_;
   Limits limits_;
   std::unordered_map<BlockId, int64_t> blocks_;  // block -> valid tokens of the prefix

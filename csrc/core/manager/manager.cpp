@@ -14,20 +14,6 @@ namespace kvcache {
 
 namespace {
 
-RowContext row_context(const ManagerSetup& setup, CacheTiers* tiers, RowTable* rows, Steps* steps) {
-  return {&setup.groups,  &tiers->pool(),    tiers->host(),  rows,
-          &steps->plan(), &steps->journal(), &tiers->frees()};
-}
-
-std::unique_ptr<MissReasons> misses_of(const ManagerSetup& setup, CacheTiers& tiers,
-                                       const RowTable& rows) {
-  if (setup.options.explain_misses == 0) return nullptr;
-  const MissReasons::Parts parts{
-      &setup.groups, &tiers.pool(),         tiers.host_pages(),          &rows,
-      &setup.ends,   setup.hash_block_size, setup.options.enable_caching};
-  return std::make_unique<MissReasons>(parts, setup.options.explain_misses);
-}
-
 bool copies_hits(const std::vector<CacheGroup>& groups) {
   return std::none_of(groups.begin(), groups.end(), [](const CacheGroup& group) {
     const PageTraits& traits = group.rules->traits;
@@ -43,27 +29,25 @@ Manager::Manager(const ManagerOptions& options)
       rows_(&setup_.groups, setup_.options.max_num_reqs),
       steps_(setup_.groups.size(), setup_.options.num_blocks),
       tiers_(&setup_, &steps_),
+      context_{&setup_.groups, setup_.hash_block_size, &tiers_.pool(),    tiers_.host(),
+               &rows_,         &steps_.plan(),         &steps_.journal(), &tiers_.frees()},
       stats_(cached_block_sizes(setup_.groups)),
       finder_({&tiers_.pool(), tiers_.host_pages(), &setup_.groups, &setup_.ends,
                setup_.hash_block_size},
               setup_.options),
-      misses_(misses_of(setup_, tiers_, rows_)),
+      misses_(setup_.options.explain_misses == 0
+                  ? nullptr
+                  : std::make_unique<MissReasons>(context_, &setup_.ends, setup_.options)),
       copies_hits_(copies_hits(setup_.groups)),
-      publisher_({&setup_.groups, setup_.hash_block_size, &rows_, &tiers_.pool(), tiers_.host(),
-                  &steps_.journal(), &stats_},
-                 setup_.options),
-      checks_({&setup_, &rows_, &steps_.journal(), &tiers_.pool(), tiers_.host_pages(),
-               &tiers_.frees()}),
-      intake_({&rows_, &publisher_, &steps_.journal(), &checks_}, setup_.options.enable_caching),
-      release_(row_context(setup_, &tiers_, &rows_, &steps_), setup_.hash_block_size,
-               &tiers_.clock()),
-      swap_(row_context(setup_, &tiers_, &rows_, &steps_), &publisher_, &release_),
-      server_(row_context(setup_, &tiers_, &rows_, &steps_),
-              {setup_.hash_block_size, tiers_.holders(), &finder_, &setup_.ends, &publisher_,
-               &swap_, &intake_, &stats_, misses_.get()},
+      publisher_(context_, &stats_, setup_.options),
+      checks_(&setup_, context_),
+      intake_(context_, &publisher_, &checks_),
+      release_(context_, &tiers_.clock()),
+      swap_(context_, &publisher_, &release_),
+      server_(context_,
+              {&finder_, &setup_.ends, &publisher_, &swap_, &intake_, &stats_, misses_.get()},
               setup_.options),
-      recovery_(row_context(setup_, &tiers_, &rows_, &steps_),
-                {setup_.hash_block_size, &publisher_, &release_, &server_}),
+      recovery_(context_, &publisher_, &release_, &server_),
       pins_(&tiers_.pool()),
       reads_(
           {&setup_, &guard_, &rows_, &steps_, &tiers_, &checks_, &swap_, &server_, misses_.get()}) {
@@ -460,8 +444,8 @@ bool Manager::reset_prefix_cache() {
 bool Manager::reset_group(int64_t group) {
   const Call call(this);
   checks_.check_group(group);
-  for (int32_t row = 0; row < rows_.size(); ++row) {
-    if (rows_.is_in_use(row) && rows_.blocks(row)[group].num_alive() > 0) return false;
+  for (int32_t row : rows_.in_use()) {
+    if (rows_.blocks(row)[group].num_alive() > 0) return false;
   }
   if (tiers_.host() != nullptr && tiers_.host()->num_onboards() > 0) return false;
   const auto id = static_cast<uint8_t>(group);

@@ -36,6 +36,7 @@
 #include "core/manager/publisher.h"
 #include "core/manager/recovery.h"
 #include "core/manager/request_checks.h"
+#include "core/manager/row_context.h"
 #include "core/manager/row_release.h"
 #include "core/manager/row_server.h"
 #include "core/manager/row_swap.h"
@@ -219,6 +220,7 @@ class Manager {
   RowTable rows_;
   Steps steps_;
   CacheTiers tiers_;
+  RowContext context_;  // copied by the components below
   CacheStats stats_;
   PrefixFinder finder_;
   std::unique_ptr<MissReasons> misses_;  // null: off

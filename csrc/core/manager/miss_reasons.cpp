@@ -5,19 +5,16 @@
 #include <cstring>
 #include <utility>
 
-#include "core/groups/rules/page_rules.h"
+#include "core/groups/find_block.h"
 
 namespace kvcache {
 
 namespace {
 
 // Whether both chains have this hash, and the prefixes that end with it have the same content.
-bool have_same_content(const TokenChain& one, const TokenChain& other, size_t hash) {
-  const HashList& hashes = one.known_hashes();
-  const HashList& others = other.known_hashes();
-  const auto i = static_cast<int64_t>(hash);
-  return hash < std::min(hashes.size(), others.size()) && hashes[hash] == others[hash] &&
-         one.variant(i) == other.variant(i);
+bool have_same_content(const TokenChain& one, const TokenChain& other, int64_t i) {
+  return i < std::min(one.num_known_hashes(), other.num_known_hashes()) &&
+         one.known_hash(i) == other.known_hash(i) && one.variant(i) == other.variant(i);
 }
 
 uint64_t word_of(const Hash& hash) {
@@ -28,11 +25,13 @@ uint64_t word_of(const Hash& hash) {
 
 }  // namespace
 
-MissReasons::MissReasons(const Parts& parts, int64_t one_of)
-    : parts_(parts),
-      group_(parts.is_enabled ? group_of(*parts.groups) : nullptr),
-      lost_(parts.pool->num_blocks() + (parts.host == nullptr ? 0 : parts.host->num_blocks()),
-            one_of, group_ == nullptr ? uint8_t{0} : group_->id, &parts.pool->view()),
+MissReasons::MissReasons(const RowContext& context, const HitEnds* ends,
+                         const ManagerOptions& options)
+    : c_(context),
+      ends_(ends),
+      group_(options.enable_caching ? group_of(*c_.groups) : nullptr),
+      lost_(options.num_blocks + options.num_host_blocks, options.explain_misses,
+            group_ == nullptr ? uint8_t{0} : group_->id, &c_.pool->view()),
       signs_(kMostRecent),
       recent_(kMostRecent) {}
 
@@ -61,7 +60,7 @@ void MissReasons::note(int32_t row, const Asked& asked, const Found& found, bool
   report = of(asked, found);
   for (size_t i = 0; counts && i < kNumMissReasons; ++i) total_[i] += report.missed[i];
   add_recent(asked, row);
-  parts_.pool->set_taker(asked.num_hit > 0 ? Taker::kContinued : Taker::kNew);
+  c_.pool->set_taker(asked.num_hit > 0 ? Taker::kContinued : Taker::kNew);
 }
 
 void MissReasons::note_fork(int32_t row, int64_t num_tokens, int64_t num_computed) {
@@ -74,7 +73,7 @@ void MissReasons::note_fork(int32_t row, int64_t num_tokens, int64_t num_compute
 
 MissReport MissReasons::of_row(int32_t row) const {
   MissReport report = reports_[static_cast<size_t>(row)];
-  compare_with_recent(*(*parts_.rows)[row].chain, &report);
+  compare_with_recent(*c_.row(row).chain, &report);
   return report;
 }
 
@@ -97,8 +96,7 @@ MissReport MissReasons::of(const Asked& asked, const Found& found) const {
   }
   ranges.add_until(found.num_tokens, MissReason::kNotTaken);
   ranges.add_until(found.num_with_host, MissReason::kNotLoaded);
-  const int64_t last =
-      parts_.ends->longest(chain.num_tokens(), num_hashed(chain), /*with_partial=*/true);
+  const int64_t last = ends_->longest(chain.num_tokens(), num_hashed(chain), /*with_partial=*/true);
   ranges.add_until(std::min(found.num_shared_tokens, last), MissReason::kBoundary);
   if (ranges.position < last && group_->keeps_all) {
     ranges.add_until(std::min(find_cached(chain, ranges.position, last), last),
@@ -138,11 +136,8 @@ void MissReasons::Ranges::add_until(int64_t stop, MissReason reason) {
 }
 
 bool MissReasons::is_cached(const TokenChain& chain, int64_t block) const {
-  const size_t i = hash_index(block);
-  const Hash& hash = chain.known_hashes()[i];
-  const uint64_t variant = chain.variant(static_cast<int64_t>(i));
-  return parts_.pool->find(hash, group_->id, variant) != kNullBlock ||
-         (parts_.host != nullptr && parts_.host->find(hash, group_->id, variant) != kNullBlock);
+  return find_block(*c_.pool, chain, *group_, block) != kNullBlock ||
+         (c_.host != nullptr && find_block(c_.host->pages(), chain, *group_, block) != kNullBlock);
 }
 
 // Cached blocks may lie beyond the end of the hit, either because another group lacks blocks or
@@ -163,7 +158,7 @@ int64_t MissReasons::find_lost(const TokenChain& chain, int64_t first, int64_t s
   int64_t end = first;
   int num_unknown = 0;
   for (int64_t block = first / bs; block < num_blocks; ++block) {
-    const Hash& hash = chain.known_hashes()[hash_index(block)];
+    const Hash& hash = chain.known_hash(group_->hash_index(block));
     if (!lost_.is_sampled(hash)) continue;
     const std::optional<LostBlocks::Loss> loss = lost_.find(hash);
     const bool is_cached = this->is_cached(chain, block);
@@ -192,12 +187,12 @@ int64_t MissReasons::find_recent(const TokenChain& chain, const Sign& sign, int6
     const Recent& each = recent_[i];
     if (each.chain == nullptr || !each.chain->write_cache()) continue;
     if (is_in_flight) {
-      if (!parts_.rows->is_still(each.row, each.admission)) continue;
-      if ((*parts_.rows)[each.row].is_stale) continue;  // never publishes its blocks
-      if (!group_->keeps_all && (*parts_.rows)[each.row].num_computed > first) continue;
+      if (!c_.rows->is_still(each.row, each.admission)) continue;
+      if (c_.row(each.row).is_stale) continue;  // never publishes its blocks
+      if (!group_->keeps_all && c_.row(each.row).num_computed > first) continue;
     }
     for (int64_t block = sign.first_missed; block * bs < stop; ++block) {
-      if (!have_same_content(chain, *each.chain, hash_index(block))) break;
+      if (!have_same_content(chain, *each.chain, group_->hash_index(block))) break;
       end = std::max(end, (block + 1) * bs);
     }
   }
@@ -207,17 +202,17 @@ int64_t MissReasons::find_recent(const TokenChain& chain, const Sign& sign, int6
 int64_t MissReasons::find_other_keys(const TokenChain& chain, const Sign& sign, int64_t first,
                                      int64_t stop) const {
   int64_t end = first;
-  const size_t at = hash_index(first / group_->block_size);
-  if (at >= chain.known_hashes().size()) return first;
+  const int64_t at = group_->hash_index(first / group_->block_size);
+  if (at >= chain.num_known_hashes()) return first;
   for (size_t i = 0; i < kMostRecent; ++i) {
     if (signs_[i].fingerprint != sign.fingerprint || signs_[i].keys == sign.keys) continue;
     const Recent& each = recent_[i];
-    if (each.chain == nullptr || at >= each.chain->known_hashes().size()) continue;
+    if (each.chain == nullptr || at >= each.chain->num_known_hashes()) continue;
     // With the same content, the keys differ only in items later in the prompt.
     if (have_same_content(chain, *each.chain, at)) continue;
     end = std::max(end, num_equal(chain, *each.chain, std::min(each.num_tokens, stop)));
   }
-  return end - end % parts_.ends->unit(/*with_partial=*/true);
+  return end - end % ends_->unit(/*with_partial=*/true);
 }
 
 void MissReasons::compare_with_recent(const TokenChain& chain, MissReport* report) const {
@@ -236,7 +231,7 @@ void MissReasons::compare_with_recent(const TokenChain& chain, MissReport* repor
 
 MissReasons::Sign MissReasons::sign_of(const TokenChain& chain, int64_t position) const {
   Sign sign;
-  const int64_t n = std::min({chain.num_tokens(), kFingerprintTokens, parts_.hash_block_size});
+  const int64_t n = std::min({chain.num_tokens(), kFingerprintTokens, c_.hash_block_size});
   for (int64_t i = 0; i < n; ++i) {
     sign.fingerprint += static_cast<uint32_t>(chain.tokens()[i]);
     sign.fingerprint *= 0x9E3779B97F4A7C15;
@@ -245,8 +240,8 @@ MissReasons::Sign MissReasons::sign_of(const TokenChain& chain, int64_t position
   sign.keys = chain.extra_keys().digest();
   if (group_ == nullptr) return sign;
   sign.first_missed = position / group_->block_size;
-  const size_t at = hash_index(sign.first_missed);
-  if (at < chain.known_hashes().size()) sign.missed_word = word_of(chain.known_hashes()[at]);
+  const int64_t at = group_->hash_index(sign.first_missed);
+  if (at < chain.num_known_hashes()) sign.missed_word = word_of(chain.known_hash(at));
   return sign;
 }
 
@@ -265,7 +260,7 @@ void MissReasons::add_recent(const Asked& asked, int32_t row) {
   const size_t i = (oldest_ + num_recent_++) % kMostRecent;
   signs_[i] = sign_of(*asked.chain, asked.num_hit);
   Recent& recent = recent_[i];
-  recent.admission = (*parts_.rows)[row].admission;
+  recent.admission = c_.row(row).admission;
   recent.row = row;
   recent.chain = asked.chain;
   recent.name = asked.name.substr(0, kMostNameBytes);

@@ -17,7 +17,8 @@
 #include "core/groups/hit_ends.h"
 #include "core/hashing/token_chain.h"
 #include "core/listeners/lost_blocks.h"
-#include "core/manager/row_table.h"
+#include "core/manager/options.h"
+#include "core/manager/row_context.h"
 #include "core/pool/block_pool.h"
 
 namespace kvcache {
@@ -55,17 +56,8 @@ struct MissReport {
 
 class MissReasons {
  public:
-  struct Parts {
-    const std::vector<CacheGroup>* groups;
-    BlockPool* pool;
-    const BlockPool* host;  // null without a host tier
-    const RowTable* rows;
-    const HitEnds* ends;
-    int64_t hash_block_size;
-    bool is_enabled;  // whether the manager caches blocks
-  };
-  // Records one in `one_of` of the blocks that leave the cache.
-  MissReasons(const Parts& parts, int64_t one_of);
+  // Records one in `explain_misses` of the blocks that leave the cache.
+  MissReasons(const RowContext& context, const HitEnds* ends, const ManagerOptions& options);
 
   // The record to which both pools must report the blocks that leave the cache.
   LostBlocks* lost() { return &lost_; }
@@ -137,10 +129,7 @@ class MissReasons {
   // The place for the report of this row.
   MissReport& report_of(int32_t row);
   int64_t num_hashed(const TokenChain& chain) const {
-    return static_cast<int64_t>(chain.known_hashes().size()) * parts_.hash_block_size;
-  }
-  size_t hash_index(int64_t block) const {
-    return static_cast<size_t>((block + 1) * group_->num_hashes - 1);
+    return chain.num_known_hashes() * c_.hash_block_size;
   }
   bool is_cached(const TokenChain& chain, int64_t block) const;
   // These functions return the end of the range that begins at token `first`, or `first` if the
@@ -160,7 +149,8 @@ class MissReasons {
 
   static const CacheGroup* group_of(const std::vector<CacheGroup>& groups);
 
-  Parts parts_;
+  RowContext c_;
+  const HitEnds* ends_;
   const CacheGroup* group_;  // whose blocks are searched; null: no group is cached
   LostBlocks lost_;
   MissReport::Counts total_{};

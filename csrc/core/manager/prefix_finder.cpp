@@ -45,14 +45,6 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
   hit_.sources.resize(groups_->size());
 }
 
-const Hash& PrefixFinder::hash_at(int64_t num_tokens) const {
-  return (*hashes_)[static_cast<size_t>(num_tokens / hash_block_size_ - 1)];
-}
-
-uint64_t PrefixFinder::variant_at(int64_t num_tokens) const {
-  return variants_ == nullptr ? 0 : variants_[num_tokens / hash_block_size_ - 1];
-}
-
 BlockId PrefixFinder::device_block(const CacheGroup& group, int64_t block) const {
   const int64_t end = (block + 1) * group.block_size;
   return pool_->find(hash_at(end), group.id, variant_at(end));
@@ -95,7 +87,7 @@ int64_t PrefixFinder::find_run(const BlockPool& pool, const CacheGroup& group, i
   const auto end_of = [&](int64_t i) { return (first + i + 1) * group.block_size; };
   const int64_t num_found = pool.lookup(&hash_at(end_of(0)), most, group.id, /*prefix=*/true,
                                         found.data() + first, group.num_hashes);
-  if (variants_ == nullptr) return num_found;
+  if (chain_->variants() == nullptr) return num_found;
   int64_t n = 0;
   while (n < num_found && pool.is_variant(found[first + n], variant_at(end_of(n)))) ++n;
   return n;
@@ -114,10 +106,8 @@ bool PrefixFinder::is_end_found(const CacheGroup& group, int64_t num_tokens) con
 
 const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, bool with_host,
                                     bool reads, int64_t most_tokens) {
-  static const HashList kNone;
   reads = reads && is_enabled_ && chain.num_tokens() > 0;
-  const HashList& hashes = reads ? chain.known_hashes() : kNone;
-  begin(hashes, reads ? chain.variants() : nullptr, with_partial, with_host);
+  begin(chain, reads, with_partial, with_host);
   hit_.num_host_blocks = 0;
   for (std::vector<BlockId>& blocks : hit_.blocks) blocks.clear();
   for (auto& on_host : hit_.on_host) on_host.clear();
@@ -130,11 +120,9 @@ const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, 
   return hit_;
 }
 
-void PrefixFinder::begin(const HashList& hashes, const uint64_t* variants, bool with_partial,
-                         bool with_host) {
-  hashes_ = &hashes;
-  variants_ = variants;
-  num_hashed_ = static_cast<int64_t>(hashes.size()) * hash_block_size_;
+void PrefixFinder::begin(const TokenChain& chain, bool reads, bool with_partial, bool with_host) {
+  chain_ = &chain;
+  num_hashed_ = reads ? chain.num_known_hashes() * hash_block_size_ : 0;
   with_partial_ = with_partial;
   with_host_ = with_host && host_ != nullptr;
   step_ = ends_->unit(with_partial);

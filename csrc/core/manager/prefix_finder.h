@@ -84,8 +84,8 @@ class PrefixFinder {
                         int64_t most_tokens = kUnbounded);
 
  private:
-  // Starts a search for whole or partial blocks with these hashes.
-  void begin(const HashList& hashes, const uint64_t* variants, bool with_partial, bool with_host);
+  // Starts a search for whole or partial blocks of this chain, or for none unless `reads`.
+  void begin(const TokenChain& chain, bool reads, bool with_partial, bool with_host);
   // The lengths of the hit in the groups that limit the shared prefix, and in all groups.
   struct Lengths {
     int64_t shared, all;
@@ -96,8 +96,12 @@ class PrefixFinder {
   int64_t accepted_by_prefix(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_window(const CacheGroup& group, int64_t num_tokens);
   // The hash of the first num_tokens tokens.
-  const Hash& hash_at(int64_t num_tokens) const;
-  uint64_t variant_at(int64_t num_tokens) const;
+  const Hash& hash_at(int64_t num_tokens) const {
+    return chain_->known_hash(num_tokens / hash_block_size_ - 1);
+  }
+  uint64_t variant_at(int64_t num_tokens) const {
+    return chain_->variant(num_tokens / hash_block_size_ - 1);
+  }
   bool is_end_found(const CacheGroup& group, int64_t num_tokens) const;
   BlockId device_block(const CacheGroup& group, int64_t block) const;
   BlockId host_page(const CacheGroup& group, int64_t block) const;
@@ -116,8 +120,7 @@ class PrefixFinder {
   int64_t hash_block_size_;
   bool is_enabled_, has_tokens_ = false, limits_more_ = false;
   // State of the current search.
-  const HashList* hashes_ = nullptr;
-  const uint64_t* variants_ = nullptr;
+  const TokenChain* chain_ = nullptr;
   bool with_partial_ = false;
   int64_t step_ = 1;        // hits end at multiples of this number of tokens
   int64_t num_hashed_ = 0;  // tokens

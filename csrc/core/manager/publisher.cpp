@@ -18,17 +18,14 @@ bool serves_chains(const std::vector<CacheGroup>& groups, const CacheGroup& grou
 
 }  // namespace
 
-Publisher::Publisher(const Context& context, const ManagerOptions& options)
-    : c_(context), is_enabled_(options.enable_caching), records_events_(options.record_events) {}
-
 int64_t Publisher::num_with_kv(int32_t row) const {
-  const Row& r = (*c_.rows)[row];
+  const Row& r = c_.row(row);
   return r.waits_for_marks() ? std::min(c_.rows->info(row).num_marked, r.num_computed)
                              : r.num_computed;
 }
 
 int64_t Publisher::next_publish(int32_t row) const {
-  const Row& r = (*c_.rows)[row];
+  const Row& r = c_.row(row);
   if (r.is_stale || r.is_receiving() || !is_enabled_ || !r.chain->write_cache()) return kUnbounded;
   int64_t next = kUnbounded;
   const RowBlocks* blocks = c_.rows->blocks(row);
@@ -44,12 +41,11 @@ int64_t Publisher::next_publish(int32_t row) const {
 }
 
 int64_t Publisher::num_hashed(int32_t row) const {
-  return std::min(num_with_kv(row) / c_.hash_block_size,
-                  static_cast<int64_t>((*c_.rows)[row].chain->known_hashes().size()));
+  return std::min(num_with_kv(row) / c_.hash_block_size, c_.row(row).chain->num_known_hashes());
 }
 
 void Publisher::publish_filled(int32_t row) {
-  Row& r = (*c_.rows)[row];
+  Row& r = c_.row(row);
   const int64_t num_hashed = this->num_hashed(row);
   for (const CacheGroup& group : *c_.groups) {
     if (group.is_cached) group.rules->publish(this, row, group, num_hashed);
@@ -58,10 +54,9 @@ void Publisher::publish_filled(int32_t row) {
 }
 
 void Publisher::publish_part(int32_t row, const CacheGroup& group, int64_t block, int64_t hash) {
-  const TokenChain& chain = *(*c_.rows)[row].chain;
-  const HashList& hashes = chain.known_hashes();
-  const BlockId id = c_.rows->held(row, group)[block];
-  c_.pool->publish_partial(id, hashes[static_cast<size_t>(hash)], hashes[0], group.id,
+  const TokenChain& chain = *c_.row(row).chain;
+  const BlockId id = c_.held(row, group)[block];
+  c_.pool->publish_partial(id, chain.known_hash(hash), chain.known_hash(0), group.id,
                            chain.variant(hash));
   const int64_t end = (hash + 1) * c_.hash_block_size;
   const RetainedEnds& retained = c_.rows->info(row).retained;
@@ -73,9 +68,9 @@ void Publisher::publish_part(int32_t row, const CacheGroup& group, int64_t block
 
 void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_block,
                             const BlockId* ids, int64_t n) {
-  const Row& r = (*c_.rows)[row];
+  const Row& r = c_.row(row);
   Content content = content_of(*r.chain, group, first_block);
-  const RowBlocks& each = c_.rows->held(row, group);
+  const RowBlocks& each = c_.held(row, group);
   if (group.keeps_all && first_block > each.num_dropped) content.before = each[first_block - 1];
   publish_ids(content, group, ids, n);
   const bool notifies = serves_chains(*c_.groups, group);
@@ -136,27 +131,27 @@ Content Publisher::content_of(const TokenChain& chain, const CacheGroup& group,
 void Publisher::publish_ids(const Content& content, const CacheGroup& group, const BlockId* ids,
                             int64_t n) {
   c_.pool->publish(ids, content, n, group.id);
-  c_.stats->add_stored(group.id, n);
+  stats_->add_stored(group.id, n);
 }
 
 // Records published blocks, because an aborted step must find all blocks that it published,
 // including blocks of freed rows.
 void Publisher::note(int32_t row, const CacheGroup& group, int64_t block, BlockId id) {
-  c_.journal->note_published(row, (*c_.rows)[row], block * group.block_size, group.id, id,
+  c_.journal->note_published(row, c_.row(row), block * group.block_size, group.id, id,
                              c_.pool->generation(id));
 }
 
 void Publisher::check_invariants() const {
   for (int32_t row = 0; row < c_.rows->size(); ++row) {
     if (!c_.rows->is_in_use(row)) continue;
-    const Row& r = (*c_.rows)[row];
+    const Row& r = c_.row(row);
     const auto fail = [&](const char* what) {
       throw std::logic_error("row " + std::to_string(row) + " " + what);
     };
     if (r.is_stale && r.next_publish != kUnbounded) fail("would publish KV of an earlier epoch");
     if (r.next_publish > next_publish(row)) fail("waits too long to publish");
     for (const CacheGroup& group : *c_.groups) {
-      const RowBlocks& each = c_.rows->held(row, group);
+      const RowBlocks& each = c_.held(row, group);
       if (group.is_cached && each.num_published * group.block_size > r.num_computed) {
         fail("has published blocks that are not full");
       }

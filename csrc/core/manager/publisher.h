@@ -12,33 +12,25 @@
 #include "core/groups/rules/effects.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/cache_stats.h"
-#include "core/manager/host_tier.h"
 #include "core/manager/options.h"
-#include "core/manager/row_table.h"
-#include "core/manager/step_journal.h"
+#include "core/manager/row_context.h"
 #include "core/pool/block_pool.h"
 
 namespace kvcache {
 
 class Publisher final : public Publishing {
  public:
-  // The components that publishing uses. `host` is null without a host tier.
-  struct Context {
-    const std::vector<CacheGroup>* groups;
-    int64_t hash_block_size;
-    RowTable* rows;
-    BlockPool* pool;
-    HostTier* host;
-    StepJournal* journal;
-    CacheStats* stats;
-  };
-  Publisher(const Context& context, const ManagerOptions& options);
+  Publisher(const RowContext& context, CacheStats* stats, const ManagerOptions& options)
+      : c_(context),
+        stats_(stats),
+        is_enabled_(options.enable_caching),
+        records_events_(options.record_events) {}
 
   // Whether blocks are published at all.
   bool is_enabled() const { return is_enabled_; }
   // Whether blocks of the row may have filled since it was last published.
   bool may_publish(int32_t row) const {
-    return (*c_.rows)[row].num_computed >= (*c_.rows)[row].next_publish;
+    return c_.row(row).num_computed >= c_.row(row).next_publish;
   }
   // Publishes the blocks filled since the last call. Their hashes must have been computed.
   void publish(int32_t row) {
@@ -51,15 +43,15 @@ class Publisher final : public Publishing {
   void publish_arrived();
   // Must be called after other classes have added, removed, published or unpublished blocks of the
   // row.
-  void refresh(int32_t row) { (*c_.rows)[row].next_publish = next_publish(row); }
+  void refresh(int32_t row) { c_.row(row).next_publish = next_publish(row); }
 
   // The number of tokens of the row that are known to have KV.
   int64_t num_with_kv(int32_t row) const;
 
-  const Row& row(int32_t row) const override { return (*c_.rows)[row]; }
+  const Row& row(int32_t row) const override { return c_.row(row); }
   const AdmissionInfo& info(int32_t row) const override { return c_.rows->info(row); }
   RowBlocks& held(int32_t row, const CacheGroup& group) const override {
-    return c_.rows->held(row, group);
+    return c_.held(row, group);
   }
   bool has_part(const Hash& hash, const CacheGroup& group) const override {
     return c_.pool->find_partial(hash, group.id) != kNullBlock;
@@ -79,7 +71,8 @@ class Publisher final : public Publishing {
   void publish_ids(const Content& content, const CacheGroup& group, const BlockId* ids, int64_t n);
   void note(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
 
-  Context c_;
+  RowContext c_;
+  CacheStats* stats_;
   bool is_enabled_, records_events_;
 };
 

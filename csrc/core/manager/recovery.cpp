@@ -5,6 +5,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/groups/find_block.h"
+
 namespace kvcache {
 
 Recompute Recovery::report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
@@ -25,14 +27,14 @@ Recompute Recovery::report(int64_t step_id, bool completed, const std::vector<Bl
 
 void Recovery::complete_to(int64_t step_id) {
   c_.journal->complete_to(step_id);
-  parts_.publisher->publish_arrived();
+  publisher_->publish_arrived();
   c_.frees->release_completed();
 }
 
 Recompute Recovery::abort_from(int64_t step_id) {
   const std::vector<StepJournal::Step> aborted = c_.journal->abort_from(step_id);
   if (aborted.empty()) return {};
-  Invalidation invalid(invalidation_context(), /*by_hash=*/false);
+  Invalidation invalid(c_, /*by_hash=*/false);
   LeftRows left;
   for (const StepJournal::Step& step : aborted) {
     undo(step, &invalid);
@@ -49,7 +51,7 @@ Recompute Recovery::abort_from(int64_t step_id) {
   c_.frees->release_completed();
   invalid.spread();
   const std::vector<BlockId> blocks = invalid.blocks();
-  parts_.release->note_forgotten();
+  release_->note_forgotten();
   c_.pool->evict(blocks.data(), static_cast<int64_t>(blocks.size()));
   Recompute out = recompute(invalid.limits());
   for (const StepJournal::Step& step : aborted) note_given(step);
@@ -62,13 +64,13 @@ void Recovery::note_given(const StepJournal::Step& step) {
   given_.insert(given_.end(), step.given.begin(), step.given.end());
   for (const StepJournal::Served& served : step.rows) {
     if (!c_.rows->is_still(served.row, served.admission)) continue;
-    const Row& r = (*c_.rows)[served.row];
+    const Row& r = c_.row(served.row);
     if (r.is_on_host() || c_.rows->info(served.row).step != step.id) continue;
     c_.rows->info(served.row).was_aborted = r.is_receiving();
     for (const CacheGroup& group : *c_.groups) {
       const PageTraits& traits = group.rules->traits;
       if (traits.follows_sequence && !traits.appends) continue;
-      const RowBlocks& each = c_.rows->held(served.row, group);
+      const RowBlocks& each = c_.held(served.row, group);
       const int64_t first =
           traits.follows_sequence ? ceil_div(r.num_computed, group.block_size) : 0;
       for (int64_t b = std::max(first, each.num_dropped); b < each.size(); ++b) {
@@ -104,7 +106,7 @@ void Recovery::undo(const StepJournal::Step& step, Invalidation* invalid) {
     c_.host->pages().evict(step.written.data(), static_cast<int64_t>(step.written.size()));
   }
   for (int32_t row : step.clear_rows) {
-    if (c_.rows->is_in_use(row) && (*c_.rows)[row].by_step()) {
+    if (c_.rows->is_in_use(row) && c_.row(row).by_step()) {
       c_.plan->resend(row);
     } else {
       c_.plan->clear_later(row);
@@ -136,11 +138,11 @@ Recompute Recovery::invalidate(const std::vector<BlockId>& blocks,
                                const std::vector<BlockId>& pages) {
   // Without caching, equal hashes do not identify shared content; they may come from another
   // manager.
-  Invalidation invalid(invalidation_context(), /*by_hash=*/parts_.publisher->is_enabled());
+  Invalidation invalid(c_, /*by_hash=*/publisher_->is_enabled());
   invalid.add_failed(blocks, pages);
   invalid.spread();
   const InvalidChains chains = invalid.chains();
-  parts_.release->note_forgotten();
+  release_->note_forgotten();
   c_.pool->evict_derived(chains, are_uniform(*c_.groups));
   if (c_.host != nullptr) c_.host->pages().evict_derived(chains, are_uniform(*c_.groups));
   return recompute(invalid.limits());
@@ -160,17 +162,17 @@ Recompute Recovery::recompute(const Invalidation::Limits& limits, int64_t most_h
       continue;
     }
     out.rows.push_back(row);
-    if (!rows[row].is_on_host() && parts_.release->can_resume(row, limit)) {
-      parts_.release->truncate(row, limit);
-      parts_.publisher->refresh(row);
+    if (!rows[row].is_on_host() && release_->can_resume(row, limit)) {
+      release_->truncate(row, limit);
+      publisher_->refresh(row);
     } else {
-      parts_.release->let_go(row);
+      release_->let_go(row);
       to_restart.push_back(row);
     }
     c_.resend(row);
   }
   for (int32_t row : to_restart) {
-    parts_.server->restart(row, std::min(rows[row].num_computed, most_had));
+    server_->restart(row, std::min(rows[row].num_computed, most_had));
   }
   for (int32_t row : out.rows) {
     out.num_computed_tokens.push_back(static_cast<int32_t>(rows[row].num_computed));
@@ -179,7 +181,7 @@ Recompute Recovery::recompute(const Invalidation::Limits& limits, int64_t most_h
 }
 
 void Recovery::receive(int32_t row, int64_t num_tokens) {
-  Row& r = (*c_.rows)[row];
+  Row& r = c_.row(row);
   int64_t& num_valid = c_.rows->info(row).num_valid;
   num_tokens = std::min(num_tokens, std::exchange(num_valid, kUnbounded));
   // The row keeps no block that is filled only in part, because its other slots may contain
@@ -193,62 +195,55 @@ void Recovery::receive(int32_t row, int64_t num_tokens) {
   }
   r.state = RowState::kRunning;
   if (num_tokens < r.num_computed) recompute({{row, num_tokens}}, /*most_had=*/num_tokens);
-  parts_.publisher->refresh(row);
-  parts_.publisher->publish(row);
+  publisher_->refresh(row);
+  publisher_->publish(row);
 }
 
 void Recovery::note_evicted(const std::function<bool(BlockId)>& is_evicted) {
-  parts_.release->note_forgotten();
+  release_->note_forgotten();
   for (const StepJournal::Step& step : c_.journal->in_flight()) {
-    for (const StepJournal::Left& left : step.left) {
-      const auto num_hashes = static_cast<int64_t>(left.chain->known_hashes().size());
-      for (const CacheGroup& group : *c_.groups) {
-        // A page of a state is recorded when its row leaves it.
-        if (!group.is_cached || group.rules->traits.updates_in_place) continue;
-        for (int64_t b = 0; (b + 1) * group.num_hashes <= num_hashes; ++b) {
-          const int64_t hash = (b + 1) * group.num_hashes - 1;
-          const BlockId oldest =
-              c_.pool->find(left.chain->known_hashes()[static_cast<size_t>(hash)], group.id,
-                            left.chain->variant(hash));
-          if (oldest == kNullBlock) continue;
-          BlockId id = oldest;
-          do {  // any of the blocks with this hash may be the one that the row held
-            if (is_evicted(id)) c_.journal->note_forgotten(left, b * group.block_size, id);
-            id = c_.pool->next_of_hash(id);
-          } while (id != oldest);
-        }
-      }
+    for (const StepJournal::Left& left : step.left) note_evicted_of(left, is_evicted);
+  }
+}
+
+void Recovery::note_evicted_of(const StepJournal::Left& left,
+                               const std::function<bool(BlockId)>& is_evicted) {
+  for (const CacheGroup& group : *c_.groups) {
+    // A page of a state is recorded when its row leaves it.
+    if (!group.is_cached || group.rules->traits.updates_in_place) continue;
+    for (int64_t b = 0; group.hash_index(b) < left.chain->num_known_hashes(); ++b) {
+      const BlockId oldest = find_block(*c_.pool, *left.chain, group, b);
+      if (oldest == kNullBlock) continue;
+      BlockId id = oldest;
+      do {  // any of the blocks with this hash may be the one that the row held
+        if (is_evicted(id)) c_.journal->note_forgotten(left, b * group.block_size, id);
+        id = c_.pool->next_of_hash(id);
+      } while (id != oldest);
     }
   }
 }
 
 void Recovery::clear_cache() {
-  if (c_.rows->num_in_use() > 0) parts_.release->note_forgotten();
+  if (c_.rows->num_in_use() > 0) release_->note_forgotten();
   c_.pool->clear();
   if (c_.host != nullptr) c_.host->clear();
 }
 
 void Recovery::start_epoch() {
   clear_cache();
-  for (int32_t row = 0; row < c_.rows->size(); ++row) {
-    if (!c_.rows->is_in_use(row)) continue;
-    (*c_.rows)[row].is_stale = true;
-    (*c_.rows)[row].next_publish = kUnbounded;
-  }
+  for (int32_t row : c_.rows->in_use()) c_.row(row).stop_publishing();
 }
 
 void Recovery::forget_adapter(uint32_t adapter) {
   note_evicted([&](BlockId id) { return c_.pool->adapter_of(id) == adapter; });
   c_.pool->evict_adapter(adapter);
   if (c_.host != nullptr) c_.host->pages().evict_adapter(adapter);
-  for (int32_t row = 0; row < c_.rows->size(); ++row) {
-    if (!c_.rows->is_in_use(row)) continue;
-    Row& r = (*c_.rows)[row];
+  for (int32_t row : c_.rows->in_use()) {
+    Row& r = c_.row(row);
     if (r.chain->extra_keys().adapter() != adapter) continue;
     r.chain = r.chain->uncached();
     c_.rows->info(row).reads = false;
-    r.is_stale = true;
-    r.next_publish = kUnbounded;
+    r.stop_publishing();
   }
 }
 

@@ -23,21 +23,12 @@ namespace kvcache {
 
 class Recovery {
  public:
-  struct Parts {
-    int64_t hash_block_size;
-    Publisher* publisher;
-    RowRelease* release;
-    RowServer* server;
-  };
-  Recovery(const RowContext& context, const Parts& parts) : c_(context), parts_(parts) {}
+  Recovery(const RowContext& context, Publisher* publisher, RowRelease* release, RowServer* server)
+      : c_(context), publisher_(publisher), release_(release), server_(server) {}
 
-  // Marks this step and all earlier ones as done or, if not completed, undoes this step and all
-  // later ones. The failed blocks and host pages are invalidated.
+  // See Manager. `invalidate` also accepts host pages.
   Recompute report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
                    const std::vector<BlockId>& failed_on_host);
-
-  // Invalidates the content of these blocks and host pages. The content and everything computed
-  // from it are removed from both caches, and the rows that used it recompute.
   Recompute invalidate(const std::vector<BlockId>& blocks, const std::vector<BlockId>& pages);
 
   // Ends the wait of a receiving row. At most num_tokens of its tokens have arrived, and the row
@@ -66,10 +57,9 @@ class Recovery {
   // step was already aborted.
   Recompute abort_from(int64_t step_id);
   void complete_to(int64_t step_id);
-  InvalidationContext invalidation_context() const {
-    return {c_.groups, parts_.hash_block_size, c_.pool, c_.host, c_.rows, c_.journal};
-  }
   void undo(const StepJournal::Step& step, Invalidation* invalid);
+  void note_evicted_of(const StepJournal::Left& left,
+                       const std::function<bool(BlockId)>& is_evicted);
   using LeftRows = std::unordered_map<int64_t, StepJournal::Left>;  // by admission number
   void add_published(const StepJournal::Published& published, const LeftRows& left,
                      Invalidation* invalid) const;
@@ -78,7 +68,9 @@ class Recovery {
   Recompute recompute(const Invalidation::Limits& limits, int64_t most_had = kUnbounded);
 
   RowContext c_;
-  Parts parts_;
+  Publisher* publisher_;
+  RowRelease* release_;
+  RowServer* server_;
   std::vector<StepJournal::Given> given_;  // to list in the next plan
 };
 

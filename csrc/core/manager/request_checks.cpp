@@ -5,25 +5,17 @@
 #include <optional>
 #include <string>
 
-#include "core/groups/rules/page_rules.h"
-
 namespace kvcache {
 
-RequestChecks::RequestChecks(const Context& context)
-    : c_(context),
-      has_state_(has_states(context.setup->groups)),
-      max_drafts_(max_drafts(context.setup->groups)),
-      has_bound_(has_bound(context.setup->groups)) {}
-
 void RequestChecks::check_group(int64_t group) const {
-  const auto num_groups = static_cast<int64_t>(c_.setup->groups.size());
+  const auto num_groups = static_cast<int64_t>(setup_->groups.size());
   if (group >= 0 && group < num_groups) return;
   throw_invalid("group is ", group, ": expected 0 to ", num_groups - 1);
 }
 
 void RequestChecks::check_bound(int64_t start, int64_t num_slots, const char* what) const {
-  const int64_t stop = std::min(start + num_slots, c_.setup->options.max_model_len);
-  for (const CacheGroup& group : c_.setup->groups) {
+  const int64_t stop = std::min(start + num_slots, setup_->options.max_model_len);
+  for (const CacheGroup& group : setup_->groups) {
     if (group.has_places_for(start, stop)) continue;
     const int64_t num_read = start - group.first_needed_token(start);
     throw_invalid(what, " requests ", num_slots, " slots including lookahead: expected at most ",
@@ -47,9 +39,9 @@ void RequestChecks::check_has_host(const char* what) const {
 void RequestChecks::check_new(const TokenChain& chain, int64_t least_tokens) const {
   checked_size("the number of tokens of a new request", chain.num_tokens(), least_tokens);
   check_length(chain.num_tokens(), "a new request");
-  if (chain.block_size() == c_.setup->hash_block_size) return;
+  if (chain.block_size() == c_.hash_block_size) return;
   throw_invalid("a request with hashes for block_size ", chain.block_size(),
-                " was passed to a manager with block_size ", c_.setup->hash_block_size);
+                " was passed to a manager with block_size ", c_.hash_block_size);
 }
 
 void RequestChecks::check_counts(const NewRow& asked) const {
@@ -81,7 +73,7 @@ void RequestChecks::check_counts(const NewRow& asked) const {
 }
 
 void RequestChecks::check_all_transferred(int64_t num_external) const {
-  for (const CacheGroup& group : c_.setup->groups) {
+  for (const CacheGroup& group : setup_->groups) {
     if (group.is_transferred || !group.is_cached) continue;
     throw_invalid("external.num_tokens is ", num_external, ": expected 0, because group ", group.id,
                   " is cached but not transferred, so it would lack their KV");
@@ -110,7 +102,7 @@ void RequestChecks::check_receive(int32_t row, int64_t num_tokens) const {
 
 void RequestChecks::check_departure(int32_t row, const std::string* keep_as) const {
   if (keep_as == nullptr) {
-    if (!(*c_.rows)[row].is_receiving()) return;
+    if (!c_.row(row).is_receiving()) return;
     throw_invalid("row ", row,
                   " is receiving external tokens: expected a call to finish_receiving first, or "
                   "keep_blocks");
@@ -129,7 +121,7 @@ void RequestChecks::check_kept(const std::string& name) const {
 
 void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
   if (num_rejected == 0) return;
-  const Row& r = (*c_.rows)[row];
+  const Row& r = c_.row(row);
   checked_size("num_rejected_tokens", num_rejected, 0);
   const auto fail = [&](const auto&... expected) {
     throw_invalid("num_rejected_tokens of row ", row, " is ", num_rejected, ": expected ",
@@ -150,12 +142,12 @@ void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
 // The end of the last block of the row, or part of a block, that is published or never will be.
 int64_t RequestChecks::num_cached(int32_t row) const {
   int64_t num_tokens = 0;
-  for (const CacheGroup& group : c_.setup->groups) {
+  for (const CacheGroup& group : setup_->groups) {
     if (!group.is_cached) continue;
-    const RowBlocks& each = c_.rows->held(row, group);
+    const RowBlocks& each = c_.held(row, group);
     num_tokens = std::max(num_tokens, each.num_published * group.block_size);
     if (!group.has_partial) continue;
-    num_tokens = std::max(num_tokens, each.num_partial * c_.setup->hash_block_size);
+    num_tokens = std::max(num_tokens, each.num_partial * c_.hash_block_size);
   }
   return num_tokens;
 }
@@ -163,7 +155,7 @@ int64_t RequestChecks::num_cached(int32_t row) const {
 void RequestChecks::check_only_drafts(int32_t row, int64_t num_rejected) const {
   if (num_rejected == 0) return;
   check_rejected(row, num_rejected);
-  const Row& r = (*c_.rows)[row];
+  const Row& r = c_.row(row);
   const int64_t num_unknown = std::max<int64_t>(r.num_computed - r.num_known, 0);
   if (num_rejected <= num_unknown) return;
   throw_invalid("num_rejected_tokens of row ", row, " is ", num_rejected, ": expected at most ",
@@ -180,14 +172,14 @@ int64_t RequestChecks::check_computed(const TokenChain& chain,
   const auto fail = [&](const auto&... why) {
     throw_invalid("computed_blocks has ", most_blocks, " blocks", why...);
   };
-  if (!c_.setup->options.enable_caching) fail(", but caching is off (enable_caching=False)");
+  if (!setup_->options.enable_caching) fail(", but caching is off (enable_caching=False)");
   if (!reads) fail(", but the request has read_cache=False: expected none");
   const int64_t most_tokens = chain.num_tokens() - 1;
   if (num_tokens > most_tokens) {
-    fail(": expected at most ", most_tokens / c_.setup->groups[0].block_size,
+    fail(": expected at most ", most_tokens / setup_->groups[0].block_size,
          ", because the last token must be computed");
   }
-  for (const CacheGroup& group : c_.setup->groups) {
+  for (const CacheGroup& group : setup_->groups) {
     check_contain(chain, group, computed[group.id], group.first_hit_block(num_tokens));
   }
   return num_tokens;
@@ -195,12 +187,12 @@ int64_t RequestChecks::check_computed(const TokenChain& chain,
 
 // Checks that the blocks of all groups cover the same tokens. Returns their number.
 int64_t RequestChecks::check_covered(const std::vector<std::vector<BlockId>>& computed) const {
-  if (computed.size() != c_.setup->groups.size()) {
+  if (computed.size() != setup_->groups.size()) {
     throw_invalid("computed_blocks has ", computed.size(), " groups: expected ",
-                  c_.setup->groups.size());
+                  setup_->groups.size());
   }
   std::optional<int64_t> num_tokens;  // known after the first group that can have hits
-  for (const CacheGroup& group : c_.setup->groups) {
+  for (const CacheGroup& group : setup_->groups) {
     const int64_t covered = static_cast<int64_t>(computed[group.id].size()) * group.block_size;
     if (group.rules->traits.has_hits && !num_tokens) num_tokens = covered;
     const int64_t expected = group.rules->traits.has_hits ? *num_tokens : 0;
@@ -251,10 +243,10 @@ void RequestChecks::check_step_row(const StepRequest& request, int64_t i) const 
   const int64_t num_tokens = request.num_tokens[i], num_ids = request.num_ids_of(i);
   check_driver(row, /*by_step=*/true);
   if (num_tokens != 0) check_not_receiving(row);
-  if (num_tokens < 0) checked_size("num_tokens", num_tokens, 0);
+  checked_size("num_tokens", num_tokens, 0);
   const int64_t num_rejected = request.num_rejected_of(i);
   if (num_rejected != 0) check_only_drafts(row, num_rejected);
-  const Row& r = (*c_.rows)[row];
+  const Row& r = c_.row(row);
   const int64_t start = r.num_computed - num_rejected;
   check_length(start + num_tokens, "a row");
   if (has_state_ && num_tokens > 0) check_decided(row, num_rejected, num_ids);
@@ -287,13 +279,13 @@ void RequestChecks::check_token_ids(const StepRequest& request) const {
   }
   if (request.num_ids == 0) return;
   for (int64_t i = 0; i < request.num_rows; ++i) {
-    check_longer(*(*c_.rows)[request.rows[i]].chain, request.num_ids_of(i));
+    check_longer(*c_.row(request.rows[i]).chain, request.num_ids_of(i));
   }
   const int32_t* const ids = request.token_ids;
   if (std::none_of(ids, ids + request.num_ids, [](int32_t id) { return id < 0; })) return;
   for (int64_t i = 0, first = 0; i < request.num_rows; ++i) {
     const int64_t stop = first + request.num_ids_of(i);
-    check_not_negative(*(*c_.rows)[request.rows[i]].chain, ids, first, stop);
+    check_not_negative(*c_.row(request.rows[i]).chain, ids, first, stop);
     first = stop;
   }
 }
@@ -310,7 +302,7 @@ void RequestChecks::check_ask(const RowAsk& ask) const {
   check_on_device(ask.row);
   check_not_receiving(ask.row);
   checked_size("num_lookahead_tokens", ask.num_lookahead, 0);
-  const Row& r = (*c_.rows)[ask.row];
+  const Row& r = c_.row(ask.row);
   if (ask.start) {
     check_start(ask);
   } else {
@@ -331,18 +323,18 @@ void RequestChecks::check_ask(const RowAsk& ask) const {
 
 void RequestChecks::check_start(const RowAsk& ask) const {
   const int32_t row = ask.row;
-  const int64_t start = *ask.start, num_computed = (*c_.rows)[row].num_computed;
+  const int64_t start = *ask.start, num_computed = c_.row(row).num_computed;
   check_once(row);
   if (start < 0) throw_invalid("start of row ", row, " is ", start, ": expected at least 0");
   if (start < num_computed) check_rejected(row, num_computed - start);
-  const int64_t first_new = std::min(num_computed, (*c_.rows)[row].chain->num_tokens());
+  const int64_t first_new = std::min(num_computed, c_.row(row).chain->num_tokens());
   if (ask.num_ids > 0 && start < first_new) {
     throw_invalid("start of row ", row, " is ", start, " with new token_ids: expected at least ",
                   first_new, ", because new tokens follow the known tokens");
   }
   int64_t num_slots = kMaxSize;
-  for (const CacheGroup& group : c_.setup->groups) {
-    num_slots = std::min(num_slots, group.rules->num_slots(group, c_.rows->held(row, group)));
+  for (const CacheGroup& group : setup_->groups) {
+    num_slots = std::min(num_slots, group.rules->num_slots(group, c_.held(row, group)));
   }
   if (start > num_slots) {
     throw_invalid("start of row ", row, " is ", start, ": expected at most ", num_slots,
@@ -375,7 +367,7 @@ void RequestChecks::check_swap(const std::vector<int32_t>& rows, bool on_host) c
     check_driver(row, /*by_step=*/false);
     if (!on_host) {
       check_on_device(row);
-    } else if (!(*c_.rows)[row].is_on_host()) {
+    } else if (!c_.row(row).is_on_host()) {
       throw_invalid("row ", row, " is on the device: expected one that is swapped out");
     }
     check_not_receiving(row);
@@ -403,7 +395,7 @@ void RequestChecks::check_report(int64_t step_id, bool completed,
   c_.journal->check_step_id(step_id);
   check_ids(failed, "failed_pages");
   if (!failed_on_host.empty()) check_has_host("failed_host_pages contains pages");
-  for (BlockId page : failed_on_host) c_.host->check_id(page, "failed_host_pages");
+  for (BlockId page : failed_on_host) c_.host->pages().check_id(page, "failed_host_pages");
   if (!completed) c_.journal->check_may_abort(step_id);
 }
 

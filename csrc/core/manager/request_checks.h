@@ -10,12 +10,12 @@
 #include <vector>
 
 #include "core/errors.h"
+#include "core/groups/rules/page_rules.h"
 #include "core/hashing/token_chain.h"
 #include "core/limits.h"
 #include "core/manager/options.h"
+#include "core/manager/row_context.h"
 #include "core/manager/row_release.h"
-#include "core/manager/row_table.h"
-#include "core/manager/step_journal.h"
 #include "core/manager/step_request.h"
 #include "core/pool/block_pool.h"
 
@@ -24,19 +24,16 @@ namespace kvcache {
 // All functions throw std::invalid_argument with the argument, the value and the expected value.
 class RequestChecks {
  public:
-  struct Context {
-    const ManagerSetup* setup;
-    RowTable* rows;
-    const StepJournal* journal;
-    const BlockPool* pool;
-    const BlockPool* host;  // null without a host tier
-    const DeferredFrees* frees;
-  };
-  explicit RequestChecks(const Context& context);
+  RequestChecks(const ManagerSetup* setup, const RowContext& context)
+      : setup_(setup),
+        c_(context),
+        has_state_(has_states(setup->groups)),
+        max_drafts_(max_drafts(setup->groups)),
+        has_bound_(has_bound(setup->groups)) {}
 
   void check_group(int64_t group) const;
   void check_length(int64_t num_total, const char* what) const {
-    const int64_t most = c_.setup->options.max_model_len;
+    const int64_t most = setup_->options.max_model_len;
     if (num_total <= most) return;
     throw_invalid(what, " would have ", num_total,
                   " tokens: expected at most max_model_len, which is ", most);
@@ -50,7 +47,7 @@ class RequestChecks {
         by_step ? "admit: expected extend to serve it" : "step: expected it in the rows of step");
   }
   void check_not_receiving(int32_t row) const {
-    if (!(*c_.rows)[row].is_receiving()) return;
+    if (!c_.row(row).is_receiving()) return;
     throw_invalid("row ", row,
                   " is receiving external tokens: expected a call to finish_receiving first");
   }
@@ -117,7 +114,7 @@ class RequestChecks {
   // For states, checks that all drafts of the row's last step are rejected or known, because the
   // next step continues from the state after the last accepted token. `num_ids`: new known tokens.
   void check_decided(int32_t row, int64_t num_rejected, int64_t num_ids) const {
-    const Row& r = (*c_.rows)[row];
+    const Row& r = c_.row(row);
     const int64_t num_left = r.num_drafts_after(num_rejected);
     const int64_t num_missing = r.num_computed - num_rejected - r.chain->num_tokens() - num_ids;
     if (num_left == 0 || num_missing <= 0) return;
@@ -150,7 +147,8 @@ class RequestChecks {
   void check_all_transferred(int64_t num_external) const;
   void check_bound(int64_t start, int64_t num_slots, const char* what) const;
 
-  Context c_;
+  const ManagerSetup* setup_;
+  RowContext c_;
   bool has_state_;      // whether a group updates pages in place
   int64_t max_drafts_;  // maximum per step and row
   bool has_bound_;      // whether a group has circular buffers

@@ -18,6 +18,7 @@ namespace kvcache {
 
 struct RowContext {
   const std::vector<CacheGroup>* groups;
+  int64_t hash_block_size;
   BlockPool* pool;
   HostTier* host;  // null without a host tier
   RowTable* rows;
@@ -25,15 +26,24 @@ struct RowContext {
   StepJournal* journal;
   DeferredFrees* frees;
 
+  Row& row(int32_t id) const { return (*rows)[id]; }
+  RowBlocks& held(int32_t row, const CacheGroup& group) const { return rows->held(row, group); }
+
   // Records the row's last access to these blocks. Called before the row releases them.
   void note_access(int32_t row, const BlockId* ids, int64_t n) const {
     const Access& access = rows->info(row).access;
     if (access.number > 0) pool->notify(Released{{ids, n}, access});
   }
+  // Releases blocks that the row has dropped, in this order.
+  void release(int32_t row, const std::vector<BlockId>& ids) const {
+    const auto n = static_cast<int64_t>(ids.size());
+    note_access(row, ids.data(), n);
+    frees->release_or_defer(ids.data(), n);
+  }
 
   // Records in the journal that the row drops the block in this column.
   void note_dropped(int32_t row, const CacheGroup& group, int64_t column, BlockId id) const {
-    journal->note_dropped(row, (*rows)[row], rows->first_token(row, group, column), id);
+    journal->note_dropped(row, this->row(row), rows->first_token(row, group, column), id);
   }
 
   // Releases the row's blocks in columns `size` and later, last block first.
@@ -44,15 +54,14 @@ struct RowContext {
     std::vector<BlockId> ids(each.blocks.rbegin(), each.blocks.rend() - size);
     // Blocks at the end of the table may already be null.
     ids.erase(std::remove(ids.begin(), ids.end(), kNullBlock), ids.end());
-    note_access(row, ids.data(), static_cast<int64_t>(ids.size()));
-    frees->release_or_defer(ids.data(), static_cast<int64_t>(ids.size()));
+    release(row, ids);
     each.resize(size);
     each.lower_hits(size);
   }
 
   // If plans contain the row, makes the next plan send its complete table.
   void resend(int32_t row) const {
-    if ((*rows)[row].by_step()) plan->resend(row);
+    if (this->row(row).by_step()) plan->resend(row);
   }
 };
 

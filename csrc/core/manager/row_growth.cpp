@@ -2,9 +2,11 @@
 #include "core/manager/row_growth.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "core/groups/rules/tokens.h"
+
 namespace kvcache {
 
 void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit,
@@ -39,7 +41,7 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
 void RowGrowth::take_hit(ServedRow* served, const PrefixHit& hit) {
   for (const CacheGroup& group : *c_.groups) {
     if (!group.is_cached) continue;
-    const RowBlocks& each = c_.rows->held(served->row, group);
+    const RowBlocks& each = c_.held(served->row, group);
     const BlockId source = hit.sources[group.id];
     if (source != kNullBlock) {
       c_.pool->retain(&source, 1);  // keeps the block until it has been copied
@@ -58,7 +60,7 @@ void RowGrowth::take_hit(ServedRow* served, const PrefixHit& hit) {
 }
 
 void RowGrowth::take_hit_on_host(int32_t row, const CacheGroup& group, const PrefixHit& hit) {
-  const RowBlocks& each = c_.rows->held(row, group);
+  const RowBlocks& each = c_.held(row, group);
   std::vector<BlockId> ids, pages;
   for (int64_t b = each.num_dropped; b < each.size(); ++b) {
     if (each[b] != kNullBlock) ids.push_back(each[b]);
@@ -82,7 +84,7 @@ void RowGrowth::note_hits(const BlockId* ids, int64_t n) {
 // Allocates and loads blocks for the part of a hit that is on the host.
 void RowGrowth::onboard_hit(ServedRow* served, const PrefixHit& hit) {
   for (const CacheGroup& group : *c_.groups) {
-    RowBlocks& each = c_.rows->held(served->row, group);
+    RowBlocks& each = c_.held(served->row, group);
     for (const PrefixHit::HostBlock& on_host : hit.on_host[group.id]) {
       if (on_host.column < each.num_dropped) continue;
       BlockId& id = each[on_host.column];
@@ -139,7 +141,7 @@ void RowGrowth::give_up(ServedRow* served, const Demand& demand) {
 
 void RowGrowth::onboard(ServedRow* served, const CacheGroup& group, int64_t column, BlockId page,
                         BlockId block, bool is_hit) {
-  const std::shared_ptr<TokenChain>& chain = (*c_.rows)[served->row].chain;
+  const std::shared_ptr<TokenChain>& chain = c_.row(served->row).chain;
   c_.host->onboard(
       {c_.journal->numbers().num_steps, page, block, column, group.id, is_hit ? chain : nullptr});
   served->depends_from(column * group.block_size);
@@ -174,12 +176,6 @@ void RowGrowth::copy_source(ServedRow* served, const CacheGroup& group, BlockId 
   each.source = kNullBlock;
 }
 
-void RowGrowth::release(int32_t row, const std::vector<BlockId>& ids) {
-  const auto n = static_cast<int64_t>(ids.size());
-  c_.note_access(row, ids.data(), n);
-  c_.frees->release_or_defer(ids.data(), n);
-}
-
 void RowGrowth::accept_drafts(int32_t row, const Span& span) {
   for (const CacheGroup& group : *c_.groups) {
     group.rules->accept_drafts(this, row, group, span);
@@ -189,7 +185,7 @@ void RowGrowth::accept_drafts(int32_t row, const Span& span) {
 
 void RowGrowth::release_left_states(bool engine_copies) {
   for (const LeftState& left : left_states_) {
-    c_.journal->note_dropped(left.row, (*c_.rows)[left.row], left.first_token, left.page);
+    c_.journal->note_dropped(left.row, c_.row(left.row), left.first_token, left.page);
     c_.note_access(left.row, &left.page, 1);
     if (engine_copies) {
       c_.frees->release_after(&left.page, 1, c_.journal->numbers().last_issued);

@@ -6,7 +6,6 @@
 // state is about to leave its page.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -30,7 +29,7 @@ struct LeftState {
 
 class RowGrowth final : public Growth {
  public:
-  RowGrowth(const RowContext& context, BlockHolders holders) : c_(context), holders_(holders) {}
+  explicit RowGrowth(const RowContext& context) : c_(context), holders_(context) {}
 
   // Sets the initial blocks of a request that takes this hit and continues at token `start`. The
   // tokens between the hit and `start` come from another source. Changes only `held`.
@@ -54,7 +53,7 @@ class RowGrowth final : public Growth {
 
   // For page rules.
   RowBlocks& held(int32_t row, const CacheGroup& group) const override {
-    return c_.rows->held(row, group);
+    return c_.held(row, group);
   }
   bool is_shared(BlockId id) const override { return holders_.is_shared(id); }
   bool is_step() const override { return c_.plan->is_step(); }
@@ -71,7 +70,7 @@ class RowGrowth final : public Growth {
   void note_dropped(int32_t row, const CacheGroup& group, int64_t column, BlockId id) override {
     c_.note_dropped(row, group, column, id);
   }
-  void release(int32_t row, const std::vector<BlockId>& ids) override;
+  void release(int32_t row, const std::vector<BlockId>& ids) override { c_.release(row, ids); }
   void leave(int32_t row, const CacheGroup& group, int64_t column, BlockId page,
              int64_t num_tokens) override {
     left_states_.push_back(

@@ -5,11 +5,13 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/groups/find_block.h"
 #include "core/groups/rules/page_rules.h"
+
 namespace kvcache {
 
 void RowRelease::leave(int32_t row, const ReleaseFeatures& features, const std::string* keep_as) {
-  const Row& r = (*c_.rows)[row];
+  const Row& r = c_.row(row);
   if (!r.is_on_host()) {
     note_left(row);
     notify_release(row, features);
@@ -21,24 +23,24 @@ void RowRelease::leave(int32_t row, const ReleaseFeatures& features, const std::
 }
 
 void RowRelease::let_go(int32_t row) {
-  if (!(*c_.rows)[row].is_on_host()) note_left(row);
+  if (!c_.row(row).is_on_host()) note_left(row);
   release_row(row, /*with_all=*/false);
 }
 
 // Records in the journal the onboards of a released row, and those of its computed blocks that
 // lookups cannot find.
 void RowRelease::note_left(int32_t row) const {
-  if (!c_.journal->notes((*c_.rows)[row])) return;
-  c_.journal->note_left(row, (*c_.rows)[row]);
+  if (!c_.journal->notes(c_.row(row))) return;
+  c_.journal->note_left(row, c_.row(row));
   if (c_.host != nullptr) note_onboards(row);
   for (const CacheGroup& group : *c_.groups) {
-    const RowBlocks& each = c_.rows->held(row, group);
+    const RowBlocks& each = c_.held(row, group);
     if (!group.rules->traits.follows_sequence) continue;
     const int64_t size = std::min(c_.rows->computed(row, group).stop, each.size());
     // A published block normally stays in the cache index. Exceptions are blocks that no hit can
     // read, and the following cases.
     const bool may_be_lost =
-        !group.keeps_all || has_forgotten_ || c_.host != nullptr || (*c_.rows)[row].has_forked();
+        !group.keeps_all || has_forgotten_ || c_.host != nullptr || c_.row(row).has_forked();
     const int64_t first =
         may_be_lost ? each.num_dropped : std::max(each.num_dropped, each.num_published);
     for (int64_t b = first; b < size; ++b) {
@@ -62,18 +64,16 @@ void RowRelease::note_onboards(int32_t row) const {
 
 void RowRelease::release_row(int32_t row, bool with_all, const std::string* keep_as) {
   std::vector<BlockId> ids = c_.rows->tail_first(row, with_all);
-  const auto n = static_cast<int64_t>(ids.size());
-  if ((*c_.rows)[row].is_on_host()) {
-    c_.host->pages().release(ids.data(), n);
+  if (c_.row(row).is_on_host()) {
+    c_.host->pages().release(ids.data(), static_cast<int64_t>(ids.size()));
   } else if (keep_as != nullptr) {
     keep(row, *keep_as, std::move(ids));
   } else {
-    c_.note_access(row, ids.data(), n);
-    c_.frees->release_or_defer(ids.data(), n);
+    c_.release(row, ids);
   }
   c_.rows->info(row).access = {};
   for (const CacheGroup& group : *c_.groups) {
-    if (with_all || group.rules->traits.follows_sequence) c_.rows->held(row, group).clear();
+    if (with_all || group.rules->traits.follows_sequence) c_.held(row, group).clear();
   }
 }
 
@@ -81,15 +81,14 @@ void RowRelease::release_row(int32_t row, bool with_all, const std::string* keep
 void RowRelease::keep(int32_t row, const std::string& name, std::vector<BlockId> ids) {
   std::unordered_set<BlockId> own;
   for (const CacheGroup& group : *c_.groups) {
-    const std::vector<BlockId>& blocks = c_.rows->held(row, group).blocks;
+    const std::vector<BlockId>& blocks = c_.held(row, group).blocks;
     if (!group.is_transferred) own.insert(blocks.begin(), blocks.end());
   }
   const auto first_own =
       std::stable_partition(ids.begin(), ids.end(), [&](BlockId id) { return own.count(id) == 0; });
   const std::vector<BlockId> released(first_own, ids.end());
   ids.erase(first_own, ids.end());
-  c_.note_access(row, released.data(), static_cast<int64_t>(released.size()));
-  c_.frees->release_or_defer(released.data(), static_cast<int64_t>(released.size()));
+  c_.release(row, released);
   c_.frees->keep(name, std::move(ids));
 }
 
@@ -99,13 +98,13 @@ void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
   features.num_prefix_tokens = info.num_hit;
   if (features.num_output_tokens < 0) {
     features.num_output_tokens =
-        std::max<int64_t>((*c_.rows)[row].chain->num_tokens() - info.num_prompt, 0);
+        std::max<int64_t>(c_.row(row).chain->num_tokens() - info.num_prompt, 0);
   }
   features.logical_time = ++num_releases_;
   features.wall_ms = clock_->now_ms();
-  features.tenant = (*c_.rows)[row].chain->tenant();
+  features.tenant = c_.row(row).chain->tenant();
   for (const CacheGroup& group : *c_.groups) {
-    const RowBlocks& each = c_.rows->held(row, group);
+    const RowBlocks& each = c_.held(row, group);
     if (!group.is_cached) continue;
     features.num_new_blocks +=
         std::max<int64_t>(c_.rows->num_written(row, group) - each.num_hits, 0);
@@ -125,7 +124,7 @@ void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
 
 void RowRelease::notify_release_of(int32_t row, const CacheGroup& group,
                                    ReleaseFeatures* features) const {
-  const RowBlocks& each = c_.rows->held(row, group);
+  const RowBlocks& each = c_.held(row, group);
   const std::vector<BlockId> ids(each.blocks.rbegin(), each.blocks.rend() - each.num_dropped);
   std::vector<int64_t> ends;
   for (auto end = each.size(); end > each.num_dropped; --end) {
@@ -142,10 +141,10 @@ void RowRelease::notify_release_of(int32_t row, const CacheGroup& group,
 // the request's tokens.
 void RowRelease::notify_release_ends(int32_t row) const {
   const AdmissionInfo& info = c_.rows->info(row);
-  const Row& r = (*c_.rows)[row];
-  const int64_t num_hashed = std::min(r.num_computed / hash_block_size_,
-                                      static_cast<int64_t>(r.chain->known_hashes().size())) *
-                             hash_block_size_;
+  const Row& r = c_.row(row);
+  const int64_t num_hashed =
+      std::min(r.num_computed / c_.hash_block_size, r.chain->num_known_hashes()) *
+      c_.hash_block_size;
   const int64_t unit = c_.groups->front().hit_unit;
   std::vector<int64_t> hits(info.retained.begin(), info.retained.end());
   for (const int64_t hit : {info.num_hit, num_hashed}) {
@@ -170,17 +169,15 @@ void RowRelease::notify_release_ends(int32_t row) const {
 // Appends the cached blocks of the group that a hit of this many tokens reads.
 void RowRelease::add_read_at(int64_t hit, const TokenChain& chain, const CacheGroup& group,
                              std::vector<BlockId>* ids) const {
-  const HashList& hashes = chain.known_hashes();
   const auto add = [&](BlockId id) {
     if (id != kNullBlock) ids->push_back(id);
   };
   for (int64_t block = group.first_hit_block(hit); block < hit / group.block_size; ++block) {
-    const int64_t hash = (block + 1) * group.num_hashes - 1;
-    add(c_.pool->find(hashes[static_cast<size_t>(hash)], group.id, chain.variant(hash)));
+    add(find_block(*c_.pool, chain, group, block));
   }
   if (hit % group.block_size == 0) return;
-  const int64_t hash = hit / hash_block_size_ - 1;
-  add(c_.pool->find_partial(hashes[static_cast<size_t>(hash)], group.id, chain.variant(hash)));
+  const int64_t hash = hit / c_.hash_block_size - 1;
+  add(c_.pool->find_partial(chain.known_hash(hash), group.id, chain.variant(hash)));
 }
 
 bool RowRelease::can_resume(int32_t row, int64_t num_tokens) const {
@@ -195,15 +192,15 @@ bool RowRelease::can_resume(int32_t row, int64_t num_tokens) const {
 void RowRelease::truncate(int32_t row, int64_t num_tokens) {
   for (const CacheGroup& group : *c_.groups) {
     if (!group.rules->traits.follows_sequence) continue;
-    RowBlocks& each = c_.rows->held(row, group);
+    RowBlocks& each = c_.held(row, group);
     const int64_t kept = ceil_div(num_tokens, group.block_size);
     c_.release_tail(row, group, kept);
     each.num_dropped = std::min(each.num_dropped, kept);
     each.num_published = std::min(each.num_published, num_tokens / group.block_size);
     each.num_partial =
-        static_cast<int32_t>(std::min<int64_t>(each.num_partial, num_tokens / hash_block_size_));
+        static_cast<int32_t>(std::min<int64_t>(each.num_partial, num_tokens / c_.hash_block_size));
   }
-  Row& r = (*c_.rows)[row];
+  Row& r = c_.row(row);
   c_.rows->disturb(row);
   r.num_computed = r.start = num_tokens;
   r.num_drafts = r.num_undecided_before = 0;

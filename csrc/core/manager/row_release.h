@@ -21,8 +21,7 @@ using KeptNames = std::vector<std::string>;
 
 class RowRelease {
  public:
-  RowRelease(const RowContext& context, int64_t hash_block_size, const Clock* clock)
-      : c_(context), hash_block_size_(hash_block_size), clock_(clock) {}
+  RowRelease(const RowContext& context, const Clock* clock) : c_(context), clock_(clock) {}
 
   // Releases the blocks of the row and frees the row. If plans contain the row, the next plan
   // clears it. `keep_as`: keeps the blocks under this name; null: does not.
@@ -58,7 +57,6 @@ class RowRelease {
   void note_onboards(int32_t row) const;
 
   RowContext c_;
-  int64_t hash_block_size_;
   const Clock* clock_;
   int64_t num_releases_ = 0;
   bool has_forgotten_ = false;

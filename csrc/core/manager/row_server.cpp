@@ -2,16 +2,19 @@
 #include "core/manager/row_server.h"
 
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 
 #include "core/groups/rules/page_rules.h"
+
 namespace kvcache {
 
 RowServer::RowServer(const RowContext& context, const Parts& parts, const ManagerOptions& options)
     : c_(context),
       parts_(parts),
-      rules_(c_.groups, c_.pool, c_.frees, &c_.journal->numbers(), parts.holders, options),
-      growth_(c_, parts.holders),
+      holders_(c_),
+      rules_(c_, options),
+      growth_(c_),
       has_bound_(has_bound(*c_.groups)),
       max_drafts_(max_drafts(*c_.groups)),
       candidate_(c_.groups->size()) {}
@@ -22,7 +25,7 @@ inline void RowServer::answer(const ServedRow& served, Status status) {
   const bool is_served = status == Status::kServed;
   c_.plan->answer(served.row, status, span.start, is_served ? span.stop - span.start : 0);
   if (!is_served) return;
-  c_.journal->note_served(served.row, (*c_.rows)[served.row], served.safe_start);
+  c_.journal->note_served(served.row, c_.row(served.row), served.safe_start);
   // The complete table is sent when all rows are served.
   if (c_.plan->must_resend(served.row)) return;
   c_.plan->append(served.row, c_.rows->blocks(served.row), served.num_before.data());
@@ -32,7 +35,7 @@ inline void RowServer::answer(const ServedRow& served, Status status) {
 // one. Inlined, because it runs for every row of a step.
 inline Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_tokens,
                                int64_t num_lookahead) const {
-  const Row& r = (*c_.rows)[row];
+  const Row& r = c_.row(row);
   const int64_t start = r.num_computed - num_rejected;
   Span span{start, start + num_tokens, num_lookahead};
   if (max_drafts_ == 0) {  // otherwise, all earlier drafts are decided
@@ -46,7 +49,7 @@ inline Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_to
 }
 
 inline void RowServer::advance(int32_t row, const Span& span) {
-  Row& r = (*c_.rows)[row];
+  Row& r = c_.row(row);
   r.start = span.start;
   r.num_computed = span.stop;
   r.num_known = static_cast<int32_t>(r.chain->num_tokens());
@@ -70,11 +73,11 @@ void RowServer::serve_rows(const StepRequest& request) {
     const int64_t num_rejected = request.num_rejected_of(i), num_tokens = request.num_tokens[i];
     const Span span = span_of(row, num_rejected, num_tokens, request.lookahead_of(i));
     if (num_tokens == 0) {  // allocates nothing on either tier
-      (*c_.rows)[row].take_back(num_rejected);
+      c_.row(row).take_back(num_rejected);
       c_.plan->answer(row, Status::kServed, span.start, num_tokens);
     } else if (pass_quietly(row, span)) {
       c_.plan->answer(row, Status::kServed, span.start, num_tokens);
-      c_.journal->note_served(row, (*c_.rows)[row], span.start);
+      c_.journal->note_served(row, c_.row(row), span.start);
     } else {
       ServedRow served{row, span};
       const Status status = extend(&served);
@@ -168,7 +171,7 @@ Status RowServer::would_fit(const NewRow& asked, bool whole) {
 
 Status RowServer::would_extend(int32_t row, int64_t num_tokens,
                                int64_t num_lookahead_tokens) const {
-  const Row& r = (*c_.rows)[row];
+  const Row& r = c_.row(row);
   const Span span = span_of(row, /*num_rejected=*/0, num_tokens, num_lookahead_tokens);
   return r.is_on_host()
              ? parts_.swap->return_of(row, span, rules_).demand.status
@@ -192,7 +195,7 @@ void RowServer::publish_served() {
 
 Status RowServer::extend(ServedRow* served) {
   const int32_t row = served->row;
-  Row& r = (*c_.rows)[row];
+  Row& r = c_.row(row);
   const Span& span = served->span;
   const Demand demand = r.is_on_host()
                             ? bring_back(served)
@@ -225,7 +228,7 @@ Demand RowServer::bring_back(ServedRow* served) {
 void RowServer::keep_own_blocks(const ServedRow& served) {
   for (const CacheGroup& group : *c_.groups) {
     const int64_t first_written = group.rules->first_written(group, served.span);
-    c_.rows->held(served.row, group).lower_hits(first_written);
+    c_.held(served.row, group).lower_hits(first_written);
   }
 }
 
@@ -262,7 +265,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
 }
 
 void RowServer::begin_row(int32_t row, const NewRow& asked, const PrefixHit& hit, bool by_step) {
-  Row& r = (*c_.rows)[row];
+  Row& r = c_.row(row);
   r.chain = asked.chain;
   r.state = asked.external.is_delayed ? RowState::kReceiving : RowState::kRunning;
   if (by_step) {
@@ -289,12 +292,11 @@ void RowServer::note_misses(int32_t row, const NewRow& asked, const PrefixHit& h
 }
 
 void RowServer::count_hit(int32_t row, const PrefixHit& hit) {
-  parts_.stats->count((*c_.rows)[row].chain.get(), hit.num_tokens,
-                      hit.first_host_token(*c_.groups));
+  parts_.stats->count(c_.row(row).chain.get(), hit.num_tokens, hit.first_host_token(*c_.groups));
 }
 
 void RowServer::restart(int32_t row, int64_t num_had) {
-  Row& r = (*c_.rows)[row];
+  Row& r = c_.row(row);
   parts_.stats->note_had(r.chain.get(), num_had);
   c_.rows->disturb(row);
   if (r.chain->num_encoder_tokens() == 0) r.state = RowState::kRunning;
@@ -306,7 +308,7 @@ void RowServer::restart(int32_t row, int64_t num_had) {
   info.num_hit = info.hit_end = hit.num_tokens;
   for (const CacheGroup& group : *c_.groups) {
     if (group.rules->traits.follows_sequence) {
-      RowGrowth::set_hit(&c_.rows->held(row, group), group, hit, hit.num_tokens);
+      RowGrowth::set_hit(&c_.held(row, group), group, hit, hit.num_tokens);
     }
   }
   ServedRow served{row, {}};
@@ -383,7 +385,7 @@ void RowServer::publish_direct(int32_t row) {
 // Adds the blocks of the row to `slots`, starting with block from[g] in each group g.
 void RowServer::add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const {
   for (const CacheGroup& group : *c_.groups) {
-    const std::vector<BlockId>& blocks = c_.rows->held(row, group).blocks;
+    const std::vector<BlockId>& blocks = c_.held(row, group).blocks;
     slots->new_blocks.emplace_back(blocks.begin() + from[group.id], blocks.end());
   }
 }
@@ -394,12 +396,12 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& chain) {
   // shared blocks later.
   parts_.publisher->publish(row);
   accept_drafts(row);
-  const int64_t num_computed = (*c_.rows)[row].num_computed;
+  const int64_t num_computed = c_.row(row).num_computed;
   parts_.stats->note_fork(chain.get(), num_computed);
-  chain->adopt_hashes(*(*c_.rows)[row].chain, num_computed);
+  chain->adopt_hashes(*c_.row(row).chain, num_computed);
 
   const int32_t child = c_.rows->take();
-  (*c_.rows)[row].sharing = Sharing::kNext;
+  c_.row(row).sharing = Sharing::kNext;
   c_.rows->disturb(row);
   copy_row(row, child, chain);
   share_blocks(row, child);
@@ -407,16 +409,16 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& chain) {
   if (parts_.misses != nullptr) {
     parts_.misses->note_fork(child, chain->num_tokens(), num_computed);
   }
-  const Row& parent = (*c_.rows)[row];
-  if (parent.by_step()) c_.journal->inherit(row, parent, child, (*c_.rows)[child]);
+  const Row& parent = c_.row(row);
+  if (parent.by_step()) c_.journal->inherit(row, parent, child, c_.row(child));
   c_.resend(child);
   return {Status::kServed, child, {}, {}};
 }
 
 void RowServer::copy_row(int32_t row, int32_t child, const std::shared_ptr<TokenChain>& chain) {
-  Row& r = (*c_.rows)[child];
+  Row& r = c_.row(child);
   const int64_t admission = r.admission;
-  r = (*c_.rows)[row];
+  r = c_.row(row);
   r.chain = chain;
   r.start = r.num_computed;
   r.num_undecided_before = 0;
@@ -436,23 +438,23 @@ void RowServer::copy_row(int32_t row, int32_t child, const std::shared_ptr<Token
 
 // The child publishes none of the blocks that the parent has computed.
 void RowServer::share_blocks(int32_t row, int32_t child) {
-  const int64_t num_computed = (*c_.rows)[row].num_computed;
+  const int64_t num_computed = c_.row(row).num_computed;
   for (const CacheGroup& group : *c_.groups) {
-    RowBlocks& each = c_.rows->held(child, group);
-    each = c_.rows->held(row, group);
+    RowBlocks& each = c_.held(child, group);
+    each = c_.held(row, group);
     group.rules->fork(&each);
     c_.pool->retain(each.blocks.data() + each.num_dropped, each.num_alive());
     if (!group.rules->traits.follows_sequence) continue;
     each.num_hits = static_cast<int32_t>(each.size());
     each.num_published = std::max(each.num_published, num_computed / group.block_size);
     each.num_partial = static_cast<int32_t>(
-        std::max<int64_t>(each.num_partial, num_computed / parts_.hash_block_size));
+        std::max<int64_t>(each.num_partial, num_computed / c_.hash_block_size));
   }
 }
 
 // Accepts the drafts of the row's last step, which are all known tokens.
 void RowServer::accept_drafts(int32_t row) {
-  Row& r = (*c_.rows)[row];
+  Row& r = c_.row(row);
   if (r.num_drafts == 0) return;
   growth_.accept_drafts(row, {r.num_computed, 0, 0, 0, r.num_drafts});
   r.num_drafts = 0;
@@ -462,7 +464,7 @@ void RowServer::accept_drafts(int32_t row) {
 int64_t RowServer::num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) const {
   int64_t n = 0;
   for (BlockId id : c_.rows->blocks(row)[group].blocks) {
-    if (id == kNullBlock || parts_.holders.num_rows(id) != num_running) break;
+    if (id == kNullBlock || holders_.num_rows(id) != num_running) break;
     ++n;
   }
   return n;

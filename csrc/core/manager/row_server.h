@@ -31,8 +31,6 @@ namespace kvcache {
 class RowServer {
  public:
   struct Parts {
-    int64_t hash_block_size;
-    BlockHolders holders;
     PrefixFinder* finder;
     const HitEnds* ends;
     Publisher* publisher;
@@ -52,10 +50,8 @@ class RowServer {
   // the blocks that the step computes.
   void publish_served();
 
-  // Returns the status that a step with only this new request would return. With `whole`, returns
-  // the status for all known tokens, computed in chunks. The hashes of the request must be known.
+  // See Manager. The hashes of the request must be known.
   Status would_fit(const NewRow& asked, bool whole);
-  // Returns the status that the row would get if it were served with num_tokens new tokens.
   Status would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) const;
 
   // Returns the length in tokens of the hit that this request would take if it were admitted now.
@@ -65,10 +61,8 @@ class RowServer {
   }
 
   // Calls outside of steps. `allocate` creates a row with the blocks of this hit, and slots for the
-  // tokens after it. `serve` allocates slots for a row. `fork` creates a row that shares all
-  // computed tokens and blocks of `row`.
+  // tokens after it. For the others, see Manager.
   Slots allocate(const NewRow& asked, const PrefixHit& hit);
-  // `lists_new`: whether the result lists the new blocks.
   Slots serve(const RowAsk& ask, bool lists_new = true);
   Slots fork(int32_t row, const std::shared_ptr<TokenChain>& chain);
 
@@ -76,7 +70,7 @@ class RowServer {
   // pages on the host stay there until the row is swapped in. `num_had`: see CountedTokens.
   void restart(int32_t row, int64_t num_had);
 
-  // Returns how many leading blocks of the row in this group are held by exactly num_running rows.
+  // See Manager.
   int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) const;
 
   // Throws std::logic_error if a state that leaves its page has not been processed by the end of a
@@ -117,6 +111,7 @@ class RowServer {
 
   RowContext c_;
   Parts parts_;
+  BlockHolders holders_;
   DemandRules rules_;
   RowGrowth growth_;
   bool has_bound_;                    // whether a group has a limited number of token slots per row

@@ -75,13 +75,13 @@ RowSwap::BlocksBack RowSwap::num_blocks_back(const std::vector<int32_t>& rows,
 RowSwap::Twins RowSwap::cached_twins(const std::vector<int32_t>& rows) const {
   Twins twins;
   for (int32_t row : rows) {
-    const Row& r = (*c_.rows)[row];
+    const Row& r = c_.row(row);
     if (!r.chain->read_cache() || r.is_stale) continue;
     const int64_t num_known =
         std::min(publisher_->num_with_kv(row), r.chain->num_known_hashes() * r.chain->block_size());
     for (const CacheGroup& group : *c_.groups) {
       if (!group.rules->traits.appends) continue;
-      const RowBlocks& each = c_.rows->held(row, group);
+      const RowBlocks& each = c_.held(row, group);
       const int64_t num_full = std::min(num_known / group.block_size, each.size());
       for (int64_t b = each.num_dropped; b < num_full; ++b) {
         const BlockId id = find_block(*c_.pool, *r.chain, group, b);
@@ -102,10 +102,10 @@ int64_t RowSwap::num_blocks_back(const std::vector<int32_t>& rows,
   int64_t most = taken.num();
   for (size_t i = 0; i < rows.size(); ++i) {
     if (num_slots[i] == 0) continue;
-    const int64_t start = (*c_.rows)[rows[i]].num_computed;
+    const int64_t start = c_.row(rows[i]).num_computed;
     for (const CacheGroup& group : *c_.groups) {
       if (!group.rules->traits.appends) continue;
-      taken.grow(c_.rows->held(rows[i], group), group, start, start + num_slots[i]);
+      taken.grow(c_.held(rows[i], group), group, start, start + num_slots[i]);
     }
     most = std::max(most, taken.num());
   }
@@ -148,7 +148,7 @@ std::vector<bool> RowSwap::leave(const StepRequest& request) {
   for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
     const int32_t row = request.swap_out_rows[i];
     have_left.push_back(leave(row));
-    if (have_left.back()) c_.journal->note_swapped(row, (*c_.rows)[row]);
+    if (have_left.back()) c_.journal->note_swapped(row, c_.row(row));
   }
   begin();
   return have_left;
@@ -157,8 +157,8 @@ std::vector<bool> RowSwap::leave(const StepRequest& request) {
 void RowSwap::answer(const StepRequest& request, const std::vector<bool>& have_left) {
   for (size_t i = 0; i < have_left.size(); ++i) {
     const int32_t row = request.swap_out_rows[i];
-    c_.plan->answer(row, have_left[i] ? Status::kServed : Status::kWait,
-                    (*c_.rows)[row].num_computed, /*num_tokens=*/0);
+    c_.plan->answer(row, have_left[i] ? Status::kServed : Status::kWait, c_.row(row).num_computed,
+                    /*num_tokens=*/0);
   }
   begin();  // rows that move later belong to another step
 }
@@ -208,12 +208,12 @@ BlockId RowSwap::page_of(BlockId id) const {
 
 // Lookahead blocks have no content, so they are only released.
 void RowSwap::move_out(int32_t row, const Departure& departure) {
-  take_pages(departure, /*is_cached=*/(*c_.rows)[row].by_step());
+  take_pages(departure, /*is_cached=*/c_.row(row).by_step());
   const std::vector<BlockId> released = c_.rows->tail_first(row, /*with_all=*/true);
   for (const CacheGroup& group : *c_.groups) {
-    RowBlocks& each = c_.rows->held(row, group);
+    RowBlocks& each = c_.held(row, group);
     // The journal records the blocks, because the row no longer holds them.
-    for (BlockId id : group.rules->leave_device((*c_.rows)[row], group, &each)) {
+    for (BlockId id : group.rules->leave_device(c_.row(row), group, &each)) {
       c_.note_dropped(row, group, each.num_dropped, id);
     }
     each.resize(std::max(each.num_dropped, c_.rows->num_written(row, group)));
@@ -229,8 +229,8 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
   c_.frees->release_or_defer(released.data(), static_cast<int64_t>(released.size()),
                              c_.journal->numbers().num_steps);
   c_.rows->disturb(row);
-  (*c_.rows)[row].state = RowState::kOnHost;
-  (*c_.rows)[row].num_drafts = 0;
+  c_.row(row).state = RowState::kOnHost;
+  c_.row(row).num_drafts = 0;
 }
 
 // Takes a reference to the page of each block. Blocks without a page are copied to new pages, which
@@ -290,7 +290,7 @@ bool RowSwap::shares_onboard(const CacheGroup& group, int64_t column, int64_t st
 void RowSwap::move_in(int32_t row, int64_t start, const Return& back) {
   std::vector<BlockId> left;  // pages that the row no longer holds
   for (const CacheGroup& group : *c_.groups) {
-    RowBlocks& each = c_.rows->held(row, group);
+    RowBlocks& each = c_.held(row, group);
     for (; each.num_dropped < back.first[group.id]; ++each.num_dropped) {
       left.push_back(std::exchange(each[each.num_dropped], kNullBlock));
     }
@@ -311,7 +311,7 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return& back) {
     }
   }
   arrive(row, &left);
-  c_.journal->note_swapped(row, (*c_.rows)[row]);
+  c_.journal->note_swapped(row, c_.row(row));
 }
 
 // A state that continues in a new page is loaded there. It is the only page of its row.
@@ -325,7 +325,7 @@ void RowSwap::leave_to_growth(RowBlocks* each) {
 void RowSwap::load_all(int32_t row) {
   std::vector<BlockId> left;
   for (const CacheGroup& group : *c_.groups) {
-    RowBlocks& each = c_.rows->held(row, group);
+    RowBlocks& each = c_.held(row, group);
     each.state_start = 0;
     int64_t first_own = each.size(), num_own = 0;  // blocks that no other row has loaded
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
@@ -365,8 +365,8 @@ BlockId RowSwap::new_block(BlockId page) {
 void RowSwap::arrive(int32_t row, std::vector<BlockId>* left) {
   std::reverse(left->begin(), left->end());
   c_.host->pages().release(left->data(), static_cast<int64_t>(left->size()));
-  (*c_.rows)[row].state = RowState::kRunning;
-  (*c_.rows)[row].expect_shared();
+  c_.row(row).state = RowState::kRunning;
+  c_.row(row).expect_shared();
 }
 
 // Marks the blocks that were loaded outside of a step as unpublished, except the first `num_shared`
@@ -374,8 +374,8 @@ void RowSwap::arrive(int32_t row, std::vector<BlockId>* left) {
 // is shared with another row.
 void RowSwap::note_returned(int32_t row, const CacheGroup& group, int64_t num_shared,
                             bool is_whole) {
-  const int64_t num_full = (*c_.rows)[row].num_computed / group.block_size;
-  c_.rows->held(row, group).num_published = is_whole ? std::min(num_shared, num_full) : num_full;
+  const int64_t num_full = c_.row(row).num_computed / group.block_size;
+  c_.held(row, group).num_published = is_whole ? std::min(num_shared, num_full) : num_full;
 }
 
 }  // namespace kvcache

@@ -32,8 +32,7 @@ class RowSwap {
   RowSwap(const RowContext& context, Publisher* publisher, RowRelease* release)
       : c_(context), publisher_(publisher), release_(release) {}
 
-  // Returns the number of blocks with KV that these rows hold. All rows must be on the same tier.
-  // Shared blocks are counted once.
+  // See Manager.
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
 
   // Numbers of device blocks. `alone`: assumes that the device holds nothing else.

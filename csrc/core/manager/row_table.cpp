@@ -8,6 +8,14 @@
 
 namespace kvcache {
 
+std::vector<int32_t> RowTable::in_use() const {
+  std::vector<int32_t> rows;
+  for (int32_t row = 0; row < size(); ++row) {
+    if (is_in_use(row)) rows.push_back(row);
+  }
+  return rows;
+}
+
 int32_t RowTable::take() {
   ++num_in_use_;
   int32_t row = size();

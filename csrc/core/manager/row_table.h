@@ -31,6 +31,7 @@ class RowTable {
   int32_t size() const { return static_cast<int32_t>(rows_.size()); }  // including free rows
   int64_t num_in_use() const { return num_in_use_; }
   bool is_in_use(int32_t row) const { return rows_[row].chain != nullptr; }
+  std::vector<int32_t> in_use() const;  // in ascending order
   // Whether the row still belongs to this admission.
   bool is_still(int32_t row, int64_t admission) const {
     return is_in_use(row) && rows_[row].admission == admission;

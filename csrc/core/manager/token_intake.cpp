@@ -12,7 +12,7 @@ void TokenIntake::take_in(const StepRequest& request) const {
     hash_ahead(request);
     // Checks again, because a signal handler may have appended tokens while another chain was
     // hashed.
-    for (const NewRow& row : request.new_rows) c_.checks->check_new(*row.chain);
+    for (const NewRow& row : request.new_rows) checks_->check_new(*row.chain);
   } catch (...) {
     take_back_ids(request, request.num_rows);
     throw;
@@ -20,7 +20,7 @@ void TokenIntake::take_in(const StepRequest& request) const {
 }
 
 bool TokenIntake::must_hash(const TokenChain& chain, bool reads) const {
-  return is_enabled_ && (reads || chain.write_cache()) && chain.has_unhashed_blocks();
+  return publisher_->is_enabled() && (reads || chain.write_cache()) && chain.has_unhashed_blocks();
 }
 
 void TokenIntake::hash_ahead(TokenChain& chain, bool reads) const {
@@ -35,7 +35,7 @@ void TokenIntake::hash_written(std::vector<TokenChain*> chains) const {
 
 // Hashes the blocks that may have been filled by tokens that arrived after the row was last served.
 void TokenIntake::hash_filled(int32_t row) const {
-  if (c_.publisher->may_publish(row)) hash_ahead(*(*c_.rows)[row].chain, /*reads=*/false);
+  if (publisher_->may_publish(row)) hash_ahead(*c_.row(row).chain, /*reads=*/false);
 }
 
 void TokenIntake::hash_ahead(const StepRequest& request) const {
@@ -44,7 +44,7 @@ void TokenIntake::hash_ahead(const StepRequest& request) const {
     if (must_hash(chain, reads)) chains.push_back(&chain);
   };
   for (int64_t i = 0; i < request.num_rows; ++i) {
-    const Row& row = (*c_.rows)[request.rows[i]];
+    const Row& row = c_.row(request.rows[i]);
     // In most steps, a row fills no block, so its chain is not accessed.
     if (row.num_computed + request.num_tokens[i] >= row.next_publish) {
       add(*row.chain, /*reads=*/false);
@@ -52,7 +52,7 @@ void TokenIntake::hash_ahead(const StepRequest& request) const {
   }
   for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
     const int32_t row = request.swap_out_rows[i];
-    if (c_.publisher->may_publish(row)) add(*(*c_.rows)[row].chain, /*reads=*/false);
+    if (publisher_->may_publish(row)) add(*c_.row(row).chain, /*reads=*/false);
   }
   for (const NewRow& row : request.new_rows) add(*row.chain, row.reads());
   TokenChain::hash_all(chains.data(), chains.size());
@@ -64,8 +64,8 @@ void TokenIntake::append_ids(const StepRequest& request) const {
   int64_t i = 0;
   try {
     for (; i < request.num_rows; ++i) {
-      const int64_t n = request.num_token_ids == nullptr ? 1 : request.num_token_ids[i];
-      if (n > 0) (*c_.rows)[request.rows[i]].chain->append(ids, n);
+      const int64_t n = request.num_ids_of(i);
+      if (n > 0) c_.row(request.rows[i]).chain->append(ids, n);
       ids += n;
     }
   } catch (...) {
@@ -80,16 +80,14 @@ void TokenIntake::take_back_ids(const StepRequest& request, int64_t num_rows) co
 
 void TokenIntake::take_back_ids_of(const StepRequest& request, int64_t i) const {
   if (request.num_ids == 0) return;
-  const int64_t n = request.num_token_ids == nullptr ? 1 : request.num_token_ids[i];
-  if (n > 0) (*c_.rows)[request.rows[i]].chain->take_back(n);
+  const int64_t n = request.num_ids_of(i);
+  if (n > 0) c_.row(request.rows[i]).chain->take_back(n);
 }
 
 // The hashes are needed because dropped blocks are known only by their hashes, and because
 // restarted rows look up their own.
 void TokenIntake::hash_rows() const {
-  for (int32_t row = 0; row < c_.rows->size(); ++row) {
-    if (c_.rows->is_in_use(row)) hash_ahead(*(*c_.rows)[row].chain, /*reads=*/true);
-  }
+  for (int32_t row : c_.rows->in_use()) hash_ahead(*c_.row(row).chain, /*reads=*/true);
   for (const StepJournal::Step& step : c_.journal->in_flight()) {
     for (const StepJournal::Dropped& each : step.dropped) hash_ahead(*each.chain, /*reads=*/true);
   }

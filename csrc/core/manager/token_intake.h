@@ -12,22 +12,15 @@
 #include "core/hashing/token_chain.h"
 #include "core/manager/publisher.h"
 #include "core/manager/request_checks.h"
-#include "core/manager/row_table.h"
-#include "core/manager/step_journal.h"
+#include "core/manager/row_context.h"
 #include "core/manager/step_request.h"
 
 namespace kvcache {
 
 class TokenIntake {
  public:
-  struct Context {
-    const RowTable* rows;
-    const Publisher* publisher;
-    const StepJournal* journal;
-    const RequestChecks* checks;
-  };
-  TokenIntake(const Context& context, bool enable_caching)
-      : c_(context), is_enabled_(enable_caching) {}
+  TokenIntake(const RowContext& context, const Publisher* publisher, const RequestChecks* checks)
+      : c_(context), publisher_(publisher), checks_(checks) {}
 
   // Appends all ids of the step and computes the hashes that it needs. On an error or interruption,
   // removes all ids again. take_back_ids_of removes the ids of the i-th row.
@@ -46,8 +39,9 @@ class TokenIntake {
   void append_ids(const StepRequest& request) const;
   void take_back_ids(const StepRequest& request, int64_t num_rows) const;
 
-  Context c_;
-  bool is_enabled_;
+  RowContext c_;
+  const Publisher* publisher_;
+  const RequestChecks* checks_;
 };
 
 }  // namespace kvcache

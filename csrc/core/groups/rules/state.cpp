@@ -226,8 +226,10 @@ void StateRules::publish_left(Publishing* publishing, int32_t row, const CacheGr
     each.num_published = std::max(each.num_published, num_passed);
     return;
   }
-  const auto num_known = static_cast<int64_t>(r.chain->known_hashes().size());
-  if (num_passed <= each.num_published || num_passed * group.num_hashes > num_known) return;
+  if (num_passed <= each.num_published ||
+      num_passed * group.num_hashes > r.chain->num_known_hashes()) {
+    return;
+  }
   if (group.may_be_hit(num_passed - 1, publishing->info(row).retained)) {
     publishing->publish_run(row, group, num_passed - 1, &page, 1);
   }
@@ -242,7 +244,7 @@ void StateRules::keep(Publishing* publishing, int32_t row, const CacheGroup& gro
   const int64_t hash_block_size = group.block_size / group.num_hashes;
   const int64_t num_hashed = r.num_computed / hash_block_size;
   if (r.num_drafts > 0) return;  // not a step of a prompt
-  if (num_hashed > static_cast<int64_t>(r.chain->known_hashes().size())) return;
+  if (num_hashed > r.chain->num_known_hashes()) return;
   if (r.next_publish == kUnbounded || num_hashed <= each.num_partial) return;
   each.num_partial = static_cast<int32_t>(num_hashed);
   const AdmissionInfo& info = publishing->info(row);
@@ -250,7 +252,7 @@ void StateRules::keep(Publishing* publishing, int32_t row, const CacheGroup& gro
       r.num_computed > info.num_prompt || !group.may_hit_part(r.num_computed, info.retained)) {
     return;
   }
-  const Hash& hash = r.chain->known_hashes()[static_cast<size_t>(num_hashed - 1)];
+  const Hash& hash = r.chain->known_hash(num_hashed - 1);
   if (publishing->has_part(hash, group)) return;
   publishing->publish_part(row, group, each.num_dropped, num_hashed - 1);
   each.keeps_state = true;
