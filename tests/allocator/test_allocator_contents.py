@@ -32,8 +32,17 @@ from kvcache import (
     host_eviction_names,
 )
 from kvcache.allocator import RequestState, check_invariants
-from tests.machinery.allocator_driver import FULL, MIXES, Chooser, _window, groups_of
-from tests.machinery.model import CIRCULAR, ENCODER, STATE, ModelGroup
+from tests.machinery.group_mixes import (
+    CIRCULAR,
+    ENCODER,
+    FULL,
+    MIXES,
+    STATE,
+    Chooser,
+    ModelGroup,
+    groups_of,
+    window_of,
+)
 from tests.machinery.shared import sampled
 
 NUM_SEEDS, SEEDS_PER_TEST, NUM_OPERATIONS = 150, 25, 150
@@ -44,8 +53,8 @@ MOST_STEPS_BACK = 60
 BAD = "bad"  # marks content that must never be read
 KV_MIXES = [
     *(mix for mix in MIXES if all(kind.model(size).pages != ENCODER for kind, size in mix[0])),
-    ([(FULL, 8), (_window(9), 12)], 2),
-    ([(_window(20), 4), (_window(6), 8)], None),
+    ([(FULL, 8), (window_of(9), 12)], 2),
+    ([(window_of(20), 4), (window_of(6), 8)], None),
 ]
 
 Content = tuple[int, ...] | str | None

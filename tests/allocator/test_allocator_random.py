@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the manager with a simple reference model over 96,000 random operations on mixed groups.
+"""Checks laws of the manager over 96,000 random operations on mixed groups.
 
 Failures found by random runs are kept as fixed cases in test_groups.py, test_manager_life.py and
 test_hybrid_replay.py ("found by a random run"). Seeds are not kept, because the operations that a
@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.machinery.allocator_driver import MIXES, OPERATIONS_PER_SEED, Chooser, Driver, drive
+from tests.machinery.allocator_driver import OPERATIONS_PER_SEED, Driver, drive
+from tests.machinery.group_mixes import MIXES, Chooser
 from tests.machinery.shared import sampled
 
 NUM_SEEDS = 192  # 96,000 operations including exhaustive tests; `make soak` runs more
@@ -20,7 +21,7 @@ SEEDS_PER_TEST = len(MIXES)  # covers every mix of groups once
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", sampled(range(0, NUM_SEEDS, SEEDS_PER_TEST)))
-def test_random_operations_agree_with_the_model(first):
+def test_random_operations_keep_the_laws(first):
     print(f"seeds {first} to {first + SEEDS_PER_TEST - 1}, {OPERATIONS_PER_SEED} operations each")
     for seed in range(first, first + SEEDS_PER_TEST):
         drive(seed, OPERATIONS_PER_SEED)
@@ -36,7 +37,7 @@ class HypothesisChooser(Chooser):
         return self.data.draw(st.integers(least, most))
 
 
-class ManagerAgainstModel(RuleBasedStateMachine):
+class ManagerUnderLaws(RuleBasedStateMachine):
     """Hypothesis chooses the operations and shrinks failing sequences."""
 
     @initialize(data=st.data())
@@ -69,5 +70,5 @@ class ManagerAgainstModel(RuleBasedStateMachine):
         self.run(data, operation)
 
 
-TestManagerAgainstModel = ManagerAgainstModel.TestCase
-TestManagerAgainstModel.settings = settings(stateful_step_count=30)
+TestManagerUnderLaws = ManagerUnderLaws.TestCase
+TestManagerUnderLaws.settings = settings(stateful_step_count=30)

@@ -7,8 +7,8 @@ import pytest
 
 from kvcache import Admit, GroupSpec, KVCacheManager, Request, Status, StepReport
 from kvcache.allocator import check_invariants
-from tests.machinery.allocator_driver import LONGEST, MIXES, Chooser, groups_of
-from tests.machinery.model import CIRCULAR, ENCODER
+from tests.machinery.allocator_driver import LONGEST
+from tests.machinery.group_mixes import CIRCULAR, ENCODER, MIXES, Chooser, groups_of
 from tests.machinery.shared import manager_of, sampled
 
 SEEDS_PER_TEST = 50

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the same random calls to the manager and to its plain model, and compares every result.
+"""Makes random calls to a manager with a mix of groups, and checks laws that a caller can observe.
+
+The driver knows what a caller knows: its requests, their tokens, and the plans. It does not predict
+block ids. For one group, `kernel_driver` predicts them, with docs/kernel_in_200_lines.py as the oracle;
+`test_allocator_contents` checks what each page contains.
 
 The choices are drawn either by hypothesis, which shrinks failing examples, or from a seeded
 generator, which is faster. An error names the seed of the failing run. Add a regression test for
@@ -10,273 +14,127 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import random
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import gcd, lcm
 
 import pytest
 
-from kvcache import (
-    Admit,
-    External,
-    GroupSpec,
-    KVCacheManager,
-    Request,
-    Status,
-    StepReport,
-    hash_blocks,
-)
+from kvcache import Admit, External, KVCacheManager, Request, Status, StepReport, hash_blocks
 from kvcache.allocator import RequestState, check_invariants
 from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvcache.kinds import AttentionKind, register
-from tests.machinery.model import (
+from tests.machinery import kernel_driver
+from tests.machinery.group_mixes import (
     CIRCULAR,
     ENCODER,
+    MIXES,
     STATE,
     TOKENS,
-    ModelGroup,
-    ModelManager,
-    ModelRequest,
+    Chooser,
+    ceil_div,
+    groups_of,
 )
-
-
-@register("test_sinks_and_stride")
-class Strided(AttentionKind):
-    """A user-defined attention kind. A token attends to the earlier tokens of its own stride and to
-    all tokens of the previous stride.
-    """
-
-    def __init__(self, *, stride: int) -> None:
-        super().__init__()
-        self.stride = stride
-
-    def first_needed_token(self, num_computed_tokens: int) -> int:
-        return max(num_computed_tokens // self.stride - 1, 0) * self.stride
-
-
-class Chooser:
-    """Draws choices from a seeded generator."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def integer(self, least: int, most: int) -> int:
-        return self._random.randint(least, most)
-
-    def pick(self, values: Sequence):
-        return values[self.integer(0, len(values) - 1)]
-
-    def chance(self, one_in: int) -> bool:
-        return self.integer(1, one_in) == 1
-
-
-@dataclass(frozen=True)
-class Kind:
-    spec: Callable[[int], GroupSpec]  # a function of the block size
-    model: Callable[[int], ModelGroup]
-
-
-def _window(window: int) -> Kind:
-    return Kind(
-        lambda size: GroupSpec("sliding_window", size, {"window": window}),
-        lambda size: ModelGroup(size, lambda n: max(n - window + 1, 0), sparse=True),
-    )
-
-
-FULL = Kind(
-    lambda size: GroupSpec("full_attention", size),
-    lambda size: ModelGroup(size, keeps_all=True),
-)
-UNCACHED = Kind(
-    lambda size: GroupSpec("full_attention", size, cached=False),
-    lambda size: ModelGroup(size, keeps_all=True, cached=False),
-)
-UNCACHED_WINDOW = Kind(
-    lambda size: GroupSpec("sliding_window", size, {"window": 6}, cached=False),
-    lambda size: ModelGroup(size, lambda n: max(n - 5, 0), cached=False),
-)
-
-
-def _circular(window: int, buffer: int, cached: bool) -> Kind:
-    return Kind(
-        lambda size: GroupSpec(
-            "circular_window", size, {"window": window, "buffer": buffer}, cached=cached
-        ),
-        lambda size: ModelGroup(
-            size,
-            lambda n: max(n - window + 1, 0),
-            CIRCULAR,
-            cached=False,
-            buffer=buffer,
-            ends_caching=cached,
-        ),
-    )
-
-
-def _chunked(chunk: int) -> Kind:
-    return Kind(
-        lambda size: GroupSpec("chunked_local", size, {"chunk_size": chunk}),
-        lambda size: ModelGroup(size, lambda n: n // chunk * chunk),
-    )
-
-
-CHUNKED = _chunked(10)
-
-
-def _recurrent(num_speculative: int) -> Kind:
-    options = {"num_speculative_blocks": num_speculative} if num_speculative else {}
-    return Kind(
-        lambda size: GroupSpec("recurrent", size, options),
-        lambda size: ModelGroup(
-            size, lambda n: max(n - 1, 0), STATE, num_speculative=num_speculative, sparse=True
-        ),
-    )
-
-
-RECURRENT, RECURRENT_1, RECURRENT_3 = _recurrent(0), _recurrent(1), _recurrent(3)
-CROSS = Kind(
-    lambda size: GroupSpec("cross_attention", size),
-    lambda size: ModelGroup(size, pages=ENCODER),
-)
-STRIDED = Kind(
-    lambda size: GroupSpec("test_sinks_and_stride", size, {"stride": 6}),
-    lambda size: ModelGroup(size, lambda n: max(n // 6 - 1, 0) * 6),
-)
-
-# Manager configurations to drive: (kinds with block sizes, hash block size).
-MIXES = [
-    ([(FULL, 4)], None),
-    ([(_window(6), 4)], None),
-    ([(FULL, 4), (_window(6), 4)], None),
-    ([(FULL, 4), (_window(5), 2), (CHUNKED, 4)], None),
-    ([(FULL, 4), (RECURRENT, 4)], None),
-    ([(RECURRENT, 4), (_window(9), 2), (RECURRENT, 4)], None),
-    ([(FULL, 8)], 2),
-    ([(FULL, 8), (_window(5), 4)], 2),
-    ([(CHUNKED, 8), (_window(7), 8)], 4),
-    ([(FULL, 8), (RECURRENT, 4)], 2),
-    ([(FULL, 4), (CROSS, 2)], None),
-    ([(STRIDED, 4), (FULL, 2)], None),
-    ([(_window(1), 2), (STRIDED, 2)], 1),
-    ([(FULL, 8), (FULL, 12)], 2),
-    ([(FULL, 6), (_window(7), 4)], None),
-    ([(FULL, 12), (RECURRENT, 8)], 2),
-    ([(RECURRENT, 12), (_window(5), 4), (FULL, 8)], 2),
-    ([(RECURRENT, 8), (RECURRENT, 6)], 2),
-    ([(FULL, 4), (UNCACHED, 6)], None),
-    ([(FULL, 8), (UNCACHED_WINDOW, 4), (RECURRENT, 4)], 2),
-    ([(UNCACHED, 4), (UNCACHED_WINDOW, 2)], None),
-    ([(FULL, 4), (_circular(6, 13, True), 2)], None),
-    ([(FULL, 8), (_circular(5, 12, False), 4), (_window(6), 4)], 2),
-    ([(FULL, 4), (RECURRENT_1, 4)], None),
-    ([(FULL, 4), (RECURRENT_3, 4)], None),
-    ([(RECURRENT_3, 2), (_window(9), 2), (RECURRENT_3, 4)], None),
-    ([(RECURRENT_3, 1), (FULL, 2)], None),
-    ([(FULL, 8), (RECURRENT_3, 4), (RECURRENT_1, 6)], 2),
-    ([(RECURRENT_3, 12), (_window(5), 4), (FULL, 8)], 2),
-    ([(FULL, 4), (_chunked(3), 8)], 1),
-    ([(FULL, 2), (_window(6), 8)], None),
-    ([(FULL, 2), (RECURRENT, 4)], 2),
-]
-
-
-def groups_of(
-    choose: Chooser, kinds: Sequence[tuple[Kind, int]]
-) -> tuple[list[GroupSpec], list[ModelGroup]]:
-    """Return the groups of a mix and the matching model groups. Some groups are randomly marked as
-    used by a drafter.
-    """
-    specs, groups = [], []
-    for kind, size in kinds:
-        group = kind.model(size)
-        drafts = group.pages == TOKENS and choose.chance(8)
-        options = {"drafts": drafts, "transferred": not choose.chance(8)}
-        specs.append(replace(kind.spec(size), **options))
-        groups.append(replace(group, **options))
-    return specs, groups
-
 
 ENGINE = "engine:blake2b"  # block hashes are supplied with each request
 LONGEST = 40
 OPERATIONS_PER_SEED = 500
 
 
+@dataclass(eq=False)
+class Running:
+    """What the caller knows about a request that has a row."""
+
+    request: Request
+    by_step: bool
+    start: int  # first token of the last step that served the row
+    sure: int  # tokens before this one are not drafts
+    num_drafts: int = 0  # of the last step, if groups keep the states of drafts
+    received: tuple[int, int] = (0, 0)  # hit length and number of external tokens in transfer
+    is_disturbed: bool = False  # something was aborted or invalid since the row began to receive
+    is_stale: bool = False
+
+
 class Driver:
-    """The state of a run: a manager, its model, the block tables of a simulated worker, and the
-    live requests.
-    """
+    """A manager, the block tables of a simulated worker, and the requests of a caller."""
 
     def __init__(self, choose: Chooser, mix: tuple | None = None) -> None:
         self.choose = choose
         kinds, hash_block_size = choose.pick(MIXES) if mix is None else mix
-        num_blocks = choose.integer(6, 20) * len(kinds)
-        options = {
-            "max_num_reqs": choose.integer(2, 6),
-            "num_preallocate_tokens": choose.pick([0, 0, 5, 12]),
-            "hash_block_size": hash_block_size,
-            "fence_frees": choose.chance(4),
-            "enable_caching": not choose.chance(10),
-        }
-        specs, groups = groups_of(choose, kinds)
-        if choose.chance(3) and any(group.sparse and group.cached for group in groups):
-            unit = ModelManager(groups, 2, LONGEST, hash_block_size=hash_block_size).unit
-            options["retention_interval"] = unit * choose.pick([0, 0, 1, 2, 3])
-        if choose.chance(2):
-            options |= {
-                "num_host_blocks": choose.integer(2, 30) * len(kinds),
-                "host_write": choose.pick(["back", "back", "through"]),
-            }
+        self.num_blocks = choose.integer(6, 20) * len(kinds)
+        specs, self.groups = groups_of(choose, kinds)
+        sizes = [group.block_size for group in self.groups]
+        self.hash_size = hash_block_size or gcd(*sizes)
+        of_tokens = [g for g in self.groups if g.pages not in (ENCODER, CIRCULAR)]
+        self.cached_groups = [g for g, each in enumerate(self.groups) if each.cached]
+        self.whole_unit = lcm(*(g.block_size for g in of_tokens))
+        self.unit = lcm(
+            *(
+                self.hash_size
+                if hash_block_size and self.hash_size < g.block_size
+                else g.block_size
+                for g in of_tokens
+                if g.cached
+            )
+        )
+        self.fence_frees, self.num_preallocate = choose.chance(4), choose.pick([0, 0, 5, 12])
+        self.max_num_reqs, self.watermark = choose.integer(2, 6), choose.pick([0.0, 0.0, 0.2])
+        enable_caching = not choose.chance(10)
+        self.caching = enable_caching and not any(group.ends_caching for group in self.groups)
+        self.retention_interval = None
+        if choose.chance(3) and any(group.sparse and group.cached for group in self.groups):
+            self.retention_interval = self.unit * choose.pick([0, 0, 1, 2, 3])
+        self.num_host = choose.integer(2, 30) * len(kinds) if choose.chance(2) else 0
         self.algorithm = choose.pick([DEFAULT_ALGORITHM, "xxh3_128_cbor", ENGINE])
         self.hash_bytes = choose.pick([5, 16, 31, 32]) if self.algorithm == ENGINE else None
-        watermark = choose.pick([0.0, 0.0, 0.2])
-        prefault = choose.chance(2)
+        host_write, prefault = choose.pick(["back", "back", "through"]), choose.chance(2)
 
         def make_manager() -> KVCacheManager:
             return KVCacheManager.for_groups(
                 specs,
-                num_blocks,
+                self.num_blocks,
                 LONGEST,
-                watermark=watermark,
+                max_num_reqs=self.max_num_reqs,
+                num_preallocate_tokens=self.num_preallocate,
+                hash_block_size=hash_block_size,
+                fence_frees=self.fence_frees,
+                enable_caching=enable_caching,
+                retention_interval=self.retention_interval,
+                num_host_blocks=self.num_host,
+                host_write=host_write,
+                watermark=self.watermark,
                 enable_events=True,
                 prefault=prefault,
                 hash_algorithm=self.algorithm,
                 hash_bytes=self.hash_bytes,
-                **options,
             )
 
-        self.make_manager = make_manager
-        self.manager = make_manager()
-        self.model = ModelManager(
-            groups,
-            num_blocks,
-            LONGEST,
-            watermark_blocks=int(watermark * num_blocks),
-            **options,
-        )
-        self.has_state = any(group.pages == STATE for group in self.model.groups)
+        self.make_manager, self.manager = make_manager, make_manager()
+        states = [group.num_speculative for group in self.groups if group.pages == STATE]
+        self.has_state, self.max_drafts = bool(states), min(states, default=0)
         self.takes_external = not any(  # same condition as the native `is_cached`
             group.cached and not group.transferred and group.pages not in (ENCODER, CIRCULAR)
-            for group in groups
+            for group in self.groups
         )
-        self.has_encoder = any(group.pages == ENCODER for group in self.model.groups)
+        self.has_encoder = any(group.pages == ENCODER for group in self.groups)
         self.num_groups = len(kinds)
-        self.requests: dict[int, tuple[Request, ModelRequest]] = {}  # row -> (request, its model)
-        self.waiting: list[tuple[Request, ModelRequest]] = []
-        self.kept: list[Request] = []  # freed requests whose blocks are kept for a connector
+        self.rows: dict[int, Running] = {}
+        self.waiting: list[Request] = []
+        self.kept: list[tuple[Request, set[int]]] = []  # freed requests, blocks held for connectors
+        self.loads: dict[int, set[int]] = {}  # step -> destinations of its swap-ins
         self.tables: dict[int, list[list[int]]] = {}
         self.before: dict[int, dict] = {}  # step -> block tables before that step
-        self.fresh: dict[int, set[int]] = {}  # step -> new blocks that its plan listed
-        self.aborted: set[int] = set()  # new blocks of plans aborted since the last step
-        self.count = 0
+        self.num_steps = self.num_completed = self.count = 0
+        self.aborted: set[int] = set()  # steps
         self.hashes: dict[tuple, bytes] = {}  # prefix -> hash
+        self.prefixes: dict[bytes, tuple] = {}  # hash -> prefix
+        self.view: set[tuple] = set()  # (medium, group, hash) of what events say is cached
         self.operations = [
             (10, self.step),
             (3, self.free),
             (3, self.tokens_arrive),
-            (2 if self.model.host is None else 5, self.report),
+            (5 if self.num_host else 2, self.report),
             (2, self.fork),
             (1, self.abort),
             (1, self.invalidate),
@@ -287,43 +145,36 @@ class Driver:
             (1, self.release_blocks),
         ]
         if not self.has_state:
-            self.operations += [
-                (2, self.admit_alone),
-                (3, self.extend),
-                (2, self.advance),
-            ]
-        if not self.has_state or self.model.max_drafts:
+            self.operations += [(2, self.admit_alone), (3, self.extend), (2, self.advance)]
+        if not self.has_state or self.max_drafts:
             self.operations += [(1, self.reject)]
         self.weighted = [each for weight, each in self.operations for _ in range(weight)]
 
     def run(self, num_operations: int) -> None:
-        """Run random operations and compare the full state after each one."""
+        """Run random operations and check the laws after each one."""
         for _ in range(num_operations):
             self.choose.pick(self.weighted)()
             self.compare()
 
     # Requests --------------------------------------------------------------------------------------
 
-    def new_request(self) -> tuple[Request, ModelRequest]:
+    def new_request(self) -> Request:
         """Return a new request or repeat an earlier one."""
         choose = self.choose
-        again = [pair for pair in self.waiting if len(pair[1].tokens) <= LONGEST]
+        again = [request for request in self.waiting if request.num_tokens <= LONGEST]
         if again and choose.chance(2):
-            pair = choose.pick(again)
-            self.waiting.remove(pair)
-            return pair
+            request = choose.pick(again)
+            self.waiting.remove(request)
+            return request
         length, differs = choose.integer(1, LONGEST), choose.pick([0, 3, 7, 16, 99, 99, 99])
         tokens = [self.token(i, differs) for i in range(length)]
         reads, writes = choose.pick([(1, 1), (1, 1), (1, 1), (0, 1), (1, 0)])
-        encoder = choose.pick([0, 3, 5]) if self.has_encoder else 0
-        request = self.make_request(
+        return self.make_request(
             tokens,
             read_cache=bool(reads),
             write_cache=bool(writes),
-            num_encoder_tokens=encoder,
+            num_encoder_tokens=choose.pick([0, 3, 5]) if self.has_encoder else 0,
         )
-        can = not encoder
-        return request, ModelRequest(tokens, bool(reads) and can, bool(writes) and can, encoder)
 
     def make_request(self, tokens: list[int], **options) -> Request:
         """Make a request. In a mix with engine hashes, supply the request's block hashes."""
@@ -334,598 +185,630 @@ class Driver:
         return request
 
     def extend_hashes(self, request: Request, tokens: list[int]) -> None:
-        """Append the hashes of new tokens to the request, as an engine does before it reports the
-        tokens.
+        """Note the hashes of the tokens, and append them to the request, as an engine does before it
+        reports the tokens.
         """
+        size = self.hash_size
+        hashes = [self.hash_of(tuple(tokens[:n])) for n in range(size, len(tokens) + 1, size)]
         if request.block_hashes is not None:
-            size = self.model.hash_size
-            for n in range(len(request.block_hashes) + 1, len(tokens) // size + 1):
-                request.block_hashes.append(self.hash_of(tuple(tokens[: n * size])))
+            request.block_hashes.extend(hashes[len(request.block_hashes) :])
 
     @staticmethod
     def token(position: int, differs: int) -> int:
         return position + (1000 if position >= differs else 0)
 
-    def later_tokens(self, model: ModelRequest, n: int) -> list[int]:
+    def later_tokens(self, request: Request, n: int) -> list[int]:
         """Return up to `n` new tokens.
 
         The sequence may be one token longer than max_model_len, because the last sampled token is
         not computed.
         """
-        n = min(n, LONGEST + 1 - len(model.tokens))
-        return [self.token(len(model.tokens) + i, 99) for i in range(n)]
+        known = request.num_tokens
+        return [self.token(known + i, 99) for i in range(min(n, LONGEST + 1 - known))]
 
-    def rows(self, by_step: bool) -> dict[int, int]:
+    def computed(self, row: int) -> int:
+        return self.manager.num_computed_tokens(self.rows[row].request)
+
+    def state(self, row: int) -> RequestState:
+        return self.manager.state(self.rows[row].request)
+
+    def on_device(self, by_step: bool | None = None) -> list[int]:
+        """Return the rows that are neither swapped out nor receiving."""
+        return [
+            row
+            for row in sorted(self.rows)
+            if self.state(row) is RequestState.RUNNING and by_step in (None, self.rows[row].by_step)
+        ]
+
+    def room_of_rows(self, by_step: bool) -> dict[int, int]:
         """Return, for each row that is not full, the number of tokens that can still be added."""
         rooms = {
-            row: LONGEST - self.model.rows[row].num_computed
-            for row in sorted(self.requests)
-            if self.model.rows[row].by_step == by_step and not self.model.rows[row].receiving
+            row: LONGEST - self.computed(row)
+            for row in sorted(self.rows)
+            if self.rows[row].by_step == by_step and self.state(row) is not RequestState.RECEIVING
         }
         return {row: room for row, room in rooms.items() if room}
 
-    def record_row(self, pair: tuple, row: int) -> None:
-        """Record whether the request waits or runs, and in which row."""
-        if row >= 0:
-            self.requests[row] = pair
-        else:
-            self.waiting.append(pair)
+    def blocks(self, row: int) -> list[list[int]]:
+        """Return the blocks of a row per group, or [] if it is swapped out."""
+        if self.state(row) is RequestState.SWAPPED_OUT:
+            return []
+        request = self.rows[row].request
+        return [self.manager.block_ids(request, g).tolist() for g in range(self.num_groups)]
+
+    def lowest_free_row(self) -> int:
+        row = min({*range(len(self.rows) + 1)} - self.rows.keys())
+        return row if row < self.max_num_reqs else -1
+
+    # Bounds of correct calls -------------------------------------------------------------------------
+
+    def undecided(self, row: int, start: int, num_known: int) -> int:
+        """Return how many of the first `start` tokens may still be rejected."""
+        if self.max_drafts or num_known >= start:
+            return 0  # with states of drafts, a step knows the result of earlier drafts
+        return min(max(self.computed(row) - self.rows[row].sure, 0), start)
+
+    def most_slots(self, start: int, undecided: int = 0) -> int:
+        """Return the maximum number of slots, including lookahead, of a step from token `start`."""
+        return min(
+            (
+                min(ceil_div(LONGEST, g.block_size), g.num_places()) * g.block_size
+                - (start - g.reads_from(start - undecided))
+                for g in self.groups
+                if g.pages == CIRCULAR
+            ),
+            default=10**9,
+        )
+
+    def most_with_drafts(self, row: int, start: int, num_ids: int = 0) -> int:
+        """Return the maximum number of known tokens and drafts that a step from `start` computes."""
+        known = self.rows[row].request.num_tokens + num_ids
+        return max(known - start, 1) + self.max_drafts if self.max_drafts else LONGEST
+
+    def most_rejected(self, row: int) -> int:
+        """Return how many drafts, none of which is known yet, can be rejected."""
+        each, computed = self.rows[row], self.computed(row)
+        if self.has_state:
+            return min(each.num_drafts, max(computed - max(each.sure, each.request.num_tokens), 0))
+        return max(computed - max(each.sure, each.request.num_tokens), 0)
+
+    def is_decided(self, row: int, back: int, num_ids: int) -> bool:
+        """Whether the row's states can continue, because all drafts are rejected or known."""
+        known = self.rows[row].request.num_tokens + num_ids
+        return self.rows[row].num_drafts - back <= 0 or known >= self.computed(row) - back
+
+    def note_served(self, row: int, start: int, num_known: int) -> None:
+        """Record a step or call that has served a row from `start` on."""
+        each = self.rows[row]
+        each.start, each.sure = start, max(start + 1, num_known)
+        each.num_drafts = max(self.computed(row) - each.sure, 0) if self.max_drafts else 0
+
+    def note_affected(self, affected: dict[str, int]) -> None:
+        """Check where requests continue after an abort or an invalidation."""
+        for row, each in self.rows.items():
+            each.is_disturbed = True
+            if each.request.request_id in affected:
+                assert self.computed(row) == affected[each.request.request_id]
+                each.start = each.sure = self.computed(row)
+                each.num_drafts = 0
 
     # Operations ------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        choose = self.choose
-        rooms = self.rows(by_step=True)
+        choose, manager = self.choose, self.manager
+        rooms = self.room_of_rows(by_step=True)
         rows = [row for row in rooms if not choose.chance(3)]
         leaving = []
-        if self.model.host:
-            leaving = [
-                row
-                for row in sorted(self.requests)
-                if self.model.rows[row].by_step
-                and not self.model.rows[row].on_host
-                and not self.model.rows[row].receiving
-                and choose.chance(6)
-            ]
+        if self.num_host:
+            leaving = [row for row in self.on_device(by_step=True) if choose.chance(6)]
             rows = [row for row in rows if row not in leaving]
         if choose.chance(2):
             rows.reverse()
         counts = [
             choose.integer(0, min(rooms[row], choose.pick([1, 1, 4, LONGEST]))) for row in rows
         ]
-        counts = [0 if choose.chance(12) else count for count in counts]
         rejected = [0] * len(rows)
         if choose.chance(3):
-            rejected = [choose.integer(0, min(3, self.model.most_rejected(row))) for row in rows]
-        ids = [[] for _ in rows]
+            rejected = [choose.integer(0, min(3, self.most_rejected(row))) for row in rows]
+        ids: list[list[int]] = [[] for _ in rows]
         if choose.chance(2):
             ids = [
-                self.later_tokens(self.requests[row][1], choose.pick([0, 1, 1, 3])) for row in rows
+                self.later_tokens(self.rows[row].request, choose.pick([0, 1, 1, 3])) for row in rows
             ]
-        counts = [
-            min(
-                count,
-                self.most_with_drafts(row, self.model.rows[row].num_computed - back, len(new)),
-            )
-            for row, count, back, new in zip(rows, counts, rejected, ids)
-        ]
-        counts = [
-            count if self.model.is_decided(row, back, len(new)) else 0
-            for row, count, back, new in zip(rows, counts, rejected, ids)
-        ]
-        pairs = [self.new_request() for _ in range(choose.pick([0, 0, 1, 1, 2, 3]))]
-        limits = [choose.pick([1, 4, 8, LONGEST, LONGEST]) for _ in pairs]
-        ahead = [choose.pick([0, 0, 0, 3, 9]) for _ in range(len(rows) + len(pairs))]
-        most, undecided = [], []
-        for row, back, new in zip(rows, rejected, ids):
-            state = self.model.rows[row]
-            start, known = state.num_computed - back, len(state.request.tokens) + len(new)
-            undecided.append(self.model.undecided(row, start, known))
-            most.append(self.model.most_slots(start, undecided[-1]))
-        most += [self.model.most_slots(0)] * len(pairs)
-        reserved = choose.pick([0, 0, 0, 4])
-        caps = [choose.pick([0, 2, 99, 99]) for _ in pairs]
-        reads, own_reads = self.reads_of_call(pairs)
-        external = [self.num_external(model, cap) for (_, model), cap in zip(pairs, caps)]
+        starts = [self.computed(row) - back for row, back in zip(rows, rejected)]
+        known = [self.rows[row].request.num_tokens + len(new) for row, new in zip(rows, ids)]
+        undecided = [self.undecided(*each) for each in zip(rows, starts, known)]
+        most = [self.most_slots(*each) for each in zip(starts, undecided)]
+        for i, (row, back, new) in enumerate(zip(rows, rejected, ids)):
+            can = self.is_decided(row, back, len(new))
+            counts[i] = min(counts[i], most[i], self.most_with_drafts(row, starts[i], len(new)))
+            counts[i] = counts[i] if can and not choose.chance(12) else 0
+        requests = [self.new_request() for _ in range(choose.pick([0, 0, 1, 1, 2, 3]))]
+        caps = [choose.pick([0, 2, 99, 99]) for _ in requests]
+        is_read = [choose.pick([None, None, True, False]) for _ in requests]
+        hits = [self.hit_tokens(*each) for each in zip(requests, caps, is_read)]
+        external = [self.num_external(*each) for each in zip(requests, hits, is_read)]
         delays = [n > 0 and choose.chance(2) for n in external]
-        for i, ((_, model), cap, n) in enumerate(zip(pairs, caps, external), len(rows)):
-            if n > 0:
-                most[i] = self.model.most_slots(self.model.capped_hit(model, cap)[0] + n)
-        counts = [min(count, n) for count, n in zip(counts, most)]
+        most += [self.most_slots(hit + n if n else 0) for hit, n in zip(hits, external)]
+        limits = [choose.pick([1, 4, 8, LONGEST, LONGEST]) for _ in requests]
         limits = [min(limit, n) for limit, n in zip(limits, most[len(rows) :])]
         limits = [0 if delay else limit for limit, delay in zip(limits, delays)]
-        asked = [*counts, *limits]
-        ahead = [min(each, n - count) for each, n, count in zip(ahead, most, asked)]
-        self.before[self.model.num_steps] = copy.deepcopy(self.tables)
-        for row, new_ids in zip(rows, ids):
-            request, model = self.requests[row]
-            self.extend_hashes(request, model.tokens + new_ids)
-        plan = self.manager.step(
+        ahead = [choose.pick([0, 0, 0, 3, 9]) for _ in most]
+        ahead = [min(n, room - count) for n, room, count in zip(ahead, most, [*counts, *limits])]
+        reserved = choose.pick([0, 0, 0, 4])
+        for row, new in zip(rows, ids):
+            request = self.rows[row].request
+            self.extend_hashes(request, [*request.token_ids.tolist(), *new])
+        asks = [
+            Admit(request, limit, External(*other), n, reserved, cap, reads)
+            for request, limit, other, n, cap, reads in zip(
+                requests, limits, zip(external, delays), ahead[len(rows) :], caps, is_read
+            )
+        ]
+        expected = self.first_status(rows, counts, rejected, ids, ahead, leaving, asks)
+        self.before[self.num_steps] = copy.deepcopy(self.tables)
+        held = {row: self.blocks(row) for row in self.rows}
+        tokens = {row: self.rows[row].request.token_ids.tolist() for row in rows}
+        num_free, is_alone = manager.pool.num_free, self.hold_all(rows) and not any(undecided)
+        plan = manager.step(
             rows,
             counts,
-            new=[
-                Admit(
-                    request,
-                    limits[i],
-                    External(external[i], delays[i]),
-                    ahead[len(rows) + i],
-                    reserved,
-                    caps[i],
-                    None if reads is None else reads[i],
-                )
-                for i, (request, _) in enumerate(pairs)
-            ],
+            new=asks,
             token_ids=[token for each in ids for token in each],
             num_token_ids=[len(each) for each in ids],
             num_rejected_tokens=rejected,
             num_lookahead_tokens=ahead[: len(rows)],
             swap_out=leaving,
         )
-        is_alone = self.hold_all(rows) and not any(undecided)
-        models = [model for _, model in pairs]
-        known = [self.requests[row][1] for row in rows] + models
-        want = self.model.step(
-            rows,
-            counts,
-            ids,
-            rejected,
-            models,
-            limits,
-            ahead,
-            reserved,
-            leaving,
-            caps,
-            external,
-            delays,
-        )
-        for model, own in zip(models, own_reads):
-            model.reads = own
-        assert plan.rows.tolist() == want.rows
-        assert plan.status.tolist() == want.status
-        assert plan.num_computed_tokens.tolist() == want.computed
-        assert plan.num_tokens.tolist() == want.tokens
-        assert (plan.num_running, plan.num_leaving) == (len(rows), len(leaving))
-        assert plan.is_empty == self.changes_nothing(plan)
-        assert plan.clear_rows.tolist() == sorted(want.clear)
-        assert sorted(map(tuple, plan.copy.tolist())) == sorted(want.copy)
-        assert plan.zero.tolist() == want.zero
-        self.check_fresh(plan, want.given)
-        assert list(map(tuple, plan.swap_out.tolist())) == want.swap_out
-        assert list(map(tuple, plan.swap_in.tolist())) == want.swap_in
-        self.check_destinations(plan)
-        self.apply(plan)
-        answers = [*range(len(rows)), *range(len(rows) + len(leaving), len(want.status))]
-        starts = [[want.computed[i]] for i in range(len(rows))] + want.tried
-        has_state = any(group.pages == STATE for group in self.model.groups)
-        for i, tried, model, count, lookahead in zip(answers, starts, known, asked, ahead):
-            for start in tried if want.status[i] == Status.NEVER else ():
-                if has_state and start > 0 and i >= len(rows):
-                    continue  # a state from a hit or an external source needs one more page
-                most = LONGEST if i < len(rows) else len(model.tokens)
-                stop = min(start + max(count, 1), most)
-                self.check_never(model, start, stop, stop - start, lookahead)
-        if is_alone and len(answers) == 1 and not leaving and not reserved and not any(external):
-            assert want.status != [Status.WAIT], "a request that is alone in the pool waits forever"
-        for pair, row in zip(pairs, want.rows[len(rows) + len(leaving) :]):
-            self.record_row(pair, row)
+        assert plan.step_id == self.num_steps
+        self.num_steps += 1
+        self.check_plan(plan)
+        running, left, new = plan.answers
+        assert running.rows.tolist() == rows and left.rows.tolist() == leaving
+        assert running.num_computed_tokens.tolist() == starts
+        if expected is not None:
+            assert [*running.status.tolist(), *new.status.tolist()][0] == expected
+        for i, (row, status) in enumerate(zip(rows, running.status.tolist())):
+            each, is_served = self.rows[row], status == Status.SERVED
+            assert running.num_tokens[i] == counts[i] * is_served
+            if is_served and counts[i]:
+                self.note_served(row, starts[i], known[i])
+                assert self.computed(row) == starts[i] + counts[i]
+                self.check_slots(row, starts[i], ahead[i], undecided[i], held[row])
+                self.check_published(row, starts[i])
+            elif is_served:
+                each.num_drafts -= min(rejected[i], each.num_drafts)
+            else:
+                assert (
+                    self.computed(row) == starts[i] + rejected[i] and self.blocks(row) == held[row]
+                )
+            new_ids = ids[i] if is_served else []
+            assert each.request.token_ids.tolist() == tokens[row] + new_ids
+            if status == Status.NEVER:
+                stop = min(starts[i] + counts[i], LONGEST)
+                self.check_never(each.request, starts[i], stop, counts[i], ahead[i])
+        for row, status in zip(leaving, left.status.tolist()):
+            assert (self.state(row) is RequestState.SWAPPED_OUT) == (status == Status.SERVED)
+            if status == Status.SERVED:
+                self.rows[row].num_drafts = 0
+            else:
+                assert self.blocks(row) == held[row]
+        for i, ask in enumerate(asks):
+            self.note_admitted(ask, [int(each[i]) for each in new], hits[i])
+        if is_alone and len(rows) + len(asks) == 1 and not (leaving or reserved or any(external)):
+            waits = Status.WAIT in plan.status.tolist()
+            assert not waits, "a request that is alone in the pool waits forever"
+        if not leaving and Status.SERVED not in plan.status.tolist():
+            assert manager.pool.num_free == num_free
+
+    def first_status(self, rows, counts, rejected, ids, ahead, leaving, asks) -> Status | None:
+        """Return the status of the step's first request according to `would_fit`, unless it is
+        unknown.
+        """
+        if leaving or (rows and (rejected[0] or ids[0] or not counts[0])):
+            return None
+        if rows:
+            request = self.rows[rows[0]].request
+            ask = Admit(request, counts[0], num_lookahead_tokens=ahead[0])
+            return self.manager.would_fit(ask)
+        if not asks or (asks[0].external.num_tokens and asks[0].external.delayed):
+            return None
+        return self.manager.would_fit(asks[0])
+
+    def note_admitted(self, ask: Admit, answer: list[int], hit: int) -> None:
+        row, status, start, num_tokens = answer
+        request, external = ask.request, ask.external
+        if status == Status.SERVED:
+            assert row == self.lowest_free_row()
+            self.rows[row] = each = Running(
+                request, True, start, max(start + 1, request.num_tokens)
+            )
+            if external.num_tokens:
+                assert start == hit + external.num_tokens
+            if external.delayed:
+                each.received = hit, external.num_tokens
+            stop = start if external.delayed else min(start + ask.num_tokens, request.num_tokens)
+            assert (self.computed(row), num_tokens) == (stop, stop - start)
+            assert (self.state(row) is RequestState.RECEIVING) == external.delayed
+            self.check_slots(row, start, ask.num_lookahead_tokens, 0, [[]] * self.num_groups)
+            if not external.delayed:
+                self.check_published(row, start)
+            return
+        assert (row, num_tokens) == (-1, 0)
+        self.waiting.append(request)
+        has_fewer = self.has_state and start > 0  # a state of a hit needs one page more
+        if status == Status.NEVER and not has_fewer and start % self.whole_unit == 0:
+            stop = min(start + max(ask.num_tokens, 1), request.num_tokens)
+            self.check_never(request, start, stop, stop - start, ask.num_lookahead_tokens)
 
     def hold_all(self, rows: list[int]) -> bool:
-        """Return whether only these rows hold blocks and released blocks become free
-        immediately.
-        """
-        model = self.model
-        is_fenced = model.fence_frees and model.last_issued >= model.num_completed
-        others = [*model.kept.values(), *model.fences, *model.loads]
-        return len(rows) == len(model.rows) and not others and not is_fenced
+        """Return whether only these rows hold blocks, and released blocks become free immediately."""
+        is_fenced = self.fence_frees and self.num_steps > self.num_completed
+        others = self.kept or self.loads or self.manager.pool.num_fenced
+        return len(rows) == len(self.rows) and not others and not is_fenced
 
-    def most_with_drafts(self, row: int, start: int, num_ids: int = 0) -> int:
-        """Return the maximum number of known tokens and drafts that a step from `start` computes."""
-        if not self.model.max_drafts:
-            return LONGEST
-        known = len(self.requests[row][1].tokens) + num_ids
-        return max(known - start, 1) + self.model.max_drafts
-
-    def check_never(
-        self, model: ModelRequest, start: int, stop: int, chunk: int, lookahead: int
-    ) -> None:
+    def check_never(self, request: Request, start: int, stop: int, chunk: int, ahead: int) -> None:
         """Check that a request with the status NEVER does not fit into an empty manager either.
 
         The request is computed token by token up to `start`, and then in chunks.
         """
-        if self.model.max_drafts and (lookahead or stop > len(model.tokens)):
+        if self.max_drafts and (ahead or stop > request.num_tokens):
             return  # known tokens need no draft pages
-        tokens = model.tokens[:stop] + [0] * (stop - len(model.tokens))
-        request = self.make_request(tokens, num_encoder_tokens=model.num_encoder_tokens)
+        tokens = request.token_ids.tolist()[:stop]
+        tokens += [0] * (stop - len(tokens))
+        again = self.make_request(tokens, num_encoder_tokens=request.num_encoder_tokens)
         manager, n = self.make_manager(), 0
         while n < stop:
-            count, ahead = (1, 0) if n < start else (min(chunk, stop - n), lookahead)
-            if count + ahead > self.model.most_slots(n):
+            count, more = (1, 0) if n < start else (min(chunk, stop - n), ahead)
+            if count + more > self.most_slots(n):
                 return  # the manager rejects tokens that exceed the row's slots
             rows = ([0], [count]) if n else ()
-            new = [] if n else [Admit(request, count, num_lookahead_tokens=ahead)]
-            plan = manager.step(*rows, new=new, num_lookahead_tokens=ahead)
+            new = [] if n else [Admit(again, count, num_lookahead_tokens=more)]
+            plan = manager.step(*rows, new=new, num_lookahead_tokens=more)
             if plan.status[0] != Status.SERVED:
                 return
             manager.report(StepReport(plan.step_id, completed=True))
             n += count
-        raise AssertionError(
-            f"the status was NEVER, but the request fits: {start} to {stop} by {chunk}"
-        )
+        raise AssertionError(f"NEVER, but the request fits: {start} to {stop} by {chunk}")
 
-    def num_external(self, model: ModelRequest, cap: int = 0) -> int:
+    def hit_tokens(self, request: Request, cap: int, reads: bool | None) -> int:
+        """Return the length of the hit of whole blocks that the next step finds."""
+        found = self.manager.cache.cached_tokens(request, read_cache=reads)
+        return found.with_host if found.num_host_blocks <= cap else found.on_device
+
+    def num_external(self, request: Request, hit: int, reads: bool | None) -> int:
         """Choose how many tokens after the request's hit are external."""
-        if not self.takes_external or not model.reads:
+        is_read = request.read_cache if reads is None else reads
+        if not self.takes_external or not is_read or request.num_encoder_tokens:
             return 0
-        most = len(model.tokens) - 1 - self.model.capped_hit(model, cap)[0]
+        most = request.num_tokens - 1 - hit
         return self.choose.integer(1, most) if most > 0 and self.choose.chance(4) else 0
 
     def finish_receiving(self) -> None:
-        rows = [row for row in sorted(self.requests) if self.model.rows[row].receiving]
+        rows = [row for row in sorted(self.rows) if self.state(row) is RequestState.RECEIVING]
         if not rows:
             return
         row = self.choose.pick(rows)
-        state, request = self.model.rows[row], self.requests[row][0]
-        most = state.num_computed - state.num_hit
+        each, (num_hit, most) = self.rows[row], self.rows[row].received
         with pytest.raises(ValueError, match=f"expected 0 to {most}"):
-            self.manager.finish_receiving(request, most + 1)
+            self.manager.finish_receiving(each.request, most + 1)
         count = self.choose.pick([most, self.choose.integer(0, most)])
-        found = self.manager.finish_receiving(request, None if count == most else count)
-        assert found == self.model.finish_receiving(row, count)
+        found = self.manager.finish_receiving(each.request, None if count == most else count)
+        assert found == self.computed(row)  # a row that restarts may hit more than has arrived
+        if count == most and not each.is_disturbed:
+            assert found == num_hit + most
+        each.start = each.sure = found
+        each.received = 0, 0
 
     def release_blocks(self) -> None:
         if self.kept:
-            request = self.kept.pop(self.choose.integer(0, len(self.kept) - 1))
+            request, _ = self.kept.pop(self.choose.integer(0, len(self.kept) - 1))
             self.manager.release_blocks(request)
-            self.model.release_kept(request.request_id)
-
-    @staticmethod
-    def changes_nothing(plan) -> bool:
-        sections = (
-            plan.clear_rows,
-            plan.append_rows,
-            plan.swap_out,
-            plan.copy,
-            plan.zero,
-            plan.fresh,
-            plan.swap_in,
-        )
-        return not any(map(len, [*sections, *plan.append_ids, *plan.replace]))
-
-    def reads_of_call(self, pairs: list[tuple]) -> tuple[list[bool | None] | None, list[bool]]:
-        """Choose `read_cache` for a call. Return it and the previous setting of each request."""
-        own = [model.reads for _, model in pairs]
-        if not self.choose.chance(4):
-            return None, own
-        reads = [self.choose.pick([None, True, False]) for _ in pairs]
-        for (_, model), value in zip(pairs, reads):
-            if value is not None:
-                model.reads = value and not model.num_encoder_tokens
-        return reads, own
-
-    def check_destinations(self, plan) -> None:
-        """Check that each page is written at most once and that no copy reads a page written by the
-        plan.
-        """
-        written = [*plan.zero.tolist(), *plan.fresh.tolist()]
-        written += [*plan.copy[:, 1].tolist(), *plan.swap_in[:, 1].tolist()]
-        assert len(written) == len(set(written))
-        assert not set(plan.copy[:, 0].tolist()) & set(written)
-        to_host = plan.swap_out[:, 1].tolist()
-        assert len(to_host) == len(set(to_host))
-        assert not set(to_host) & {load["host"] for load in self.model.loads}
-
-    def check_fresh(self, plan, given: list[int]) -> None:
-        """Check that `fresh` lists the blocks that rows were given, unless the plan fills them, and
-        otherwise only blocks that an aborted plan gave.
-        """
-        filled = {*plan.zero.tolist(), *plan.copy[:, 1].tolist(), *plan.swap_in[:, 1].tolist()}
-        fresh = set(plan.fresh.tolist())
-        assert set(given) - filled <= fresh
-        assert fresh - set(given) <= self.aborted
-        self.aborted, self.fresh[plan.step_id] = set(), fresh
-
-    def apply(self, plan) -> None:
-        for row in plan.clear_rows.tolist():
-            self.tables[row] = [[] for _ in range(self.num_groups)]
-        for g in range(self.num_groups):
-            splits, ids = plan.append_splits[g].tolist(), plan.append_ids[g].tolist()
-            assert len(splits) == len(plan.append_rows) + 1
-            assert max(ids, default=0) < self.model.num_blocks
-            for i, row in enumerate(plan.append_rows.tolist()):
-                assert not self.model.rows[row].on_host
-                self.tables[row][g] += ids[splits[i] : splits[i + 1]]
-            for row, column, block in plan.replace[g].tolist():
-                assert column < len(self.tables[row][g])
-                self.tables[row][g][column] = block
 
     def fork(self) -> None:
-        forkable = [
-            row
-            for row in sorted(self.requests)
-            if self.model.rows[row].by_step
-            and not self.model.rows[row].on_host
-            and not self.model.rows[row].receiving
-        ]
+        forkable = self.on_device(by_step=True)
         if not forkable:
             return
         row = self.choose.pick(forkable)
-        state, (parent, known) = self.model.rows[row], self.requests[row]
-        num_shared = state.num_computed
+        parent, num_shared = self.rows[row].request, self.computed(row)
         differs = self.choose.pick([num_shared, 99])
         length = max(1, min(num_shared + self.choose.integer(0, 5), LONGEST))
-        tokens = known.tokens[:num_shared]
+        tokens = parent.token_ids.tolist()[:num_shared]
         tokens += [self.token(i, differs) for i in range(len(tokens), length)]
-        writes = bool(self.choose.integer(0, 3))
-        encoder = known.num_encoder_tokens
-        request = self.make_request(tokens, write_cache=writes, num_encoder_tokens=encoder)
-        if len(known.tokens) < num_shared:  # the shared tokens include unconfirmed drafts
+        child = self.make_request(
+            tokens,
+            write_cache=bool(self.choose.integer(0, 3)),
+            num_encoder_tokens=parent.num_encoder_tokens,
+        )
+        if parent.num_tokens < num_shared:  # the shared tokens include unconfirmed drafts
             with pytest.raises(ValueError, match="are known"):
-                self.manager.fork(parent, request)
+                self.manager.fork(parent, child)
             return
-        model = ModelRequest(tokens, not encoder, writes and not encoder, encoder)
-        found = self.manager.fork(parent, request)
-        assert found == self.model.fork(row, model)
-        if found >= 0:
-            self.requests[found] = request, model
+        free, num_free = self.lowest_free_row(), self.manager.pool.num_free
+        assert self.manager.fork(parent, child) == free
+        if free < 0:
+            return
+        of = self.rows[row]
+        of.num_drafts = 0
+        of.sure = max(of.sure, num_shared) if self.has_state else of.sure
+        self.rows[free] = Running(child, True, num_shared, num_shared, is_stale=of.is_stale)
+        assert self.computed(free) == num_shared
+        if not self.max_drafts:  # otherwise, the parent may release pages of drafts
+            assert self.manager.pool.num_free == num_free and self.blocks(free) == self.blocks(row)
 
     def admit_alone(self) -> None:
-        request, model = pair = self.new_request()
-        # The model allocates after whole-block hits. Partial-block hits are looked up but not used.
+        request = self.new_request()
         inside = self.manager.cache.find_prefix(request).num_tokens
         ids, num_hit, num_shared = self.manager.cache.find_prefix(request, whole_blocks=True)
-        assert num_shared == self.model.hit_length(model, only_shared=True)
-        assert num_hit == self.model.hit_length(model)
+        assert num_hit == self.hit_by_definition(request)
         # If a block has several copies, a drafting group may not find the next hash block in one
         # copy, but find the whole block in another copy.
-        assert num_hit <= inside or any(each.drafts for each in self.model.groups)
-        assert inside <= self.model.hit_length(model, partial=True)
-        want = [held.blocks for held in self.model.hit_blocks(model, num_hit)]
+        assert num_hit <= inside or any(each.drafts for each in self.groups)
         ids = [ids] if self.num_groups == 1 else ids
-        assert [each.tolist() for each in ids] == want
         if self.choose.chance(4):
             num_hit, ids = 0, [[] for _ in ids]
-        most = len(model.tokens) - 1 - num_hit
-        can = most > 0 and self.takes_external and model.reads
-        external = self.choose.integer(1, most) if can and self.choose.chance(4) else 0
+        external = self.num_external(request, num_hit, None)
         delay = external > 0 and self.choose.chance(2)
-        slots = self.model.most_slots(num_hit + external if external else 0)
+        slots = self.most_slots(num_hit + external if external else 0)
         count = 0 if delay else self.choose.integer(1, min(LONGEST - num_hit - external, slots))
         ahead = min(self.choose.pick([0, 0, 3]), slots - count)
-        computed = ids[0] if self.num_groups == 1 else ids
-        num_prompt = self.choose.pick([None, None, self.choose.integer(1, len(model.tokens))])
-        num_shared = self.choose.pick([0, num_shared, num_shared])
-        found = self.manager.admit(
-            Admit(
-                request,
-                num_tokens=count,
-                external=External(external, delayed=delay),
-                num_lookahead_tokens=ahead,
-                num_prompt_tokens=num_prompt,
-                num_shared_tokens=num_shared,
-            ),
-            computed,
+        num_prompt = self.choose.pick([None, None, self.choose.integer(1, request.num_tokens)])
+        ask = Admit(
+            request,
+            num_tokens=count,
+            external=External(external, delayed=delay),
+            num_lookahead_tokens=ahead,
+            num_prompt_tokens=num_prompt,
+            num_shared_tokens=self.choose.pick([0, num_shared, num_shared]),
         )
-        wanted = self.model.allocate(
-            model, count, num_hit, ahead, external, delay, num_shared, num_prompt
-        )
-        assert (found is None) == (wanted is None)
-        if wanted is not None:
-            found = [found] if self.num_groups == 1 else found
-            assert (self.manager.row(request), [each.tolist() for each in found]) == wanted
-        self.record_row(pair, -1 if wanted is None else wanted[0])
+        num_free, row = self.manager.pool.num_free, self.lowest_free_row()
+        found = self.manager.admit(ask, ids[0] if self.num_groups == 1 else ids)
+        if found is None:
+            assert self.manager.pool.num_free == num_free
+            self.waiting.append(request)
+            return
+        assert self.manager.row(request) == row
+        start = num_hit + external
+        self.rows[row] = each = Running(request, False, start, max(start + 1, request.num_tokens))
+        each.received = (num_hit, external) if delay else (0, 0)
+        stop = start if delay else min(start + count, request.num_tokens)
+        assert self.computed(row) == stop
+        self.check_slots(row, start, ahead, 0, [[]] * self.num_groups)
+        if not delay:
+            self.check_published(row, start)
+        for g, (new, blocks) in enumerate(
+            zip([found] if self.num_groups == 1 else found, self.blocks(row))
+        ):
+            is_in_order = self.groups[g].pages in (ENCODER, CIRCULAR)
+            num_old = 0 if is_in_order else num_hit // self.groups[g].block_size
+            assert new.tolist() == blocks[num_old:]
 
     def extend(self) -> None:
-        rooms = self.rows(by_step=False)
+        rooms = self.room_of_rows(by_step=False)
         if not rooms:
             return
         row = self.choose.pick([*rooms])
-        state = self.model.rows[row]
-        start, known = state.num_computed, len(state.request.tokens)
-        most = min(
-            rooms[row], self.model.most_slots(start, self.model.undecided(row, start, known))
-        )
-        if most < 1 or not self.model.is_decided(row, 0, 0):
+        start, known = self.computed(row), self.rows[row].request.num_tokens
+        undecided = self.undecided(row, start, known)
+        most = min(rooms[row], self.most_slots(start, undecided))
+        if most < 1 or not self.is_decided(row, 0, 0):
             return
         count = self.choose.integer(1, most)
-        ahead = min(self.choose.pick([0, 0, 3]), most - count)
-        found = self.manager.extend(self.requests[row][0], count, ahead)
-        want = self.model.append(row, count, ahead)
-        if found is not None:
-            found = [each.tolist() for each in ([found] if self.num_groups == 1 else found)]
-        assert found == want
+        ahead, held = min(self.choose.pick([0, 0, 3]), most - count), self.blocks(row)
+        found = self.manager.extend(self.rows[row].request, count, ahead)
+        if found is None:
+            assert self.computed(row) == start and self.blocks(row) == held
+            return
+        self.check_extended(row, start, count, ahead, undecided, held, found)
+
+    def check_extended(self, row, start, count, ahead, undecided, held, found) -> None:
+        self.note_served(row, start, self.rows[row].request.num_tokens)
+        assert self.computed(row) == start + count
+        self.check_slots(row, start, ahead, undecided, held)
+        self.check_published(row, start)
+        found = [found] if self.num_groups == 1 else found
+        for new, blocks, old in zip(found, self.blocks(row), held):
+            assert [*new] == blocks[len(old) :]
 
     def advance(self) -> None:
-        choose, model = self.choose, self.model
-        rows = [row for row in self.rows(by_step=False) if choose.chance(2)]
+        choose = self.choose
+        rows = [row for row in self.room_of_rows(by_step=False) if choose.chance(2)]
         spans, ahead = [], choose.pick([0, 0, 3])
         for row in rows:
-            computed = model.rows[row].num_computed
-            most = min(model.num_slots(row), LONGEST - 1)
-            start = choose.integer(computed - model.most_undone(row), max(most, computed))
-            count = choose.integer(
-                1, max(min(9, LONGEST - start, model.most_slots(start) - ahead), 1)
-            )
-            spans.append((start, start + count))
+            computed, each = self.computed(row), self.rows[row]
+            least = max(each.start, each.request.num_tokens // self.hash_size * self.hash_size)
+            slots = [
+                computed if group.pages == CIRCULAR else len(blocks) * group.block_size
+                for group, blocks in zip(self.groups, self.blocks(row))
+                if group.pages in (TOKENS, CIRCULAR)
+            ]
+            most = max(min([*slots, LONGEST - 1]), computed)
+            start = choose.integer(min(least, computed), most)
+            most = min(9, LONGEST - start, self.most_slots(start) - ahead)
+            spans.append((start, start + choose.integer(1, max(most, 1))))
         if any(
-            stop > LONGEST or stop - start + ahead > model.most_slots(start)
-            for start, stop in spans
+            stop > LONGEST or stop - start + ahead > self.most_slots(start) for start, stop in spans
         ):
             return
-        starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
         later = [
-            self.later_tokens(model.rows[row].request, choose.pick([0, 0, 2, 5])) for row in rows
+            self.later_tokens(self.rows[row].request, choose.pick([0, 0, 2, 5])) for row in rows
         ]
-        for i, (row, start) in enumerate(zip(rows, starts)):
-            state = model.rows[row]
-            if start < min(state.num_computed, len(state.request.tokens)):
+        for i, (row, (start, _)) in enumerate(zip(rows, spans)):
+            request = self.rows[row].request
+            if start < min(self.computed(row), request.num_tokens):
                 later[i] = []  # known tokens are computed again
-        for row, more in zip(rows, later):
-            request, known = self.requests[row]
-            self.extend_hashes(request, known.tokens + more)
-        flat, counts = [each for more in later for each in more], [len(more) for more in later]
+            self.extend_hashes(request, [*request.token_ids.tolist(), *later[i]])
+        held = [self.blocks(row) for row in rows]
+        before = [(self.computed(row), self.rows[row].request.token_ids.tolist()) for row in rows]
         found = self.manager.advance(
-            rows, starts, stops, ahead, token_ids=flat, num_token_ids=counts
+            rows,
+            [start for start, _ in spans],
+            [stop for _, stop in spans],
+            ahead,
+            token_ids=[each for more in later for each in more],
+            num_token_ids=[len(more) for more in later],
         )
-        for row, start, stop, more, answer in zip(rows, starts, stops, later, found):
-            known = model.rows[row].request.tokens
-            known.extend(more)
-            want = model.append(row, stop - start, ahead, start)
-            if want is None:
-                del known[len(known) - len(more) :]
-            else:
-                want = tuple(want) if any(want) else ()
-            assert answer == want
+        for i, (row, (start, stop)) in enumerate(zip(rows, spans)):
+            computed, tokens = before[i]
+            if found[i] is None:
+                assert (self.computed(row), self.blocks(row)) == (computed, held[i])
+                assert self.rows[row].request.token_ids.tolist() == tokens
+                continue
+            assert self.rows[row].request.token_ids.tolist() == tokens + later[i]
+            new = found[i] or [[]] * self.num_groups
+            new = new[0] if self.num_groups == 1 else new
+            self.check_extended(row, start, stop - start, ahead, 0, held[i], new)
 
     def reject(self) -> None:
-        if not self.requests:
+        if not self.rows:
             return
-        row = self.choose.pick(sorted(self.requests))
-        count = self.choose.integer(0, self.model.most_rejected(row))
-        self.manager.reject_tokens(self.requests[row][0], count)
-        self.model.reject(row, count)
+        row = self.choose.pick(sorted(self.rows))
+        count, computed = self.choose.integer(0, self.most_rejected(row)), self.computed(row)
+        self.manager.reject_tokens(self.rows[row].request, count)
+        self.rows[row].num_drafts -= min(count, self.rows[row].num_drafts)
+        assert self.computed(row) == computed - count
 
     def tokens_arrive(self) -> None:
-        pairs = [*self.requests.values(), *self.waiting]
-        if pairs:
-            request, model = self.choose.pick(pairs)
-            tokens = self.later_tokens(model, self.choose.integer(1, 4))
-            self.extend_hashes(request, model.tokens + tokens)
+        requests = [*(each.request for each in self.rows.values()), *self.waiting]
+        if requests:
+            request = self.choose.pick(requests)
+            tokens = self.later_tokens(request, self.choose.integer(1, 4))
+            self.extend_hashes(request, [*request.token_ids.tolist(), *tokens])
             request.append_tokens(tokens)
-            model.tokens.extend(tokens)
 
     def free(self) -> None:
-        pairs = []
-        for _ in range(min(len(self.requests), self.choose.pick([1, 1, 1, 2, 3]))):
-            row = self.choose.pick(sorted(self.requests))
-            pair, state = self.requests[row], self.model.rows[row]
-            keep = not state.on_host and pair[0] not in self.kept
-            keep &= state.receiving or self.choose.chance(5)
-            if state.receiving or keep:  # one request per call here; the other rows are freed below
-                if keep:
-                    del self.requests[row]
-                    self.manager.free(pair[0], keep_blocks=True)
-                    self.model.free(row, keep_as=pair[0].request_id)
-                    self.kept.append(pair[0])
-                    self.waiting.append(pair)
+        rows = []
+        for _ in range(min(len(self.rows), self.choose.pick([1, 1, 1, 2, 3]))):
+            row = self.choose.pick(sorted({*self.rows} - {*rows}))
+            state, request = self.state(row), self.rows[row].request
+            keep = state is not RequestState.SWAPPED_OUT and request not in [
+                r for r, _ in self.kept
+            ]
+            keep &= state is RequestState.RECEIVING or self.choose.chance(5)
+            if keep:
+                pages = {
+                    block
+                    for group, blocks in zip(self.groups, self.blocks(row))
+                    for block in blocks
+                    if block and group.transferred
+                }
+                self.manager.free(request, keep_blocks=True)
+                self.kept.append((request, pages))
+                self.forget(row)
                 break
-            pairs.append((row, self.requests.pop(row)))
-        self.manager.free(*(pair[0] for _, pair in pairs))
-        for row, pair in pairs:
-            self.model.free(row)
-            self.waiting.append(pair)
+            if state is RequestState.RECEIVING:
+                break
+            rows.append(row)
+        self.manager.free(*(self.rows[row].request for row in rows))
+        for row in rows:
+            self.forget(row)
+
+    def forget(self, row: int) -> None:
+        self.waiting.append(self.rows.pop(row).request)
 
     def report(self) -> None:
-        if self.model.num_steps == 0:
+        least = max(self.num_completed, self.num_steps - 60)
+        if least >= self.num_steps:
             return
-        least = max(self.model.num_completed, self.model.num_steps - 60)
-        if least >= self.model.num_steps:
-            return
-        step = self.choose.integer(least, self.model.num_steps - 1)
+        step = self.choose.integer(least, self.num_steps - 1)
         failed = self.some_blocks() if self.choose.chance(4) else []
         pages = []
-        if self.model.host and self.choose.chance(6):
-            pages = [self.choose.integer(1, self.model.host.num_blocks - 1)]
-        found = self.manager.report(StepReport(step, True, failed, pages))
-        want = self.model.invalidate(failed, pages) if failed or pages else {}
-        self.model.complete(step)
-        assert found == self.by_request(want)
+        if self.num_host and self.choose.chance(6):
+            pages = [self.choose.integer(1, self.num_host - 1)]
+        hashes = self.hashes_of(failed)
+        self.note_affected(self.manager.report(StepReport(step, True, failed, pages)))
+        self.num_completed = step + 1
+        self.loads = {of: blocks for of, blocks in self.loads.items() if of > step}
+        self.check_not_found(hashes)
 
     def abort(self) -> None:
         """Abort a step that is in flight or has already been aborted."""
-        least = max(self.model.num_completed, self.model.num_steps - 4)
-        if least >= self.model.num_steps:
+        least = max(self.num_completed, self.num_steps - 4)
+        if least >= self.num_steps:
             return
-        step = self.choose.integer(least, self.model.num_steps - 1)
-        steps = {each["id"] for each in self.model.in_flight}
-        self.aborted.update(*(self.fresh[each] for each in steps if each >= step and step in steps))
+        step = self.choose.integer(least, self.num_steps - 1)
+        was_aborted = step in self.aborted
         found = self.manager.report(StepReport(step, completed=False))
-        assert found == self.by_request(self.model.abort(step))
-        if step in steps and self.choose.chance(2):  # the aborted plans were never applied
-            self.tables = copy.deepcopy(self.before[step])
-            for row in self.requests:
-                self.tables.setdefault(row, [[] for _ in range(self.num_groups)])
+        assert not (was_aborted and found)
+        self.note_affected(found)
+        if not was_aborted:
+            self.aborted |= {*range(step, self.num_steps)}
+            self.loads = {of: blocks for of, blocks in self.loads.items() if of < step}
+            if self.choose.chance(2):  # the aborted plans were never applied
+                self.tables = copy.deepcopy(self.before[step])
 
     def invalidate(self) -> None:
         ids = self.some_blocks()
-        found = self.manager.invalidate(ids)
-        assert found == self.by_request(self.model.invalidate(ids))
+        hashes = self.hashes_of(ids)
+        self.note_affected(self.manager.invalidate(ids))
+        self.check_not_found(hashes)
+
+    def hashes_of(self, ids: list[int]) -> list[tuple[int, bytes]]:
+        """Return the groups and hashes under which device blocks are cached."""
+        blocks = {block for block in ids if block}
+        found = []
+        for prefix, each in [*self.hashes.items()] if blocks else ():
+            for g in self.cached_groups:
+                if len(prefix) % self.groups[g].block_size == 0 and prefix:
+                    where = self.manager.cache.find([each], g).device
+                    found += [(g, each)] if int(where[0]) in blocks else []
+        return found
+
+    def check_not_found(self, hashes: list[tuple[int, bytes]]) -> None:
+        """Check that no copy of invalid content can be hit."""
+        for g, each in hashes:
+            where = self.manager.cache.find([each], g)
+            assert where.device[0] <= 0 and where.host[0] <= 0, "invalid content is cached"
 
     def some_blocks(self) -> list[int]:
-        """Return some blocks: arbitrary ones, those of a request, or recently dropped ones."""
-        choose = self.choose
-        dropped = [block for step in self.model.in_flight for _, _, block, _ in step["dropped"]]
-        if dropped and choose.chance(3):
-            return [choose.pick(dropped[-3:])]
-        rows = [row for row in sorted(self.requests) if not self.model.rows[row].on_host]
-        if choose.chance(2) or not rows:
-            return [choose.integer(1, self.model.num_blocks - 1)]
-        row, group = choose.pick(rows), choose.integer(0, self.num_groups - 1)
-        return [each for each in self.model.blocks(row, group) if each][-2:]
-
-    def by_request(self, affected: dict[int, int]) -> dict[str, int]:
-        return {self.requests[row][0].request_id: n for row, n in affected.items()}
+        """Return some blocks: any, or the last ones of a request."""
+        rows = self.on_device()
+        if self.choose.chance(2) or not rows:
+            return [self.choose.integer(1, self.num_blocks - 1)]
+        blocks = self.blocks(self.choose.pick(rows))[self.choose.integer(0, self.num_groups - 1)]
+        return [each for each in blocks if each][-2:]
 
     def reset(self) -> None:
+        pools = [self.manager.pool, *([self.manager.host_pool] if self.num_host else [])]
         if self.choose.chance(3):
             self.manager.cache.start_epoch()
-            self.model.start_epoch()
-        else:
-            assert self.manager.cache.reset() == self.model.reset()
+            for row, each in self.rows.items():
+                each.is_stale = True
+                assert self.manager.cache.is_stale(self.rows[row].request)
+        elif not self.manager.cache.reset():
+            assert any(pool.num_free < pool.num_total for pool in pools)
+            return
+        assert not any(pool.num_cached for pool in pools)
 
     def ask(self) -> None:
         """Call the manager's query methods. `compare` then checks that they changed nothing."""
-        request, model = pair = self.new_request()
-        self.waiting.append(pair)
-        num_hit = self.model.hit_length(model, partial=True)
-        tokens = self.manager.cache.cached_tokens(request)
-        assert tokens.on_device == self.model.hit_length(model)
-        assert tokens.with_host == self.model.hit_length(model, with_host=True)
-        count = self.choose.integer(1, LONGEST)
-        found = self.manager.checkpoint_tokens(request, count)
-        assert found == self.model.checkpoint_tokens(model, None, count)
-        if self.requests:
-            row = self.choose.pick(sorted(self.requests))
-            running, known = self.requests[row]
-            found = self.manager.checkpoint_tokens(running, count)
-            assert found == self.model.checkpoint_tokens(known, row, count)
-        trial, chunk = copy.deepcopy(self.model), self.choose.pick([1, 3, 8, LONGEST])
-        cap = self.choose.pick([0, 99])
-        external = self.num_external(model, cap)
-        start = self.model.capped_hit(model, cap)[0] + external if external else 0
-        slots = self.model.most_slots(start)
-        chunk = min(chunk, slots)
-        ahead, reserved = self.choose.pick([0, 0, 3]), self.choose.pick([0, 0, 4])
-        ahead = min(ahead, slots - chunk)
-        ask = Admit(request, chunk, None, ahead, reserved, cap)
-        asked = [], [], [], [], [model], [chunk], [ahead], reserved, (), [cap], [external]
-        status = trial.step(*asked).status[0]
-        assert self.manager.would_fit(ask._replace(external=External(external))) == status
-        status, tried = self.model.would_fit_whole(model, chunk, ahead, reserved, cap)
-        assert self.manager.would_fit(ask, whole=True) == status
-        for start in tried if status == Status.NEVER else ():
-            self.check_never(model, start, len(model.tokens), chunk, ahead)
-        rooms = self.rows(by_step=True) | self.rows(by_step=False)
-        on_host = [row for row in sorted(rooms) if self.model.rows[row].on_host]
-        for row in [self.choose.pick(sorted(rooms)), *on_host] if rooms else []:
-            slots = self.model.most_slots(self.model.rows[row].num_computed)
-            drafts = self.most_with_drafts(row, self.model.rows[row].num_computed)
-            count = self.choose.integer(1, min(rooms[row], slots, drafts))
-            ahead = min(ahead, slots - count)
-            status = copy.deepcopy(self.model).would_extend(row, count, ahead)
-            found = self.manager.would_fit(
-                Admit(self.requests[row][0], num_tokens=count, num_lookahead_tokens=ahead)
-            )
-            assert found == status
-        assert self.model.hit_length(model, partial=True) == num_hit
-        rows = [row for row in sorted(self.requests) if not self.model.rows[row].on_host]
+        request = self.new_request()
+        self.waiting.append(request)
+        found = self.manager.cache.cached_tokens(request)
+        assert found.on_device == self.hit_by_definition(request)
+        assert found.with_host == self.hit_by_definition(request, with_host=True)
+        rows = self.on_device()
         if rows:
-            row = self.choose.pick(rows)
-            group = self.choose.integer(0, self.num_groups - 1)
+            row, group = self.choose.pick(rows), self.choose.integer(0, self.num_groups - 1)
             running = self.choose.integer(1, 3)
-            found = self.manager.cache.num_common_prefix_blocks(
-                self.requests[row][0], running, group
+            count = self.manager.cache.num_common_prefix_blocks(
+                self.rows[row].request, running, group
             )
-            assert found == self.model.num_common_prefix_blocks(row, running, group)
+            assert count == self.num_common(row, running, group)
+        before = self.manager.pool.num_free, self.manager.pool.num_cached
+        self.manager.would_fit(
+            Admit(request, self.choose.integer(1, self.most_slots(0))), whole=True
+        )
+        self.manager.checkpoint_tokens(request, self.choose.integer(1, LONGEST))
+        assert before == (self.manager.pool.num_free, self.manager.pool.num_cached)
+
+    def num_common(self, row: int, num_running: int, group: int) -> int:
+        held = [block for each in self.rows for blocks in self.blocks(each) for block in blocks]
+        blocks = self.blocks(row)[group]
+        ends = (
+            i for i, block in enumerate(blocks) if not block or held.count(block) != num_running
+        )
+        return next(ends, len(blocks))
 
     def wrong_call(self) -> None:
         """Make invalid calls. `compare` then checks that the state is unchanged."""
@@ -941,9 +824,9 @@ class Driver:
             lambda: manager.reject_tokens(stranger, 1),
             lambda: manager.advance([len(self.tables) + 50], [0], [1]),
             lambda: manager.invalidate([0]),
-            lambda: manager.invalidate([self.model.num_blocks]),
-            lambda: manager.abort(self.model.num_steps),
-            lambda: manager.report(StepReport(self.model.num_steps, completed=True)),
+            lambda: manager.invalidate([self.num_blocks]),
+            lambda: manager.abort(self.num_steps),
+            lambda: manager.report(StepReport(self.num_steps, completed=True)),
             lambda: manager.report(StepReport(0, completed=True, failed_pages=[0])),
             lambda: manager.step(new=[Request("long", range(LONGEST + 1))]),
             lambda: manager.step(new=[Request("odd", [1], block_hashes=[bytes(32)] * 9)]),
@@ -960,9 +843,9 @@ class Driver:
             lambda: manager.step(new=[Admit(stranger, external=External(-1))]),
             lambda: manager.step(new=[Admit(stranger, external=External(0, delayed=True))]),
         ]
-        receiving = [row for row in self.requests if self.model.rows[row].receiving]
+        receiving = [row for row in self.rows if self.state(row) is RequestState.RECEIVING]
         if receiving:
-            receiver = self.requests[receiving[0]][0]
+            receiver = self.rows[receiving[0]].request
             calls += [
                 lambda: manager.step([receiving[0]], [1]),
                 lambda: manager.extend(receiver, 1),
@@ -972,19 +855,19 @@ class Driver:
                 lambda: manager.free(receiver),
                 lambda: manager.step(swap_out=[receiving[0]]),
             ]
-        on_host = [row for row in self.requests if self.model.rows[row].on_host]
+        on_host = [row for row in self.rows if self.state(row) is RequestState.SWAPPED_OUT]
         if on_host:
-            away = self.requests[on_host[0]][0]
+            away = self.rows[on_host[0]].request
             calls += [
                 lambda: manager.step(swap_out=[on_host[0]]),
                 lambda: manager.fork(away, Request("child", away.token_ids)),
                 lambda: manager.block_ids(away),
                 lambda: manager.cache.num_common_prefix_blocks(away, 1),
             ]
-        rows = self.rows(by_step=True)
+        rows = self.room_of_rows(by_step=True)
         if rows:
             row = self.choose.pick([*rows])
-            most = self.model.most_rejected(row)
+            request, most = self.rows[row].request, self.computed(row) - self.rows[row].start
             calls += [
                 lambda: manager.step([row, row], [1, 1]),
                 lambda: manager.step([row], [-1]),
@@ -992,99 +875,212 @@ class Driver:
                 lambda: manager.step([row], [1], token_ids=[5, 6]),
                 lambda: manager.step([row], [1], token_ids=[5] * 60, num_token_ids=[60]),
                 lambda: manager.step([row], [1], num_rejected_tokens=[most + 1]),
-                lambda: manager.step([row], [1], new=[self.requests[row][0]]),
-                lambda: manager.extend(self.requests[row][0], 1),
-                lambda: manager.fork(self.requests[row][0], self.requests[row][0]),
+                lambda: manager.step([row], [1], new=[request]),
+                lambda: manager.extend(request, 1),
+                lambda: manager.fork(request, request),
                 lambda: manager.step([row], [1], swap_out=[row]),
             ]
-            drafts = self.most_with_drafts(row, self.model.rows[row].num_computed)
+            drafts = self.most_with_drafts(row, self.computed(row))
             if drafts < rows[row]:
                 calls.append(lambda: manager.step([row], [drafts + 1]))
             if self.algorithm != ENGINE:  # with engine hashes, the given hashes define the content
                 calls.append(lambda: manager.step([row], [1], token_ids=[-1]))
-        others = self.rows(by_step=False)
+        others = self.room_of_rows(by_step=False)
         if others:
             row2 = self.choose.pick([*others])
+            other = self.rows[row2].request
             calls += [
                 lambda: manager.step([row2], [1]),
-                lambda: manager.extend(self.requests[row2][0], others[row2] + 1),
+                lambda: manager.extend(other, others[row2] + 1),
                 lambda: manager.step(swap_out=[row2]),
-                lambda: manager.fork(
-                    self.requests[row2][0], Request("child", self.requests[row2][0].token_ids)
-                ),
+                lambda: manager.fork(other, Request("child", other.token_ids)),
             ]
         with pytest.raises(ValueError):
             self.choose.pick(calls)()
 
-    # Comparison ------------------------------------------------------------------------------------
+    # Laws ------------------------------------------------------------------------------------------
 
     def compare(self) -> None:
-        manager, model = self.manager, self.model
+        """Check the laws that hold between any two calls."""
+        manager = self.manager
         check_invariants(manager)
-        pools = [(manager.pool, model.pool)]
-        if model.host:
-            pools.append((manager.host_pool, model.host))
-            assert manager.pool.num_loading == len(model.loads)
-        for pool, known in pools:
-            assert pool.num_free == known.num_free()
-            assert pool.num_cached == len(known.content)
-        assert manager.pool.num_kept == sum(map(len, model.kept.values()))
-        assert manager.pool.num_fenced == sum(len(blocks) for _, blocks in model.fences)
+        held = {block for row in self.rows for blocks in self.blocks(row) for block in blocks}
+        held |= {block for _, blocks in self.kept for block in blocks}
+        held |= {block for blocks in self.loads.values() for block in blocks}
+        num_held = manager.pool.num_total - manager.pool.num_free
+        if self.fence_frees and self.num_completed < self.num_steps:
+            assert num_held >= len(held - {0})
+        else:
+            assert num_held == len(held - {0}), "blocks leak, or are free while they are held"
+        is_out = any(self.state(row) is RequestState.SWAPPED_OUT for row in self.rows)
+        if self.num_host and not (is_out or self.loads):
+            assert manager.host_pool.num_free == manager.host_pool.num_total
         stats = manager.cache.stats
-        assert (stats.query_tokens, stats.hit_tokens) == (model.query_tokens, model.hit_tokens)
-        assert stats.host_hit_tokens == model.host_hit_tokens
-        for row, (request, known) in self.requests.items():
-            state = model.rows[row]
-            assert manager.num_computed_tokens(request) == state.num_computed
-            assert request.token_ids.tolist() == known.tokens
-            assert (manager.state(request) is RequestState.SWAPPED_OUT) == state.on_host
-            assert (manager.state(request) is RequestState.RECEIVING) == state.receiving
-            if state.on_host:
-                continue
-            blocks = [manager.block_ids(request, g).tolist() for g in range(self.num_groups)]
-            assert blocks == [held.blocks for held in state.held]
-            if state.by_step and not state.resend:
-                assert self.tables[row] == blocks
+        assert 0 <= stats.host_hit_tokens <= stats.hit_tokens <= stats.query_tokens
         self.compare_events()
 
     def compare_events(self) -> None:
-        """Check that the events equal the model's events, in order."""
-        found = []
+        """Check that the events say what can be found, and that they describe it correctly."""
         for event in self.manager.cache.drain_events():
             if isinstance(event, AllBlocksCleared):
-                found.append(("cleared", event.medium))
-            elif isinstance(event, BlockRemoved):
-                what = "removed", event.medium, event.group
-                found += [(*what, each.tobytes()) for each in event.block_hashes]
-            elif event.medium == "cpu":
-                what = "stored", "cpu", event.group
-                found += [(*what, each.tobytes()) for each in event.block_hashes]
-                assert (event.parent_hash, len(event.token_ids)) == (None, 0)
-            else:
-                found += self.stored(event)
-        want = []
-        for kind, medium, *rest in self.model.events:
-            if kind == "cleared":
-                want.append((kind, medium))
+                self.view = {each for each in self.view if each[0] != event.medium}
                 continue
-            group, prefix = rest
-            event = (kind, medium, group, self.hash_of(prefix))
-            if kind == "stored" and medium == "gpu":
-                size = self.model.groups[group].block_size
-                event += (self.parent_of(prefix[:-size]), prefix[-size:])
-            want.append(event)
-        assert found == want
-        self.model.events.clear()
+            hashes = [each.tobytes() for each in event.block_hashes]
+            each = {(event.medium, event.group, found) for found in hashes}
+            if isinstance(event, BlockRemoved):
+                assert each <= self.view, "an event removes a block that no event has stored"
+                self.view -= each
+                continue
+            assert not each & self.view, "an event stores a block twice"
+            self.view |= each
+            if event.medium == "gpu":
+                self.check_stored(event, hashes)
+            else:
+                assert (event.parent_hash, len(event.token_ids)) == (None, 0)
+        for medium, pool in (("gpu", self.manager.pool), ("cpu", self.manager.host_pool)):
+            num_known = sum(each[0] == medium for each in self.view)
+            assert num_known <= (pool.num_cached if pool else 0)
+        for g in self.cached_groups:
+            size = self.groups[g].block_size
+            hashes = [
+                each for prefix, each in self.hashes.items() if prefix and len(prefix) % size == 0
+            ]
+            found = self.manager.cache.find(hashes, g) if hashes else None
+            for each, device, host in zip(hashes, *(found or ((), ()))):
+                assert (device > 0) == (("gpu", g, each) in self.view)
+                assert (host > 0) == (("cpu", g, each) in self.view)
 
-    def stored(self, event: BlockStored) -> list[tuple]:
-        found, size, parent = [], event.block_size, event.parent_hash
-        assert len(event.token_ids) == size * len(event.block_hashes)
-        assert event.hash_algorithm == self.algorithm
-        for i, each in enumerate(event.block_hashes):
-            tokens = tuple(event.token_ids[i * size : (i + 1) * size].tolist())
-            found.append(("stored", "gpu", event.group, each.tobytes(), parent, tokens))
-            parent = each.tobytes()
-        return found
+    def check_stored(self, event: BlockStored, hashes: list[bytes]) -> None:
+        size, parent = event.block_size, event.parent_hash
+        assert len(event.token_ids) == size * len(hashes) and event.hash_algorithm == self.algorithm
+        for i, each in enumerate(hashes):
+            prefix = self.prefixes[each]
+            assert parent == self.parent_of(prefix[:-size])
+            assert tuple(event.token_ids[i * size : (i + 1) * size].tolist()) == prefix[-size:]
+            parent = each
+
+    def check_plan(self, plan) -> None:
+        """Check that each page is written at most once, that no copy reads a page that the plan
+        writes, and that a worker's tables then list the blocks of the rows.
+        """
+        written = [*plan.zero.tolist(), *plan.fresh.tolist()]
+        written += [*plan.copy[:, 1].tolist(), *plan.swap_in[:, 1].tolist()]
+        assert len(written) == len(set(written))
+        assert not set(plan.copy[:, 0].tolist()) & set(written)
+        to_host = plan.swap_out[:, 1].tolist()
+        assert len(to_host) == len(set(to_host))
+        if len(plan.swap_in):
+            self.loads[plan.step_id] = {*plan.swap_in[:, 1].tolist()}
+        sections = (
+            *(plan.clear_rows, plan.append_rows, plan.swap_out, plan.copy, plan.zero, plan.fresh),
+            *(plan.swap_in, *plan.append_ids, *plan.replace),
+        )
+        assert plan.is_empty == (not any(map(len, sections)))
+        assert len(set(plan.clear_rows.tolist())) == len(plan.clear_rows)
+        for row in plan.clear_rows.tolist():
+            self.tables[row] = [[] for _ in range(self.num_groups)]
+        for g in range(self.num_groups):
+            splits, ids = plan.append_splits[g].tolist(), plan.append_ids[g].tolist()
+            assert len(splits) == len(plan.append_rows) + 1
+            for i, row in enumerate(plan.append_rows.tolist()):
+                self.tables[row][g] += ids[splits[i] : splits[i + 1]]
+            for row, column, block in plan.replace[g].tolist():
+                self.tables[row][g][column] = block
+        new = plan.answers.new
+        for row, each in self.rows.items():
+            if each.by_step and self.state(row) is not RequestState.SWAPPED_OUT:
+                assert self.tables[row] == self.blocks(row)
+        assert all(row in self.tables for row in new.rows.tolist() if row >= 0)
+
+    def check_slots(self, row: int, start: int, ahead: int, undecided: int, held: list) -> None:
+        """Check that the row has blocks for all its tokens from the first one that is read, and no
+        other blocks than these.
+        """
+        stop = self.computed(row) + ahead
+        for g, (group, blocks) in enumerate(zip(self.groups, self.blocks(row))):
+            size, num_old = group.block_size, len(held[g]) if held else 0
+            if group.pages == CIRCULAR:
+                assert min(ceil_div(stop, size), group.num_places()) <= len(blocks) and all(blocks)
+            if group.pages == STATE and self.computed(row) > 0:
+                pages = [block for block in blocks if block]
+                most = 1 + (group.num_speculative if self.max_drafts else 0)
+                assert 1 + self.rows[row].num_drafts <= len(pages) <= max(most, 1)
+                column = (self.computed(row) - self.rows[row].num_drafts - 1) // size
+                assert blocks.index(pages[0]) == column
+            if group.pages != TOKENS:
+                continue
+            need = ceil_div(min(stop, LONGEST), size)
+            most = max(
+                need + ceil_div(self.num_preallocate, size),
+                num_old,
+                group.reads_from(start) // size,
+            )
+            assert need <= len(blocks) and (len(blocks) <= most or not held)
+            first = group.reads_from(max(start - undecided, 0)) // size
+            if group.cached or start == 0:
+                assert all(blocks[first:need])
+            assert not any(blocks[:first]), "blocks are held that no token reads"
+
+    def check_published(self, row: int, start: int) -> None:
+        """Check that the blocks that a step has filled with known tokens can be hit from now on."""
+        each = self.rows[row]
+        request = each.request
+        if (
+            not (self.caching and request.write_cache)
+            or each.is_stale
+            or request.num_encoder_tokens
+        ):
+            return
+        tokens, stop = request.token_ids.tolist(), min(self.computed(row), request.num_tokens)
+        for g, (group, blocks) in enumerate(zip(self.groups, self.blocks(row))):
+            size = group.block_size
+            if not group.cached or group.pages not in (TOKENS, STATE):
+                continue
+            if group.sparse and self.retention_interval is not None:
+                continue
+            for end in range((start // size + 1) * size, stop + 1, size):
+                next_hit = ceil_div(end, self.unit) * self.unit
+                is_read = group.keeps_all or group.reads_from(next_hit) < end
+                if group.pages == STATE:
+                    is_read &= end == self.computed(row) - each.num_drafts
+                elif not blocks[end // size - 1]:
+                    is_read = False  # it has left the window
+                if is_read:
+                    where = self.manager.cache.find([self.hash_of(tuple(tokens[:end]))], g)
+                    assert where.device[0] > 0, f"tokens up to {end} are not cached in group {g}"
+
+    def hit_by_definition(self, request: Request, with_host: bool = False) -> int:
+        """Return the longest prefix of whole blocks for which every group has cached what the next
+        token reads, and a drafting group also the block after it.
+        """
+        if not request.read_cache or not self.caching or not self.cached_groups:
+            return 0
+        if request.num_encoder_tokens:
+            return 0
+        tokens = request.token_ids.tolist()
+        is_cached = {}
+        for g in self.cached_groups:
+            size = self.groups[g].block_size
+            ends = range(size, len(tokens) + 1, size)
+            hashes = [self.hash_of(tuple(tokens[:end])) for end in ends]
+            found = self.manager.cache.find(hashes, g) if hashes else ((), ())
+            is_cached[g] = [d > 0 or (with_host and h > 0) for d, h in zip(*found)]
+
+        def has_all(n: int) -> bool:
+            for g in self.cached_groups:
+                group = self.groups[g]
+                if group.pages == ENCODER:
+                    continue
+                if not all(
+                    is_cached[g][group.reads_from(n) // group.block_size : n // group.block_size]
+                ):
+                    return False
+                after = is_cached[g][n // group.block_size :][:1]
+                if group.drafts and n > 0 and after != [True]:
+                    return False
+            return True
+
+        return max(n for n in range(0, len(tokens), self.whole_unit) if has_all(n))
 
     def parent_of(self, before: tuple) -> bytes | None:
         """Return the parent hash of a block that follows these tokens.
@@ -1100,12 +1096,13 @@ class Driver:
     def hash_of(self, prefix: tuple) -> bytes:
         if prefix not in self.hashes:
             self.hashes[prefix] = self.make_hash(prefix)
+            self.prefixes[self.hashes[prefix]] = prefix
         return self.hashes[prefix]
 
     def make_hash(self, prefix: tuple) -> bytes:
         if self.algorithm == ENGINE:
             return hashlib.blake2b(repr(prefix).encode(), digest_size=self.hash_bytes).digest()
-        return hash_blocks(prefix, self.model.hash_size, algorithm=self.algorithm)[-1].tobytes()
+        return hash_blocks(prefix, self.hash_size, algorithm=self.algorithm)[-1].tobytes()
 
 
 def drive(seed: int, num_operations: int) -> None:
@@ -1120,13 +1117,15 @@ def drive(seed: int, num_operations: int) -> None:
 
 
 def soak(seconds: float, first_seed: int) -> None:
-    """Run consecutive seeds from `first_seed` until the time is up."""
+    """Run consecutive seeds of both drivers from `first_seed` until the time is up."""
     seed, start = first_seed, time.monotonic()
     print(f"seeds from {first_seed}, {OPERATIONS_PER_SEED} operations each, for {seconds:.0f} s")
     while time.monotonic() - start < seconds:
         drive(seed, OPERATIONS_PER_SEED)
+        kernel_driver.drive(seed)
         seed += 1
-    print(f"{(seed - first_seed) * OPERATIONS_PER_SEED:,} operations, no difference found")
+    num = (seed - first_seed) * (OPERATIONS_PER_SEED + kernel_driver.OPERATIONS_PER_SEED)
+    print(f"{num:,} operations, no difference found")
 
 
 if __name__ == "__main__":

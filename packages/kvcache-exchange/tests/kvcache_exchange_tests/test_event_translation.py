@@ -29,8 +29,9 @@ from kvcache_exchange.router_events.wire import (
     encode_sequence,
     wire_hash,
 )
-from tests.machinery.allocator_driver import MIXES, Chooser, Driver
+from tests.machinery.allocator_driver import Driver
 from tests.machinery.cache_user import cached, shown
+from tests.machinery.group_mixes import MIXES, Chooser
 from tests.machinery.shared import sampled, seed_of_test
 
 SEED = "vllm-none-hash"
