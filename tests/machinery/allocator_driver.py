@@ -68,6 +68,9 @@ class Driver:
         self.hash_size = hash_block_size or gcd(*sizes)
         of_tokens = [g for g in self.groups if g.pages not in (ENCODER, CIRCULAR)]
         self.cached_groups = [g for g, each in enumerate(self.groups) if each.cached]
+        whole = [g for g in self.cached_groups if self.groups[g].keeps_all]
+        of_any = [g for g in self.cached_groups if self.groups[g].pages == TOKENS]
+        self.shared_groups = whole or of_any  # `num_shared_tokens` is a hit in these groups
         self.whole_unit = lcm(*(g.block_size for g in of_tokens))
         self.unit = lcm(
             *(
@@ -124,6 +127,7 @@ class Driver:
         self.kept: list[tuple[Request, set[int]]] = []  # freed requests, blocks held for connectors
         self.loads: dict[int, set[int]] = {}  # step -> destinations of its swap-ins
         self.tables: dict[int, list[list[int]]] = {}
+        self.ended: set[int] = set()  # rows that ended since the last step
         self.before: dict[int, dict] = {}  # step -> block tables before that step
         self.num_steps = self.num_completed = self.count = 0
         self.aborted: set[int] = set()  # steps
@@ -541,6 +545,7 @@ class Driver:
         inside = self.manager.cache.find_prefix(request).num_tokens
         ids, num_hit, num_shared = self.manager.cache.find_prefix(request, whole_blocks=True)
         assert num_hit == self.hit_by_definition(request)
+        assert num_shared == self.hit_by_definition(request, only=self.shared_groups)
         # If a block has several copies, a drafting group may not find the next hash block in one
         # copy, but find the whole block in another copy.
         assert num_hit <= inside or any(each.drafts for each in self.groups)
@@ -704,7 +709,9 @@ class Driver:
             self.forget(row)
 
     def forget(self, row: int) -> None:
-        self.waiting.append(self.rows.pop(row).request)
+        each = self.rows.pop(row)
+        self.ended |= {row} if each.by_step else set()
+        self.waiting.append(each.request)
 
     def report(self) -> None:
         least = max(self.num_completed, self.num_steps - 60)
@@ -787,6 +794,8 @@ class Driver:
         found = self.manager.cache.cached_tokens(request)
         assert found.on_device == self.hit_by_definition(request)
         assert found.with_host == self.hit_by_definition(request, with_host=True)
+        prefix = self.manager.cache.find_prefix(request, whole_blocks=True)
+        assert prefix.num_shared_tokens == self.hit_by_definition(request, only=self.shared_groups)
         rows = self.on_device()
         if rows:
             row, group = self.choose.pick(rows), self.choose.integer(0, self.num_groups - 1)
@@ -796,9 +805,10 @@ class Driver:
             )
             assert count == self.num_common(row, running, group)
         before = self.manager.pool.num_free, self.manager.pool.num_cached
-        self.manager.would_fit(
-            Admit(request, self.choose.integer(1, self.most_slots(0))), whole=True
-        )
+        ask = Admit(request, min(self.choose.pick([1, 8, LONGEST, LONGEST]), self.most_slots(0)))
+        self.manager.would_fit(ask, whole=True)
+        statuses = [self.make_manager().would_fit(ask, whole=whole) for whole in (False, True)]
+        assert Status.WAIT not in statuses, "a request waits for an empty manager"
         self.manager.checkpoint_tokens(request, self.choose.integer(1, LONGEST))
         assert before == (self.manager.pool.num_free, self.manager.pool.num_cached)
 
@@ -977,6 +987,8 @@ class Driver:
         )
         assert plan.is_empty == (not any(map(len, sections)))
         assert len(set(plan.clear_rows.tolist())) == len(plan.clear_rows)
+        assert self.ended <= {*plan.clear_rows.tolist()}, "the table of a row that ended is kept"
+        self.ended.clear()
         for row in plan.clear_rows.tolist():
             self.tables[row] = [[] for _ in range(self.num_groups)]
         for g in range(self.num_groups):
@@ -1049,17 +1061,20 @@ class Driver:
                     where = self.manager.cache.find([self.hash_of(tuple(tokens[:end]))], g)
                     assert where.device[0] > 0, f"tokens up to {end} are not cached in group {g}"
 
-    def hit_by_definition(self, request: Request, with_host: bool = False) -> int:
-        """Return the longest prefix of whole blocks for which every group has cached what the next
-        token reads, and a drafting group also the block after it.
+    def hit_by_definition(
+        self, request: Request, with_host: bool = False, only: list[int] | None = None
+    ) -> int:
+        """Return the longest prefix of whole blocks for which every group (`only`: of these) has
+        cached what the next token reads, and a drafting group also the block after it.
         """
-        if not request.read_cache or not self.caching or not self.cached_groups:
+        groups = self.cached_groups if only is None else only
+        if not request.read_cache or not self.caching or not groups:
             return 0
         if request.num_encoder_tokens:
             return 0
         tokens = request.token_ids.tolist()
         is_cached = {}
-        for g in self.cached_groups:
+        for g in groups:
             size = self.groups[g].block_size
             ends = range(size, len(tokens) + 1, size)
             hashes = [self.hash_of(tuple(tokens[:end])) for end in ends]
@@ -1067,7 +1082,7 @@ class Driver:
             is_cached[g] = [d > 0 or (with_host and h > 0) for d, h in zip(*found)]
 
         def has_all(n: int) -> bool:
-            for g in self.cached_groups:
+            for g in groups:
                 group = self.groups[g]
                 if group.pages == ENCODER:
                     continue
