@@ -203,3 +203,8 @@ def test_figures_of_the_first_pages_equal_the_results(page, name, form, factor):
     lines = re.split(r"\n\n|\n(?=\|)", (REPO / page).read_text())
     (line,) = [each for each in lines if form.format(row["ours"]) in each]
     assert form.format(row["peer"]) in line and factor.format(row["ratio"]) in line
+
+
+def test_the_policy_in_the_extensions_page_is_the_one_that_is_compiled_and_tested():
+    header = (REPO / "csrc/tests/segmented_lru.h").read_text()
+    assert f"```cpp\n{header}```" in (REPO / "docs/extensions.md").read_text()
