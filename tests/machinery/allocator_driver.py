@@ -33,6 +33,7 @@ from tests.machinery.group_mixes import (
     STATE,
     TOKENS,
     Chooser,
+    ModelGroup,
     ceil_div,
     groups_of,
 )
@@ -379,6 +380,7 @@ class Driver:
                 self.note_served(row, starts[i], known[i])
                 assert self.computed(row) == starts[i] + counts[i]
                 self.check_slots(row, starts[i], ahead[i], undecided[i], held[row])
+                self.check_same_ids(row, held)
                 self.check_published(row, starts[i])
             elif is_served:
                 each.num_drafts -= min(rejected[i], each.num_drafts)
@@ -966,8 +968,15 @@ class Driver:
         for i, each in enumerate(hashes):
             prefix = self.prefixes[each]
             assert parent == self.parent_of(prefix[:-size])
+            assert self.is_worth_caching(self.groups[event.group], len(prefix))
             assert tuple(event.token_ids[i * size : (i + 1) * size].tolist()) == prefix[-size:]
             parent = each
+
+    def is_worth_caching(self, group: ModelGroup, end: int) -> bool:
+        """Whether some hit reads the block that ends after these tokens, or a drafter does."""
+        if group.keeps_all or group.drafts or self.retention_interval is not None:
+            return True
+        return group.reads_from(ceil_div(end, self.unit) * self.unit) < end
 
     def check_plan(self, plan) -> None:
         """Check that each page is written at most once, that no copy reads a page that the plan
@@ -1032,6 +1041,14 @@ class Driver:
             if group.cached or start == 0:
                 assert all(blocks[first:need])
             assert not any(blocks[:first]), "blocks are held that no token reads"
+
+    def check_same_ids(self, row: int, held: dict[int, list[list[int]]]) -> None:
+        """Check that the ids of a row changed only where a block left the window or is shared."""
+        others = {b for each in held if each != row for blocks in held[each] for b in blocks}
+        others |= {block for _, blocks in self.kept for block in blocks}
+        for group, old, new in zip(self.groups, held[row], self.blocks(row)):
+            for before, after in zip(old, new) if group.pages in (TOKENS, ENCODER) else ():
+                assert before == after or not after or before in others, "an id changed"
 
     def check_published(self, row: int, start: int) -> None:
         """Check that the blocks that a step has filled with known tokens can be hit from now on."""
