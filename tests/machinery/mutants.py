@@ -270,7 +270,10 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         [
             ("fence.step_id = std::min(fence.step_id, steps_->last_issued);", "(void)fence;"),
             ("std::prev(at)->step_id > step_id) --at;", "false) --at;"),
-            ("step_id, step_id >= steps_->num_completed)", "step_id, step_id > steps_->num_completed)"),
+            (
+                "step_id, step_id >= steps_->num_completed)",
+                "step_id, step_id > steps_->num_completed)",
+            ),
         ],
     ),
     (
