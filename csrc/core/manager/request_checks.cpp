@@ -221,6 +221,26 @@ void RequestChecks::check_contain(const TokenChain& chain, const CacheGroup& gro
   }
 }
 
+// Inlined, because it runs for every row of a step.
+inline void RequestChecks::check_step_row(const StepRequest& request, int64_t i) const {
+  const int32_t row = request.rows[i];
+  const int64_t num_tokens = request.num_tokens[i];
+  check_driver(row, /*by_step=*/true);
+  if (num_tokens != 0) check_not_receiving(row);
+  checked_size("num_tokens", num_tokens, 0);
+  const int64_t num_rejected = request.num_rejected_of(i);
+  if (num_rejected != 0) check_only_drafts(row, num_rejected);
+  const Row& r = c_.row(row);
+  const int64_t start = r.num_computed - num_rejected;
+  check_length(start + num_tokens, "a row");
+  if (has_state_ && num_tokens > 0) check_decided(row, num_rejected, request.num_ids_of(i));
+  if (max_drafts_ > 0) {
+    check_drafts(row, start, num_tokens, r.chain->num_tokens() + request.num_ids_of(i));
+  }
+  check_row_places(r, start, num_tokens + request.lookahead_of(i), request.num_ids_of(i));
+  check_once(row);
+}
+
 void RequestChecks::check_step(const StepRequest& request) const {
   checked_size("num_lookahead_tokens", request.num_lookahead, 0);
   for (int64_t i = 0; i < request.num_rows && request.lookahead != nullptr; ++i) {
@@ -236,23 +256,6 @@ void RequestChecks::check_step(const StepRequest& request) const {
     // With external tokens, the slots depend on the hit, which is not known yet.
     if (row.external.num_tokens == 0) check_new_places(row, /*start=*/0);
   }
-}
-
-void RequestChecks::check_step_row(const StepRequest& request, int64_t i) const {
-  const int32_t row = request.rows[i];
-  const int64_t num_tokens = request.num_tokens[i], num_ids = request.num_ids_of(i);
-  check_driver(row, /*by_step=*/true);
-  if (num_tokens != 0) check_not_receiving(row);
-  checked_size("num_tokens", num_tokens, 0);
-  const int64_t num_rejected = request.num_rejected_of(i);
-  if (num_rejected != 0) check_only_drafts(row, num_rejected);
-  const Row& r = c_.row(row);
-  const int64_t start = r.num_computed - num_rejected;
-  check_length(start + num_tokens, "a row");
-  if (has_state_ && num_tokens > 0) check_decided(row, num_rejected, num_ids);
-  if (max_drafts_ > 0) check_drafts(row, start, num_tokens, r.chain->num_tokens() + num_ids);
-  check_row_places(r, start, num_tokens + request.lookahead_of(i), num_ids);
-  check_once(row);
 }
 
 void RequestChecks::check_leaves_device(const StepRequest& request) const {
