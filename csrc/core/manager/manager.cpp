@@ -92,11 +92,13 @@ MissReport Manager::explain(const std::shared_ptr<TokenChain>& chain, int32_t ro
     throw_invalid("explain_misses is None: expected a manager with this option");
   }
   if (row >= 0) return misses_->of_row(row);
-  const bool reads = chain->reads(std::nullopt);
-  if (reads) intake_.hash_ahead(*chain, /*reads=*/true);
-  const PrefixHit& hit = finder_.find(*chain, /*with_partial=*/true, /*with_host=*/true, reads);
-  const MissReasons::Found found{hit.num_tokens, hit.num_tokens, hit.num_shared_tokens};
-  return misses_->of_new({chain, reads, hit.num_tokens, /*num_external=*/0, {}}, found);
+  NewRow asked;
+  asked.chain = chain;
+  if (asked.reads()) intake_.hash_ahead(*chain, /*reads=*/true);
+  const PrefixHit& hit =
+      finder_.find(*chain, /*with_partial=*/true, /*with_host=*/true, asked.reads());
+  return misses_->of_new(asked,
+                         {hit.num_tokens, hit.num_tokens, hit.num_shared_tokens, hit.num_tokens});
 }
 
 std::vector<BlockId> Manager::take_copies() {

@@ -55,12 +55,12 @@ MissReport& MissReasons::report_of(int32_t row) {
   return reports_[i];
 }
 
-void MissReasons::note(int32_t row, const Asked& asked, const Found& found, bool counts) {
+void MissReasons::note(int32_t row, const NewRow& asked, const Found& found, bool counts) {
   MissReport& report = report_of(row);
   report = of(asked, found);
   for (size_t i = 0; counts && i < kNumMissReasons; ++i) total_[i] += report.missed[i];
-  add_recent(asked, row);
-  c_.pool->set_taker(asked.num_hit > 0 ? Taker::kContinued : Taker::kNew);
+  add_recent(asked, report, row);
+  c_.pool->set_taker(report.num_hit > 0 ? Taker::kContinued : Taker::kNew);
 }
 
 void MissReasons::note_fork(int32_t row, int64_t num_tokens, int64_t num_computed) {
@@ -77,20 +77,20 @@ MissReport MissReasons::of_row(int32_t row) const {
   return report;
 }
 
-MissReport MissReasons::of_new(const Asked& asked, const Found& found) const {
+MissReport MissReasons::of_new(const NewRow& asked, const Found& found) const {
   MissReport report = of(asked, found);
   compare_with_recent(*asked.chain, &report);
   return report;
 }
 
-MissReport MissReasons::of(const Asked& asked, const Found& found) const {
+MissReport MissReasons::of(const NewRow& asked, const Found& found) const {
   const TokenChain& chain = *asked.chain;
   MissReport report;
   report.num_tokens = chain.num_tokens();
-  report.num_hit = asked.num_hit;
-  Ranges ranges{&report, asked.num_hit};
-  ranges.add_until(asked.num_hit + asked.num_external, MissReason::kExternal);
-  if (!asked.reads || group_ == nullptr) {
+  report.num_hit = found.num_taken;
+  Ranges ranges{&report, report.num_hit};
+  ranges.add_until(report.num_hit + asked.external.num_tokens, MissReason::kExternal);
+  if (!asked.reads() || group_ == nullptr) {
     ranges.add_until(report.num_tokens, MissReason::kNotRead);
     return report;
   }
@@ -250,7 +250,7 @@ int64_t MissReasons::num_equal(const TokenChain& one, const TokenChain& other, i
   return std::mismatch(one.tokens(), one.tokens() + n, other.tokens()).first - one.tokens();
 }
 
-void MissReasons::add_recent(const Asked& asked, int32_t row) {
+void MissReasons::add_recent(const NewRow& asked, const MissReport& report, int32_t row) {
   const int64_t num_tokens = asked.chain->num_tokens();
   if (num_tokens > kMostRecentTokens) return;
   while (num_recent_ == kMostRecent ||
@@ -258,7 +258,7 @@ void MissReasons::add_recent(const Asked& asked, int32_t row) {
     drop_oldest();
   }
   const size_t i = (oldest_ + num_recent_++) % kMostRecent;
-  signs_[i] = sign_of(*asked.chain, asked.num_hit);
+  signs_[i] = sign_of(*asked.chain, report.num_hit);
   Recent& recent = recent_[i];
   recent.admission = c_.row(row).admission;
   recent.row = row;

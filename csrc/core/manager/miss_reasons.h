@@ -10,7 +10,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "core/groups/cache_group.h"
@@ -19,6 +18,7 @@
 #include "core/listeners/lost_blocks.h"
 #include "core/manager/options.h"
 #include "core/manager/row_context.h"
+#include "core/manager/step_request.h"
 #include "core/pool/block_pool.h"
 
 namespace kvcache {
@@ -62,25 +62,19 @@ class MissReasons {
   // The record to which both pools must report the blocks that leave the cache.
   LostBlocks* lost() { return &lost_; }
 
-  // The lengths of the hits that a lookup found, before the request took one of the hits.
+  // The lengths of the hits that a lookup found, and of the hit that the request took.
   struct Found {
     int64_t num_tokens = 0;         // hit length on the tiers that the request reads
     int64_t num_with_host = 0;      // hit length on both tiers
     int64_t num_shared_tokens = 0;  // see PrefixHit
-  };
-  struct Asked {
-    const std::shared_ptr<TokenChain>& chain;
-    bool reads;
-    int64_t num_hit;
-    int64_t num_external;
-    std::string_view name;
+    int64_t num_taken = 0;
   };
 
   // Releases requests that are no longer recent. This may run Python code, so it must be called
   // before a call changes anything.
   void release_dropped() { dropped_.clear(); }
   // Records that the request is admitted as this row. Called before blocks are evicted for it.
-  void note(int32_t row, const Asked& asked, const Found& found, bool counts);
+  void note(int32_t row, const NewRow& asked, const Found& found, bool counts);
   // Records that the row is a fork. It shares the computed tokens of its parent and looks up
   // nothing.
   void note_fork(int32_t row, int64_t num_tokens, int64_t num_computed);
@@ -88,7 +82,7 @@ class MissReasons {
   // Returns the report for the admission of this row.
   MissReport of_row(int32_t row) const;
   // Returns the report that the request would get if it were admitted now.
-  MissReport of_new(const Asked& asked, const Found& found) const;
+  MissReport of_new(const NewRow& asked, const Found& found) const;
 
   const MissReport::Counts& total() const { return total_; }
   void clear() { total_ = {}; }
@@ -124,7 +118,7 @@ class MissReasons {
     int64_t position;  // end of the last range
   };
 
-  MissReport of(const Asked& asked, const Found& found) const;
+  MissReport of(const NewRow& asked, const Found& found) const;
   void add_missing(const TokenChain& chain, int64_t last, Ranges* ranges) const;
   // The place for the report of this row.
   MissReport& report_of(int32_t row);
@@ -144,7 +138,7 @@ class MissReasons {
   // `position`: the token at which the misses of the request begin.
   Sign sign_of(const TokenChain& chain, int64_t position) const;
   static int64_t num_equal(const TokenChain& one, const TokenChain& other, int64_t most);
-  void add_recent(const Asked& asked, int32_t row);
+  void add_recent(const NewRow& asked, const MissReport& report, int32_t row);
   void drop_oldest();
 
   static const CacheGroup* group_of(const std::vector<CacheGroup>& groups);

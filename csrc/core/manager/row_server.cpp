@@ -285,10 +285,9 @@ void RowServer::begin_row(int32_t row, const NewRow& asked, const PrefixHit& hit
 }
 
 void RowServer::note_misses(int32_t row, const NewRow& asked, const PrefixHit& hit) {
-  const bool reads = asked.reads();
-  parts_.misses->note(
-      row, {asked.chain, reads, hit.num_tokens, asked.external.num_tokens, asked.name}, found_,
-      /*counts=*/reads && !parts_.stats->has_counted(asked.chain.get()));
+  found_.num_taken = hit.num_tokens;
+  const bool counts = asked.reads() && !parts_.stats->has_counted(asked.chain.get());
+  parts_.misses->note(row, asked, found_, counts);
 }
 
 void RowServer::count_hit(int32_t row, const PrefixHit& hit) {
