@@ -23,7 +23,7 @@ CASES = [
     for name in MODELS
     for seed, options in enumerate(OPTIONS.get(name, [{}]), 10 * repeat)
 ]
-POLICIES = [name for name in MODELS if name != "lru"]
+POLICIES = [*(name for name in MODELS if name != "lru"), "learned"]
 
 
 def parent_of(node):
@@ -419,7 +419,7 @@ def test_window_blocks_have_no_parents(name):
     assert pool.allocate(3).tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "learned"])
 def test_pinned_blocks_are_evicted_last_in_order_of_release(name):
     pool = BlockPool(7, name)
     pinned, other = chain(pool, [0, 1, 3]), chain(pool, [2, 5, 11])
@@ -434,7 +434,7 @@ def test_pinned_blocks_are_evicted_last_in_order_of_release(name):
     assert (pool.num_pinned, pool.num_pins_broken) == (0, 2)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "learned"])
 def test_unpinned_block_returns_to_its_place_in_the_eviction_order(name):
     pool = BlockPool(5, name)
     ids = pool.allocate(4)
@@ -473,7 +473,7 @@ def test_priority_expires_exactly_at_its_ttl():
 
 
 def test_default_policy_is_lru_and_gets_no_notifications():
-    assert core.eviction_names() == sorted(MODELS)
+    assert core.eviction_names() == sorted([*MODELS, "learned"])
     pool = BlockPool(5)
     assert not pool.has_policy and BlockPool(5, "priority").has_policy
     ids = chain(pool, [0, 1])

@@ -53,7 +53,7 @@ class Engine:
 
 
 def test_only_blocks_expected_to_be_reused_are_written():
-    """Prompts with short answers recur after ten seconds, and prompts with long answers never."""
+    """Prompts with short answers recur after 200 seconds, and prompts with long answers never."""
     learned = dict.fromkeys(("eviction", "host_eviction"), "learned")
     engine = Engine(num_blocks=17, num_host_blocks=41, min_gain_to_write=0.5, **learned)
     manager = engine.manager
@@ -64,10 +64,12 @@ def test_only_blocks_expected_to_be_reused_are_written():
         manager.free(request, num_output_tokens=answer)
 
     for i in range(1_200):
-        serve(f"short {i}", 10 * i, 100 * (i // 2), 0)
-        serve(f"long {i}", 10 * i + 3, 10**8 + 100 * i, 1_000)
+        serve(f"short {i}", 10 * i, 100 * i, 0)
+        serve(f"short {i} again", 10 * i + 3, 100 * (i - 20) if i > 20 else 10**7 + 100 * i, 0)
+        serve(f"long {i}", 10 * i + 6, 10**8 + 100 * i, 1_000)
     host = manager.cache.stats.host
-    assert host.declined_blocks > 0.5 * host.written_blocks > 0
+    assert host.declined_blocks > 0 < host.written_blocks
+    assert host.loaded_blocks > 0.5 * host.written_blocks
 
 
 # Hits on the host ----------------------------------------------------------------------------------
