@@ -27,11 +27,13 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "block_pool eviction allocator_random",
         [
             ("if (n > num_free_) return false;", "if (n >= num_free_) return false;"),
-            ("num_free_ -= n;\n  if", "if"),
+            ("num_free_ -= n;\n  note", "note"),
             ("++block.generation;", ""),
             ("if (num_cached_ > 0) index_.clear();", ""),
             ("if (num_free_ != num_total()) return false;", ""),
-            ("  num_evicted_ += n;", "  num_evicted_ += 1;"),
+            ("  num_evicted_ += num_evicted;", "  num_evicted_ += 1;"),
+            ("if (index_.erase(tag, id)) flags |= Forgotten::kIsLast;", "index_.erase(tag, id);"),
+            ("if (candidates_) update_candidates(ids, n);", ""),
             ("if (blocks_[ids[j]].ref_count++ > 0) continue;", "continue;"),
             ("&& !is_cached(block)) {\n      throw", "&& false) {\n      throw"),
             (
@@ -67,12 +69,21 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         POOL + "block_pool_eviction.cpp",
         "eviction pinning",
         [
-            ("if (!policy.prefers_least_recent()) return", "return"),
-            ("if (candidates_->has(id)) return id;", "if (true) return id;"),
-            ("for (BlockId other : changed_) update_candidate_of(other, candidates_.get());", ""),
+            ("for (BlockId other : changed_) update_candidate(other);", ""),
             ("has_pin(blocks_[id]); id = links_[id].next) last_passed_ = id;", "false;) {}"),
             ("for (int64_t j = 0; j < i; ++j) pins_->add(ids[j]);", ""),
             ("if (block.ref_count == 0) last_passed_ = kNullBlock;", ""),
+        ],
+    ),
+    (
+        POOL + "block_pool_listeners.cpp",
+        "block_pool eviction native",
+        [
+            ("if (!failure_) failure_ = std::current_exception();", "throw;"),
+            ("  is_notifying_ = true;\n", ""),
+            ("if (candidates_) update_candidates(idle.ids, idle.n);", ""),
+            ("  forget_details(ids, n);\n", ""),
+            ("listeners_.end() - order_listens", "listeners_.end()"),
         ],
     ),
     (
@@ -207,8 +218,8 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("num_free -= stops_being_free(each[b]);", ""),
             ("supply.num_free - num_upfront(chain)", "supply.num_free"),
             (
-                "num_blocks <= pool_->num_total() - watermark_blocks_",
-                "num_blocks <= pool_->num_total()",
+                "num_blocks <= c_.pool->num_total() - watermark_blocks_",
+                "num_blocks <= c_.pool->num_total()",
             ),
         ],
     ),
