@@ -64,6 +64,9 @@ class Hazards {
   void add(uint32_t key, int reuse_class, int turn, bool is_end, int64_t weight, int64_t now) {
     const size_t i = num_added_ % records_.size();
     if (num_added_ >= records_.size()) unlink(i);
+    // The earlier record of the key is no longer found. Otherwise, records of a key that is
+    // released often would form a long list.
+    if (const Record* before = find(key)) unlink(static_cast<size_t>(before - records_.data()));
     uint16_t& head = heads_[head_of(key)];
     Record& record = records_[i];
     record = {};
@@ -121,10 +124,10 @@ class Hazards {
   size_t head_of(uint32_t key) const {
     return (key * uint64_t{0x9E3779B97F4A7C15} >> 32) & (heads_.size() - 1);
   }
-  void unlink(size_t i) {
+  void unlink(size_t i) {  // has no effect if the record is not linked
     uint16_t* at = &heads_[head_of(records_[i].key)];
-    while (*at != i) at = &records_[*at].next;
-    *at = records_[i].next;
+    while (*at != kNone && *at != i) at = &records_[*at].next;
+    if (*at != kNone) *at = records_[i].next;
   }
   int bucket_of(int64_t age) const {
     const auto above =
