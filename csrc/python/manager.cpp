@@ -448,8 +448,7 @@ void fork_held(Manager& self, int32_t parent, const py::object& held,
 }
 
 void free_held(Manager& self, const py::object& held) {
-  const auto row = py::cast<int32_t>(held.attr("row"));
-  self.free(&row, 1);
+  self.free(py::cast<int32_t>(held.attr("row")));
   if (self.guard().is_broken()) return;
   const Soundness::Change change(&self.guard().soundness(), "free");
   set_row(held, -1);

@@ -158,6 +158,7 @@ class Manager {
   // on a broken manager.
   void free(const int32_t* rows, int64_t n, const ReleaseFeatures& features = {},
             const KeptNames& kept = {});
+  void free(int32_t row, const ReleaseFeatures& features = {}) { free(&row, 1, features); }
   // Releases the blocks that were kept under this name.
   void release_kept(const std::string& name);
 
