@@ -172,9 +172,14 @@ struct TwoRows {
   }
   std::vector<int64_t> state() const {
     const auto num_cached = static_cast<int64_t>(manager.pool().num_cached());
-    return {manager.reads().num_rows(),     manager.pool().num_free(),      num_cached,
-            manager.reads().steps().num_steps,    manager.reads().row(0).num_computed, manager.reads().row(1).num_computed,
-            stepped.tokens->size(), allocated.tokens->size()};
+    return {manager.reads().num_rows(),
+            manager.pool().num_free(),
+            num_cached,
+            manager.reads().steps().num_steps,
+            manager.reads().row(0).num_computed,
+            manager.reads().row(1).num_computed,
+            stepped.tokens->size(),
+            allocated.tokens->size()};
   }
 };
 

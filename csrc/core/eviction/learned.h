@@ -247,8 +247,12 @@ class Learned : public EvictionOrder, public BlockListener {
   void assign_loose(BlockId id, int reuse_class) {
     const bool is_candidate = this->is_candidate(id);
     if (is_candidate) remove(id);
-    if (loose_ == Segments::kNone || segments_[loose_].reuse_class != reuse_class) {
+    // The segment may have been closed, and reused, since its last block was assigned.
+    const Segments::Segment& last = segments_[loose_];
+    if (last.number != loose_number_ || last.num_blocks == 0 || last.time != clock() ||
+        last.reuse_class != reuse_class) {
       loose_ = segments_.open(clock(), reuse_class);
+      loose_number_ = segments_[loose_].number;
     }
     const uint32_t s = loose_;
     segments_.assign(id, s);
@@ -415,8 +419,8 @@ class Learned : public EvictionOrder, public BlockListener {
   std::unique_ptr<Duel> duel_;
   std::vector<InChain> chain_;  // the blocks of the current release
   EndBlocks ends_;
-  uint32_t side_groups_ = 0;          // one bit per group
-  uint32_t loose_ = Segments::kNone;  // segment of the last block that was not told
+  uint32_t side_groups_ = 0;                             // one bit per group
+  uint32_t loose_ = Segments::kNone, loose_number_ = 0;  // segment of the last block not told
   int64_t first_now_ = 0, num_releases_ = 0;
 };
 
