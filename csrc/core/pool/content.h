@@ -15,7 +15,7 @@ struct Copied {
   uint8_t group;
   uint64_t parent;  // tag of the parent's hash
   uint32_t root;
-  bool is_chain;  // whether the block is found only through its parent
+  bool is_chain;     // whether the block is found only through its parent
   uint64_t variant;  // see variants.h
   uint32_t adapter = 0;
 };
