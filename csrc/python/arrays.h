@@ -322,8 +322,15 @@ class Int32Input {
   void check_range(const py::array& array, bool is_unsigned) const {
     using Wide = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
     const Wide wide(array);  // an unsigned value beyond int64 becomes negative
-    for (py::ssize_t i = 0; i < wide.size(); ++i) {
-      const int64_t v = wide.data()[i];
+    const int64_t* const values = wide.data();
+    const py::ssize_t n = wide.size();
+    uint64_t beyond = 0;  // without a branch, so that several values are checked at a time
+    for (py::ssize_t i = 0; i < n; ++i) {
+      const auto v = static_cast<uint64_t>(values[i]);
+      beyond |= (v + (uint64_t{1} << 31)) >> 32 | (is_unsigned ? v >> 63 : 0);
+    }
+    for (py::ssize_t i = 0; beyond != 0 && i < n; ++i) {
+      const int64_t v = values[i];
       if (!fits(v) || (is_unsigned && v < 0)) fail_range(i, array.attr("item")(i));
     }
   }

@@ -272,8 +272,9 @@ void RequestChecks::check_leaves_device(const StepRequest& request) const {
 }
 
 void RequestChecks::check_token_ids(const StepRequest& request) const {
-  int64_t num_named = 0;
-  for (int64_t i = 0; i < request.num_rows; ++i) {
+  int64_t num_named =
+      request.num_token_ids == nullptr && request.num_ids > 0 ? request.num_rows : 0;
+  for (int64_t i = 0; i < request.num_rows && request.num_token_ids != nullptr; ++i) {
     num_named += checked_size("num_token_ids", request.num_ids_of(i), 0);
   }
   if (num_named != request.num_ids) {
