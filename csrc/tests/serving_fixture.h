@@ -48,7 +48,8 @@ struct Serving {
   HitEnds ends{groups};
   PrefixFinder finder{{&pool, &host.pages(), &groups, &ends, 4}, setup.options};
   RowServer server{context,
-                   {&finder, &ends, &publisher, &swap, &intake, &stats, /*misses=*/nullptr},
+                   {&finder, &ends, &publisher, &swap, &intake, &stats, /*misses=*/nullptr,
+                    /*compared=*/nullptr},
                    setup.options};
 
   RowContext without_host() const {

@@ -61,11 +61,22 @@ class Learned : public EvictionOrder, public BlockListener {
 
   // Shared with the policy of another tier, which then learns from the same releases.
   const std::shared_ptr<LearnedReuse>& reuse() const { return reuse_; }
-  // Called at most once, before all other calls, if a hit needs more than a chain of device blocks:
-  // windows, states, or a host to which all evicted blocks are written. Hits of single blocks are
-  // then not comparable with those of a simulated pool, so the duel compares simulated pools only.
+  // At most one of these two is called, once and before all other calls. `simulate_all`: if all
+  // evicted blocks are written to a host. Hits of single blocks are then not comparable with those
+  // of a simulated pool, so the duel compares simulated pools only. `compare_requests`: if hits
+  // need windows or states. The manager then reports the hits of each request in the simulated
+  // pools.
   void simulate_all(int64_t num_host_blocks) {
     duel_ = std::make_unique<Duel>(num_blocks_ - 1 + num_host_blocks, &reuse_->hazards, false);
+  }
+  void compare_requests(int64_t num_host_blocks) {
+    duel_ = std::make_unique<Duel>(num_blocks_ - 1 + num_host_blocks, &reuse_->hazards);
+    segments_.finish_chosen();
+  }
+  Duel* duel() { return duel_.get(); }
+  void count_request(int64_t by_lru, int64_t by_value) {
+    duel_->count_request(by_lru, by_value);
+    reuse_->follows_lru = falls_back();
   }
   // Whether the policy follows LRU.
   bool falls_back() const { return duel_->follows_lru(); }
@@ -109,7 +120,7 @@ class Learned : public EvictionOrder, public BlockListener {
   void on_publish(const Published& batch) override {
     for (int64_t i = 0; i < batch.n; ++i) {
       if (batch.hash(i) == nullptr || batch.is_again) continue;
-      const uint32_t key = key_of(*batch.hash(i), batch.group);
+      const uint32_t key = Hazards::key_of(*batch.hash(i), batch.group);
       const bool is_side = this->is_side(batch.group);
       if (!is_side && reuse_->hazards.use(key, clock())) {
         segments_.set(batch.ids[i], Segments::kKnown);
@@ -129,9 +140,9 @@ class Learned : public EvictionOrder, public BlockListener {
         assign_loose(id, ReuseClass::kLikely);
         continue;
       }
-      const uint32_t key = key_of(block->hash, block->group);
+      const uint32_t key = Hazards::key_of(block->hash, block->group);
       const bool is_side = this->is_side(block->group);
-      if (!is_side) reuse_->hazards.use(key, clock());
+      reuse_->hazards.use(key, clock());
       if (duel_->is_sampled(key)) use(key, true, !is_side);
       if (!is_side || segments_.of(id) == Segments::kNone || is_candidate(id)) continue;
       if (budget_.is_limited()) budget_.set_hit(id, kUnknownHit);
@@ -152,13 +163,19 @@ class Learned : public EvictionOrder, public BlockListener {
   void on_idle(const Blocks& batch) override {
     loose_ = Segments::kNone;
     for (const BlockId id : batch) {
-      if (segments_.has(id, Segments::kTold)) {
+      const bool is_told = segments_.has(id, Segments::kTold);
+      if (is_told) {
         segments_.unset(id, Segments::kTold);
       } else {
         const int before = segments_.segment_of(id).reuse_class;
         assign_loose(id, ReuseClass::is_loose(before) ? before : ReuseClass::kLoose);
       }
       const uint32_t key = key_of(id);
+      if (key != 0 && !is_told && key % kOneOfSides == 0 &&
+          is_side(view().blocks.find(id)->group)) {
+        reuse_->hazards.add(key, segments_.segment_of(id).reuse_class, 0, false, 4 * kOneOfSides,
+                            clock());
+      }
       if (key != 0 && duel_->is_sampled(key)) duel_->idle(key, segments_.segment_of(id));
     }
   }
@@ -168,7 +185,7 @@ class Learned : public EvictionOrder, public BlockListener {
     for (int64_t i = 0; i < batch.n; ++i) {
       const BlockId id = batch.ids[i];
       if (batch.why == Forgotten::Why::kRemoved && batch.hash(i) != nullptr) {
-        const uint32_t key = key_of(*batch.hash(i), batch.group(i));
+        const uint32_t key = Hazards::key_of(*batch.hash(i), batch.group(i));
         if (duel_->is_sampled(key)) duel_->remove(key);
       }
       segments_.assign(id, Segments::kNone);
@@ -177,19 +194,13 @@ class Learned : public EvictionOrder, public BlockListener {
     }
   }
 
-  // Returns a key that is never 0. A hash has the same key in every process, because sampling must
-  // not depend on a secret.
-  static uint32_t key_of(const Hash& hash, uint8_t group) {
-    uint64_t word;
-    std::memcpy(&word, hash.bytes, sizeof(word));
-    return std::max(static_cast<uint32_t>((word + group) * 0x9E3779B97F4A7C15 >> 32), 1U);
-  }
-
  private:
   static constexpr uint32_t kNumTenants = 63;  // more tenants share these
   // Assumed length in tokens of the hits that read a state which no request has released. Many of
   // these states belong to system prompts, which are shorter than most prompts.
   static constexpr int64_t kUnknownHit = 4'096;
+  // One of this many windows and states that are not released with a chain is recorded.
+  static constexpr int64_t kOneOfSides = 64;
   struct InChain {
     int64_t prefix_tokens;
     BlockId id;
@@ -201,7 +212,7 @@ class Learned : public EvictionOrder, public BlockListener {
 
   uint32_t key_of(BlockId id) const {  // 0: not published under a hash
     const Block* block = view().blocks.find(id);
-    return block == nullptr ? 0 : key_of(block->hash, block->group);
+    return block == nullptr ? 0 : Hazards::key_of(block->hash, block->group);
   }
   bool is_candidate(BlockId id) const {
     return segments_.is_candidate(id) || priorities_.is_candidate(id);
@@ -256,7 +267,12 @@ class Learned : public EvictionOrder, public BlockListener {
     }
     const uint32_t s = loose_;
     segments_.assign(id, s);
-    if (is_candidate) insert(id);
+    if (is_candidate) insert_again(id);
+  }
+  void insert_again(BlockId id) {
+    insert(id);
+    if (!duel_->compares_requests()) return;
+    if (const uint32_t key = key_of(id)) duel_->assign(key, segments_.segment_of(id));
   }
 
   // Returns the least valuable segment of the tenant that has most blocks, if it has too many.
@@ -405,7 +421,7 @@ class Learned : public EvictionOrder, public BlockListener {
       const GivenPriority given = GivenPriority::of(prefix_tokens, features, now());
       if (given.priority >= 0) priorities_.give(id, given);
     }
-    if (is_candidate) return insert(id);
+    if (is_candidate) return insert_again(id);
     segments_.set(id, Segments::kTold);
   }
   int64_t num_in_chain() const { return static_cast<int64_t>(chain_.size()); }

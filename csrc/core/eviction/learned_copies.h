@@ -22,7 +22,7 @@ class LearnedCopies : public EvictionOrder, public BlockListener {
 
   // A copy of this block will be published, or was published before and is confirmed.
   void expect(const Hash& hash, uint8_t group, const ReleasedAs& as) {
-    if (as.segment != 0) expected_[Learned::key_of(hash, group)] = as;
+    if (as.segment != 0) expected_[Hazards::key_of(hash, group)] = as;
   }
   // Returns the expected number of hits of a copy of a block, minus the value of the space that the
   // copy would occupy; 1 if nothing is known of the block. `evicts`: the copy would evict a page.
@@ -44,7 +44,7 @@ class LearnedCopies : public EvictionOrder, public BlockListener {
 
   void on_publish(const Published& batch) override {
     if (batch.copied == nullptr) return;
-    const auto found = expected_.find(Learned::key_of(batch.copied->hash, batch.group));
+    const auto found = expected_.find(Hazards::key_of(batch.copied->hash, batch.group));
     if (found == expected_.end()) return;
     const ReleasedAs as = found->second;
     expected_.erase(found);

@@ -64,9 +64,13 @@ CacheTiers::CacheTiers(const ManagerSetup* setup, Steps* steps)
   const HostWrites& writes = setup->options.host_writes;
   const int64_t num_host_blocks =
       writes.is_through || writes.min_gain ? 0 : setup->options.num_host_blocks;
-  if (num_host_blocks > 0 || has_side_groups(setup->groups)) {
-    auto* learned = dynamic_cast<Learned*>(pool_.order());
-    if (learned != nullptr) learned->simulate_all(num_host_blocks);
+  auto* learned = dynamic_cast<Learned*>(pool_.order());
+  if (learned == nullptr) return;
+  if (has_side_groups(setup->groups)) {
+    compared_ = learned;
+    learned->compare_requests(num_host_blocks);
+  } else if (num_host_blocks > 0) {
+    learned->simulate_all(num_host_blocks);
   }
 }
 

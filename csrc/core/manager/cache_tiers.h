@@ -40,6 +40,8 @@ class CacheTiers {
   DeferredFrees& frees() { return frees_; }
   const DeferredFrees& frees() const { return frees_; }
   const Clock& clock() const { return clock_; }
+  // The device's policy if it compares the hits of requests in simulated caches; otherwise null.
+  Learned* compared() { return compared_; }
 
   // Makes both pools record in `lost` the blocks that leave the cache.
   void record_lost(LostBlocks* lost);
@@ -91,6 +93,7 @@ class CacheTiers {
   std::unique_ptr<HostTier> host_;
   Clock clock_;
   EventLog events_;
+  Learned* compared_ = nullptr;
   int64_t num_epochs_ = 0;
   std::vector<std::unique_ptr<BlockListener>> recorders_;
 };

@@ -37,6 +37,12 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
   for (const CacheGroup& group : *groups_) {
     has_tokens_ |= group.rules->traits.appends && group.is_cached;
   }
+  for (const bool keeps_all : {true, false}) {
+    for (const CacheGroup& group : *groups_) {
+      if (compared_unit_ > 0 || !group.is_cached || group.keeps_all != keeps_all) continue;
+      compared_unit_ = group.block_size;
+    }
+  }
   limits_more_ = !std::all_of(groups_->begin(), groups_->end(), [this](const CacheGroup& group) {
     return ends_->limits_shared(group);
   });
@@ -60,6 +66,10 @@ BlockId PrefixFinder::host_page(const CacheGroup& group, int64_t block) const {
 // block; at most num_blocks.
 int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) {
   int64_t n = 0;
+  if (simulated_ != nullptr) {
+    while (n < num_blocks && is_found(group, n)) ++n;
+    return n;
+  }
   // If the first block is missing, the prompt is cold, and no memory is prepared for the other
   // blocks.
   if (num_blocks == 0 || !is_found(group, 0)) return 0;
@@ -136,6 +146,23 @@ PrefixFinder::Lengths PrefixFinder::search(int64_t num_tokens, int64_t most_toke
   };
   const int64_t shared = found(/*only_shared=*/true, most_tokens);
   return {shared, limits_more_ ? found(/*only_shared=*/false, shared) : shared};
+}
+
+int64_t PrefixFinder::find_in(SimulatedCache* cache, const TokenChain& chain) {
+  begin(chain, is_enabled_, /*with_partial=*/false, /*with_host=*/false);
+  simulated_ = cache;
+  const Lengths found = search(chain.num_tokens());
+  simulated_ = nullptr;
+  // The request would read or compute the blocks at these ends.
+  for (const CacheGroup& group : *groups_) {
+    if (group.keeps_all || !group.is_cached || !group.rules->traits.has_hits) continue;
+    for (const int64_t end : {found.all, has_tokens_ ? found.shared : found.all}) {
+      for (int64_t b = group.first_hit_block(end); b < end / group.block_size; ++b) {
+        cache->use_end(hash_at((b + 1) * group.block_size), group.id);
+      }
+    }
+  }
+  return compared_unit_ == 0 ? 0 : found.all / compared_unit_;
 }
 
 // Iterates to a fixed point, because shortening the hit in one group shortens it in all groups.

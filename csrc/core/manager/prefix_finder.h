@@ -12,6 +12,7 @@
 #include "core/hashing/token_chain.h"
 #include "core/manager/options.h"
 #include "core/pool/block_pool.h"
+#include "core/pool/simulated_cache.h"
 
 namespace kvcache {
 
@@ -83,6 +84,11 @@ class PrefixFinder {
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host, bool reads,
                         int64_t most_tokens = kUnbounded);
 
+  // Returns the number of blocks that an admitted request would hit in a simulated cache, which is
+  // notified of the uses at the end of the hit. Only whole blocks count, in the first cached group
+  // that keeps all tokens or, without one, in the first cached group. Does not change the last hit.
+  int64_t find_in(SimulatedCache* cache, const TokenChain& chain);
+
  private:
   // Starts a search for whole or partial blocks of this chain, or for none unless `reads`.
   void begin(const TokenChain& chain, bool reads, bool with_partial, bool with_host);
@@ -106,6 +112,9 @@ class PrefixFinder {
   BlockId device_block(const CacheGroup& group, int64_t block) const;
   BlockId host_page(const CacheGroup& group, int64_t block) const;
   bool is_found(const CacheGroup& group, int64_t block) const {
+    if (simulated_ != nullptr) {
+      return simulated_->has(hash_at((block + 1) * group.block_size), group.id);
+    }
     return device_block(group, block) != kNullBlock || host_page(group, block) != kNullBlock;
   }
   int64_t find_leading(const CacheGroup& group, int64_t num_blocks);
@@ -125,7 +134,9 @@ class PrefixFinder {
   int64_t step_ = 1;        // hits end at multiples of this number of tokens
   int64_t num_hashed_ = 0;  // tokens
   bool with_host_ = false;
-  std::vector<int64_t> num_leading_;  // number of leading blocks found, per group; -1: unknown
+  SimulatedCache* simulated_ = nullptr;  // the cache to search; null: the pools
+  int64_t compared_unit_ = 0;            // block size in which hits of simulated caches are counted
+  std::vector<int64_t> num_leading_;     // number of leading blocks found, per group; -1: unknown
   PrefixHit hit_;
 };
 

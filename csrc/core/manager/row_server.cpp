@@ -254,6 +254,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   begin_row(row, asked, hit, by_step);
   advance(row, served->span);
   if (parts_.misses != nullptr) note_misses(row, asked, hit);
+  if (parts_.compared != nullptr && asked.reads()) compare_hit(*asked.chain);
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
   growth_.take_hit(served, hit);
   growth_.serve(served, demand);
@@ -288,6 +289,13 @@ void RowServer::note_misses(int32_t row, const NewRow& asked, const PrefixHit& h
   found_.num_taken = hit.num_tokens;
   const bool counts = asked.reads() && !parts_.stats->has_counted(asked.chain.get());
   parts_.misses->note(row, asked, found_, counts);
+}
+
+// Reports the hits that a request has in the caches which the eviction policy simulates.
+void RowServer::compare_hit(const TokenChain& chain) {
+  Duel* duel = parts_.compared->duel();
+  const int64_t by_lru = parts_.finder->find_in(duel->lru(), chain);
+  parts_.compared->count_request(by_lru, parts_.finder->find_in(duel->own(), chain));
 }
 
 void RowServer::count_hit(int32_t row, const PrefixHit& hit) {

@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/eviction/learned.h"
 #include "core/groups/hit_ends.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/block_holders.h"
@@ -38,6 +39,7 @@ class RowServer {
     TokenIntake* intake;
     CacheStats* stats;
     MissReasons* misses;  // null: off
+    Learned* compared;    // the policy that compares the hits of requests; null: none
   };
   RowServer(const RowContext& context, const Parts& parts, const ManagerOptions& options);
 
@@ -97,6 +99,7 @@ class RowServer {
   static Span span_of(const NewRow& asked, const PrefixHit& hit);
   Span span_of(int32_t row, int64_t num_rejected, int64_t num_tokens, int64_t num_lookahead) const;
   Demand demand_of_new(const NewRow& asked, const PrefixHit& hit, const Span& span);
+  void compare_hit(const TokenChain& chain);
   void count_hit(int32_t row, const PrefixHit& hit);
   Status admit(ServedRow* served, const NewRow& asked, const PrefixHit& hit, bool by_step);
   void begin_row(int32_t row, const NewRow& asked, const PrefixHit& hit, bool by_step);

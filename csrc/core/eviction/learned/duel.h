@@ -11,11 +11,12 @@
 #include "core/eviction/learned/hazards.h"
 #include "core/eviction/learned/segments.h"
 #include "core/hash.h"
+#include "core/pool/simulated_cache.h"
 
 namespace kvcache {
 
 // The keys of the blocks that a pool would cache. Blocks that requests hold are not evicted.
-class SimulatedPool {
+class SimulatedPool final : public SimulatedCache {
  public:
   SimulatedPool(int64_t capacity, const Hazards* order)  // null: LRU
       : capacity_(capacity), order_(order), segments_(most() + 1), nodes_(1) {
@@ -41,15 +42,23 @@ class SimulatedPool {
       if (num_present_ == most()) return;
       i = add(key);
     }
-    if (segments_.is_candidate(i)) segments_.remove(i);
-    if (open_ == Segments::kNone || number != number_) {
-      open_ = segments_.open(time, order_ == nullptr ? 0 : reuse_class);
-      number_ = number;
-    }
-    segments_.assign(i, open_);
-    segments_.insert(i);
+    place(i, number, reuse_class, time);
     now_ = std::max(now_, time);
     shrink();
+  }
+  // Moves a block that is not held to another segment.
+  void assign(uint32_t key, uint32_t number, int reuse_class, int64_t time) {
+    const BlockId i = find(key);
+    if (i != kNullBlock && segments_.is_candidate(i)) place(i, number, reuse_class, time);
+  }
+  void finish_chosen() { segments_.finish_chosen(); }
+  bool has(const Hash& hash, uint8_t group) const override {
+    return find(Hazards::key_of(hash, group)) != kNullBlock;
+  }
+  void use_end(const Hash& hash, uint8_t group) override {
+    const uint32_t key = Hazards::key_of(hash, group);
+    const int before = segments_.segment_of(find(key)).reuse_class;
+    assign(key, 0, ReuseClass::hit(before), now_);
   }
   void remove(uint32_t key) {
     if (const BlockId i = find(key); i != kNullBlock) remove_node(i);
@@ -73,6 +82,17 @@ class SimulatedPool {
     BlockId next;  // with the same head; also links unused nodes
   };
 
+  void place(BlockId i, uint32_t number, int reuse_class, int64_t time) {
+    if (segments_.is_candidate(i)) segments_.remove(i);
+    if (order_ == nullptr) reuse_class = 0;
+    if (open_ == Segments::kNone || number != number_ || segments_[open_].time != time ||
+        segments_[open_].reuse_class != reuse_class) {
+      open_ = segments_.open(time, reuse_class);
+      number_ = number;
+    }
+    segments_.assign(i, open_);
+    segments_.insert(i);
+  }
   int64_t most() const { return 2 * capacity_; }  // with held blocks
   size_t head_of(uint32_t key) const {
     return (key * uint64_t{0x9E3779B97F4A7C15} >> 32) & (heads_.size() - 1);
@@ -143,6 +163,11 @@ class Duel {
   // block by block.
   Duel(int64_t num_blocks, const Hazards* order, bool is_exact)
       : Duel(std::max<int64_t>(num_blocks / learned::kSimulated, 1), num_blocks, order, is_exact) {}
+  // Simulates all blocks, and counts the hits of requests.
+  Duel(int64_t num_blocks, const Hazards* order) : Duel(1, num_blocks, order, false) {
+    compares_requests_ = true;
+    own_.finish_chosen();
+  }
 
   bool follows_lru() const { return follows_lru_; }
   bool is_sampled(uint32_t key) const { return key <= last_sampled_; }
@@ -150,12 +175,21 @@ class Duel {
   // whether the use counts as a hit or miss of a request.
   void use(uint32_t key, bool is_hit, bool counts = true) {
     const bool by_lru = lru_.hold(key), by_value = own_.hold(key);
-    if (counts) count(is_exact_ ? is_hit : by_value, by_lru, by_value);
+    if (counts && !compares_requests_) count(is_exact_ ? is_hit : by_value, by_lru, by_value);
   }
   void idle(uint32_t key, const Segments::Segment& segment) {
     lru_.idle(key, segment.number, segment.reuse_class, segment.time);
     own_.idle(key, segment.number, segment.reuse_class, segment.time);
   }
+  // The policy moves an idle block to another segment.
+  void assign(uint32_t key, const Segments::Segment& segment) {
+    own_.assign(key, segment.number, segment.reuse_class, segment.time);
+  }
+  bool compares_requests() const { return compares_requests_; }
+  SimulatedCache* lru() { return &lru_; }
+  SimulatedCache* own() { return &own_; }
+  // A request would hit these numbers of blocks in the simulated pools.
+  void count_request(int64_t by_lru, int64_t by_value) { count(by_value, by_lru, by_value); }
   void remove(uint32_t key) {
     lru_.remove(key);
     own_.remove(key);
@@ -175,7 +209,7 @@ class Duel {
         own_(capacity_, order) {}
 
   double part(double of) const { return std::max(of * static_cast<double>(capacity_), 1.0); }
-  void count(bool is_hit, bool by_lru, bool by_value) {
+  void count(int64_t is_hit, int64_t by_lru, int64_t by_value) {
     num_lru_ += by_lru;
     const double left =
         static_cast<double>(lead_) + learned::kShare * static_cast<double>(num_lru_);
@@ -195,7 +229,7 @@ class Duel {
     least_ = lead_;
   }
 
-  bool is_exact_;
+  bool is_exact_, compares_requests_ = false;
   uint32_t last_sampled_;  // keys up to this one are sampled
   int64_t capacity_;
   SimulatedPool lru_, own_;

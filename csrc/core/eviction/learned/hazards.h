@@ -8,10 +8,12 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "core/eviction/learned/constants.h"
 #include "core/eviction/learned/reuse_class.h"
+#include "core/hash.h"
 
 namespace kvcache {
 
@@ -44,6 +46,13 @@ class Hazards {
     solve(0);
   }
 
+  // Returns a key that is never 0. A hash has the same key in every process, because sampling must
+  // not depend on a secret.
+  static uint32_t key_of(const Hash& hash, uint8_t group) {
+    uint64_t word;
+    std::memcpy(&word, hash.bytes, sizeof(word));
+    return std::max(static_cast<uint32_t>((word + group) * 0x9E3779B97F4A7C15 >> 32), 1U);
+  }
   static int64_t age_of(const Record& record, int64_t now) {  // in ms
     return int64_t{(ticks_of(now) - record.time) & kTicks} * 64;
   }
@@ -147,6 +156,7 @@ class Hazards {
     }
     for (int c = 0; c < kNum; ++c) {
       for (int b = kBuckets - 2; b >= 0; --b) reached[c][b] += reached[c][b + 1];
+      if (ReuseClass::is_loose(c)) continue;  // says nothing about chains
       const auto groups = ReuseClass::groups(c);
       for (int g = 0; g <= groups.num; ++g) {
         const int sum = g == groups.num ? kAll : kNum + groups.all[g];

@@ -128,7 +128,7 @@ class Segments {
   // it has no more candidates, another segment is listed, or the clock moves.
   uint32_t choose(const Hazards* hazards, int64_t now) {
     if (chosen_ != kNone && all_[chosen_].first != kNullBlock && chosen_by_ == hazards &&
-        (hazards == nullptr || chosen_at_ == now)) {
+        (hazards == nullptr || chosen_at_ == now || finishes_)) {
       return chosen_;
     }
     chosen_ = kNone;
@@ -153,6 +153,9 @@ class Segments {
     }
     return chosen_;
   }
+  // From now on, the clock does not end a choice. Without its state or window, which is evicted
+  // first, the rest of a segment cannot be hit.
+  void finish_chosen() { finishes_ = true; }
   // The value of a segment's blocks; without hazards, all are equal. Copies of blocks that are also
   // in the other tier are redundant.
   static double value(const Segment& segment, const Hazards* hazards, int64_t now) {
@@ -233,6 +236,7 @@ class Segments {
   std::array<int64_t, 64> num_of_tenants_{};
   uint32_t unused_ = kNone, num_opened_ = 0;
   uint32_t chosen_ = kNone;
+  bool finishes_ = false;
   const Hazards* chosen_by_ = nullptr;
   int64_t chosen_at_ = 0;
 };
