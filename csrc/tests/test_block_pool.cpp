@@ -720,17 +720,23 @@ TEST(a_pool_is_whole_whatever_its_listeners_do) {
       BlockPool own(4, has_order ? kvcache::make_eviction_policy("priority", {}, 4) : nullptr);
       BlockPool second(9);
       int num_rejected = 0;
+      kvcache::BlockListener unheard;
+      const std::vector<Hash> hashes{hash_of(5)};
       Disturber calling([&](const std::string& at) {
         if (at != event) return;
         BlockId taken;
         CHECK(second.allocate(1, &taken));  // other pools may be changed
-        const std::vector<Event> calls = {[&](BlockPool* p) { p->allocate(0, &taken); },
-                                          [&](BlockPool* p) { p->clear(); },
-                                          [&](BlockPool* p) { p->retain(&taken, 0); },
-                                          [&](BlockPool* p) { p->release(&taken, 0); },
-                                          [&](BlockPool* p) { p->evict(&taken, 0); },
-                                          [&](BlockPool* p) { p->pin(&taken, 0); },
-                                          [&](BlockPool* p) { p->unpin(&taken, 0); }};
+        const std::vector<Event> calls = {
+            [&](BlockPool* p) { p->allocate(0, &taken); },
+            [&](BlockPool* p) { p->clear(); },
+            [&](BlockPool* p) { p->retain(&taken, 0); },
+            [&](BlockPool* p) { p->release(&taken, 0); },
+            [&](BlockPool* p) { p->evict(&taken, 0); },
+            [&](BlockPool* p) { p->pin(&taken, 0); },
+            [&](BlockPool* p) { p->unpin(&taken, 1); },
+            [&](BlockPool* p) { p->pin(&taken, 1); },
+            [&](BlockPool* p) { p->add_listener(&unheard); },
+            [&](BlockPool* p) { publish(p, &taken, hashes.data(), 1); }};
         for (const Event& each : calls) {
           CHECK_THROWS(each(&own), "was called by a listener of this pool");
           ++num_rejected;

@@ -102,7 +102,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         EVICTION + "learned.h",
         "learned",
         [
-            ("if (*most <= most_of_tenant_) return Segments::kNone;", "return Segments::kNone;"),
+            ("num < most || num <= most_of_tenant_) return;", "true) return;"),
             (
                 "low != kNullBlock) return low;",
                 "low == kNullBlock) return low;",

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -109,6 +110,7 @@ class Learned : public EvictionOrder, public BlockListener {
     if (const BlockId low = priorities_.first(/*any=*/false); low != kNullBlock) return low;
     uint32_t s = has_shares_ ? choose_of_tenant() : Segments::kNone;
     if (s == Segments::kNone) s = segments_.choose(reuse_->order(), clock());
+    if (has_shares_) ++num_taken_[segments_[s].tenant];
     return s == Segments::kNone ? priorities_.first(/*any=*/true) : segments_[s].first;
   }
   size_t num_bytes() const override {
@@ -182,9 +184,10 @@ class Learned : public EvictionOrder, public BlockListener {
   void on_forget(const Forgotten& batch) override {
     if (batch.why == Forgotten::Why::kFreed) return;
     if (batch.why == Forgotten::Why::kReset) return clear();
+    if (batch.why == Forgotten::Why::kEvicted) num_taken_ = {};
     for (int64_t i = 0; i < batch.n; ++i) {
       const BlockId id = batch.ids[i];
-      if (batch.why == Forgotten::Why::kRemoved && batch.hash(i) != nullptr) {
+      if (batch.why == Forgotten::Why::kRemoved && batch.is_last(i)) {
         const uint32_t key = Hazards::key_of(*batch.hash(i), batch.group(i));
         if (duel_->is_sampled(key)) duel_->remove(key);
       }
@@ -275,21 +278,21 @@ class Learned : public EvictionOrder, public BlockListener {
     if (const uint32_t key = key_of(id)) duel_->assign(key, segments_.segment_of(id));
   }
 
-  // Returns the least valuable segment of the tenant that has most blocks, if it has too many.
+  // Among tenants with too many blocks, returns the least valuable segment of the one that has most
+  // and a candidate.
   uint32_t choose_of_tenant() {
-    const auto& nums = segments_.num_of_tenants();
-    const auto most = std::max_element(nums.begin() + 1, nums.end());
-    if (*most <= most_of_tenant_) return Segments::kNone;
-    const auto tenant = static_cast<uint8_t>(most - nums.begin());
     uint32_t found = Segments::kNone;
+    int64_t most = most_of_tenant_;
     double least = 0;
     segments_.for_each([&](uint32_t s) {
       const Segments::Segment& each = segments_[s];
-      if (each.tenant != tenant) return;
+      const int64_t num = segments_.num_of_tenants()[each.tenant] - num_taken_[each.tenant];
+      if (each.tenant == 0 || num < most || num <= most_of_tenant_) return;
       const double value = falls_back() ? 0 : value_of(each);
       const bool is_older = static_cast<int32_t>(each.number - segments_[found].number) < 0;
-      if (found != Segments::kNone && (value > least || (value == least && !is_older))) return;
+      if (num == most && (value > least || (value == least && !is_older))) return;
       found = s;
+      most = num;
       least = value;
     });
     return found;
@@ -428,6 +431,7 @@ class Learned : public EvictionOrder, public BlockListener {
 
   int64_t num_blocks_, most_of_tenant_;
   bool has_shares_;
+  std::array<int64_t, 64> num_taken_{};  // victims of the current batch by tenant
   std::shared_ptr<LearnedReuse> reuse_ = std::make_shared<LearnedReuse>();
   Segments segments_;
   Priorities priorities_;

@@ -22,8 +22,12 @@ class LearnedCopies : public EvictionOrder, public BlockListener {
 
   // A copy of this block will be published, or was published before and is confirmed.
   void expect(const Hash& hash, uint8_t group, const ReleasedAs& as) {
-    if (as.segment != 0) expected_[Hazards::key_of(hash, group)] = as;
+    const uint32_t key = Hazards::key_of(hash, group);
+    expected_.erase(key);
+    if (as.segment != 0) expected_[key] = as;
   }
+  // Called when all expected copies of a step were published or confirmed.
+  void expect_none() { expected_.clear(); }
   // Returns the expected number of hits of a copy of a block, minus the value of the space that the
   // copy would occupy; 1 if nothing is known of the block. `evicts`: the copy would evict a page.
   double gain_of_copy(const ReleasedAs& as, bool evicts) {

@@ -123,6 +123,7 @@ std::vector<BlockId> HostTier::publish_offloaded() {
   }
   offloads_.clear();
   offloading_.clear();
+  if (learned_copies_ != nullptr) learned_copies_->expect_none();
   return written;
 }
 

@@ -19,7 +19,7 @@ namespace kvcache {
 // Which cached blocks are written to the host.
 struct HostWrites {
   bool is_through = false;         // by the step after the step that filled them
-  std::optional<double> min_gain;  // only with as many expected hits (Learned::gain_of_copy)
+  std::optional<double> min_gain;  // only with as many expected hits (LearnedCopies::gain_of_copy)
 };
 
 struct GroupOptions {

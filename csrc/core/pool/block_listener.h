@@ -113,7 +113,7 @@ struct Forgotten : Blocks {
     kIsLast = 2,   // and no other block is
   };
   Why why;
-  const uint8_t* flags;  // one per block; not set if `why` is kFreed
+  const uint8_t* flags;  // one per block, without kIsLast after a reset; null if `why` is kFreed
   const Block* blocks;   // blocks of the pool, by id
 
   bool is_last(int64_t i) const { return (flags[i] & kIsLast) != 0; }

@@ -154,7 +154,7 @@ void BlockPool::retain(const BlockId* ids, int64_t n) {
 
 void BlockPool::release(const BlockId* ids, int64_t n) {
   check_sound();
-  if (is_notifying_) fail_in_listener("release");
+  check_caller("release");
   const BlockId last_cached = cached_free_.tail(), last_uncached = uncached_free_.tail();
   for (int64_t i = 0; i < n; ++i) {
     const BlockId ahead = i + kPrefetchBlocks < n ? ids[i + kPrefetchBlocks] : kNullBlock;
@@ -210,6 +210,7 @@ void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
 void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, uint8_t group) {
   auto tags = tags_ahead<kPrefetchBlocks>(
       index_, n, [&](int64_t i) -> HashOfGroup { return {content.hash(i), group}; });
+  check_caller("publish");
   check_publish(ids, n, group);
   const Soundness::Change change = this->change("publish");
   if (n == 0) return;
@@ -259,6 +260,7 @@ Copied BlockPool::copied(BlockId id, bool is_chain) const {
 }
 
 void BlockPool::publish_copy(BlockId id, const Copied& copied) {
+  check_caller("publish_copy");
   check_publish(&id, 1, copied.group);
   const Soundness::Change change = this->change("publish_copy");
   set_cached(id, copied.group, copied.parent, copied.root);

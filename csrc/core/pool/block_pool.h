@@ -158,7 +158,7 @@ class BlockPool {
   // Removes all hashes. Returns false, without any change, while any block is held.
   bool reset();
   // Removes all hashes, even while blocks are held. Held blocks stay held but are no longer cached.
-  // O(1).
+  // O(1) without an order and listeners.
   void clear();
 
   // Adds or removes a pin for each of these cached blocks; ids may repeat. Pinned blocks are
@@ -205,8 +205,12 @@ class BlockPool {
 
  private:
   Soundness::Change change(const char* call) {
-    if (is_notifying_) fail_in_listener(call);
+    check_caller(call);
     return {soundness_, call};
+  }
+  // Calls that prepare a change in the pool call this first.
+  void check_caller(const char* call) const {
+    if (is_notifying_) fail_in_listener(call);
   }
   [[noreturn]] static void fail_in_listener(const char* call);  // a listener made this call
   const Block& at(BlockId id, const char* what) const;
@@ -257,7 +261,6 @@ class BlockPool {
   void add_place(BlockId id, BlockId parent, bool has_parent);
   std::vector<CacheTree::Member> published() const;
   void update_changed();
-  BlockId chosen_candidate();
   BlockId first_unpinned();
   void unlist(BlockId id);
   void update_candidates(const BlockId* ids, int64_t n);

@@ -81,6 +81,7 @@ void BlockPool::clear_places() {
 }
 
 void BlockPool::pin(const BlockId* ids, int64_t n) {
+  check_caller("pin");
   for (int64_t i = 0; i < n; ++i) {
     if (!is_cached(at(ids[i], "ids"))) fail(ids[i], "not cached: expected a cached block");
   }
@@ -96,6 +97,7 @@ void BlockPool::pin(const BlockId* ids, int64_t n) {
 }
 
 void BlockPool::unpin(const BlockId* ids, int64_t n) {
+  check_caller("unpin");
   for (int64_t i = 0; i < n; ++i) at(ids[i], "ids");
   for (int64_t i = 0; i < n; ++i) {
     if (has_pin(blocks_[ids[i]])) {

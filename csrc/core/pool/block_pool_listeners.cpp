@@ -10,6 +10,7 @@
 namespace kvcache {
 
 void BlockPool::add_listener(BlockListener* listener) {
+  check_caller("add_listener");
   const bool order_listens = dynamic_cast<const BlockListener*>(order()) != nullptr;
   listeners_.insert(listeners_.end() - order_listens, listener);
   is_plain_ = false;

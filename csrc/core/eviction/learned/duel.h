@@ -211,18 +211,21 @@ class Duel {
   double part(double of) const { return std::max(of * static_cast<double>(capacity_), 1.0); }
   void count(int64_t is_hit, int64_t by_lru, int64_t by_value) {
     num_lru_ += by_lru;
+    // While LRU is followed in an exact duel, at most C hits were lost since the end of the trial.
+    if (!follows_lru_) {
+      lead_ += is_hit - by_lru;
+    } else if (is_exact_) {
+      lead_ = std::clamp(lead_ + is_hit - by_lru, least_ - capacity_, least_);
+    }
     const double left =
         static_cast<double>(lead_) + learned::kShare * static_cast<double>(num_lru_);
     if (follows_lru_) {
-      // Since the end of the trial, at most C hits were lost.
-      if (is_exact_) lead_ = std::clamp(lead_ + is_hit - by_lru, least_ - capacity_, least_);
       evidence_ = std::max<int64_t>(evidence_ + by_value - by_lru, 0);
       follows_lru_ = static_cast<double>(evidence_) < part(learned::kEvidence) ||
                      left < -part(learned::kStake) / 2;
       best_ = lead_;
       return;
     }
-    lead_ += is_hit - by_lru;
     best_ = std::max(best_, lead_);
     follows_lru_ = left <= -part(learned::kStake) || best_ - lead_ >= capacity_;
     evidence_ = 0;
