@@ -18,7 +18,7 @@
 namespace kvcache {
 
 // Keeps a ring of samples of released blocks, cached or not, by key. From time to time it counts,
-// per class and age bucket, the samples that reached the bucket and those used again within it. x
+// per class and age bucket, the samples that reached the bucket and those used again within it.
 // The value of a class at an age is its Gittins index: the highest ratio, over all stopping ages,
 // of the expected number of hits to the time for which the block is kept.
 class Hazards {

@@ -125,7 +125,8 @@ class Segments {
 
   // Returns the segment with a candidate that is released first or, with hazards, that is worth
   // least: for each class, the oldest and the youngest segment are compared. The choice holds until
-  // it has no more candidates, another segment is listed, or the clock moves.
+  // it has no more candidates. Without hazards, it also ends when another segment is listed; with
+  // hazards, when the clock moves, except after `finish_chosen`.
   uint32_t choose(const Hazards* hazards, int64_t now) {
     if (chosen_ != kNone && all_[chosen_].first != kNullBlock && chosen_by_ == hazards &&
         (hazards == nullptr || chosen_at_ == now || finishes_)) {

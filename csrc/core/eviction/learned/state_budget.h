@@ -14,7 +14,7 @@ namespace kvcache {
 
 // Lists the idle states and window blocks of each class in the order in which they were last
 // listed. If there are more of them than the budget allows, the one with the lowest value is the
-// next victim. Within a class, only the first and the last one are compared, as in WorthOrder.
+// next victim. Within a class, only the first and the last one are compared.
 class StateBudget {
  public:
   // `share`: fraction of the blocks that states and window blocks may keep; 1: no limit.
