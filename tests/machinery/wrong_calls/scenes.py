@@ -343,7 +343,7 @@ class PoolScene(Scene):
         yield "pool.access", p.access, {"ids": [1], "now": 1.0}
         yield "pool.set_now", p.set_now, {"seconds": 2.0}
         yield "pool.is_pinned", p.is_pinned, {"id": 1}
-        released = {"ids": [1], "prefix_tokens": [8], "tokens_per_block": 8, "turn": 1}
+        released = {"ids": [1], "prefix_tokens": [8], "tokens_per_block": 8}
         yield "pool.notify_release", p.notify_release, {**released, "retention": [(0, 4, 5, None)]}
         published = {"ids": [4, 5], "hashes": self.hashes[3:5], "group": 0, "parent": bytes(32)}
         yield "pool.publish", p.publish, {**published, "is_chain": True}
