@@ -499,7 +499,7 @@ def _place(at: TracebackType) -> str:
     while at is not None:
         frame = at.tb_frame
         here = f"{os.path.basename(frame.f_code.co_filename)}:{at.tb_lineno}"
-        if "/kvcache/" in frame.f_code.co_filename or found is None:
+        if "/kvcache" in frame.f_code.co_filename or found is None:
             found = here
         at = at.tb_next
     return found

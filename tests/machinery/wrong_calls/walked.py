@@ -82,7 +82,7 @@ def right_call(name: str) -> None:
 
 
 def _is_of_package(value: object) -> bool:
-    return type(value).__module__.startswith("kvcache.")
+    return type(value).__module__.partition(".")[0].startswith("kvcache")
 
 
 def finish(result: object) -> None:
