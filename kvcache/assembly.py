@@ -15,7 +15,6 @@ from kvcache.checks import instance, integer, shown
 from kvcache.layouts import AttentionBackend, EngineBackend
 from kvcache.memory_plan import CachePlan
 from kvcache.worker import BlockTables, GroupTable, KVStorage, Pages, SwapEngine, Worker
-from kvcache.worker.pages.pages import Tensors
 from kvcache.worker.pages.parts import contents_of
 
 if TYPE_CHECKING:
@@ -58,9 +57,8 @@ class KVCache:
         """Return the cache group of a layer. Raises ValueError for an unknown layer."""
         return self._place(layer_name)[0]
 
-    def kv_cache(self, layer_name: str) -> Tensors:
-        """Return the tensor that the layer's attention kernel reads, an entry of
-        `KVStorage.kv_caches`.
+    def kv_cache(self, layer_name: str) -> torch.Tensor:
+        """Return the tensor that the layer's attention kernel reads.
 
         The block dimension is indexed by kernel block, like the layer's block table. For a recurrent
         layer, the tensor contains the states and has shape [num_pages, 1, elements].
@@ -68,11 +66,22 @@ class KVCache:
         Args:
             layer_name: Name of the layer.
 
+        Returns:
+            An entry of `KVStorage.kv_caches`, which describes its shape.
+
         Raises:
-            ValueError: The layer is unknown.
+            ValueError: The layer is unknown, or K and V are two tensors, because their head sizes differ
+                (`KVStorage.key_cache`, `KVStorage.value_cache`).
         """
         group, index = self._place(layer_name)
-        return self.storages[group].kv_caches[index]
+        found = self.storages[group].kv_caches[index]
+        if not isinstance(found, torch.Tensor):
+            raise ValueError(
+                f"layer {layer_name!r} has K and V in two tensors, because their head sizes differ: "
+                f"expected one tensor; call key_cache({index}) and value_cache({index}) of "
+                f"storages[{group}]"
+            )
+        return found
 
     def slots(self, layer_name: str, num_tokens: int) -> torch.Tensor:
         """Return the slots of the step's first `num_tokens` tokens in a layer, as a device view.

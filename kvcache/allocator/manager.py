@@ -18,7 +18,7 @@ from kvcache.allocator.options import (
     checked_retention,
 )
 from kvcache.allocator.pool_view import DevicePoolView, PoolView
-from kvcache.allocator.prefix_cache import PrefixCache, by_group
+from kvcache.allocator.prefix_cache import CachedPrefix, PrefixCache, by_group
 from kvcache.allocator.request import Request, RequestState
 from kvcache.checks import (
     MAX_INT32,
@@ -515,7 +515,9 @@ class KVCacheManager:
         return np.array(self._native.take_copies(), np.int32).reshape(-1, 2)
 
     def admit(
-        self, request: Request | Admit, computed_blocks: Ids | Sequence[Ids] | None = None
+        self,
+        request: Request | Admit,
+        computed_blocks: CachedPrefix | Ids | Sequence[Ids] | None = None,
     ) -> np.ndarray | list[np.ndarray] | None:
         """Admit a request, for an engine that keeps its own block tables.
 
@@ -526,8 +528,8 @@ class KVCacheManager:
 
         Args:
             request: A new request. It may have no tokens yet.
-            computed_blocks: The request's cached prefix from `cache.find_prefix`, or some of its
-                first whole blocks. If there are several groups, one array per group. `()`: no
+            computed_blocks: The request's cached prefix from `cache.find_prefix`, or the IDs of some
+                of its first whole blocks. If there are several groups, one array per group. `()`: no
                 prefix. None: the longest cached prefix. If the prefix ends inside a block, the
                 first new block must be filled by a copy of that block. See `take_copies`.
 
@@ -545,6 +547,8 @@ class KVCacheManager:
         >>> manager.admit(Admit(Request("r1", range(40)), num_lookahead_tokens=16))
         array([1, 2, 3, 4], dtype=int32)
         """
+        if isinstance(computed_blocks, CachedPrefix):
+            computed_blocks = computed_blocks.block_ids
         if computed_blocks is None:
             computed = None
         elif len(self.groups) == 1:
@@ -653,6 +657,8 @@ class KVCacheManager:
     def reject_tokens(self, request: Request, num_tokens: int) -> None:
         """Remove the last `num_tokens` tokens, which are rejected drafts. Later tokens reuse their
         slots. Drafts are the tokens that were not known when the last call allocated their slots.
+
+        For the rows of `step`, pass `num_rejected_tokens` to the next `step` instead.
 
         Args:
             request: A request that `admit` admitted.

@@ -250,7 +250,7 @@ class CacheDescription(EngineDescription):
     pp_size: Size = 1
     cp_world_size: Size = 1
     cp_interleave: Size = 1  # consecutive tokens per context-parallel rank
-    memory_order: tuple[str, ...] = ("kv", "block", "token", "head", "element")
+    memory_order: tuple[str, ...] = ("block", "kv", "token", "head", "element")
     page_stride: int | tuple[int, ...] | None = None  # bytes from page to page; None: contiguous
     dtype: str = "bfloat16"  # dtype name, or a torch.dtype
     stages: tuple[PipelineStage, ...] | None = None

@@ -13,6 +13,7 @@ from kvcache.worker.tables.attention_metadata import (
 from kvcache.worker.tables.block_tables import BlockTables
 from kvcache.worker.tables.buffer import HostDeviceBuffer
 from kvcache.worker.tables.group_table import GroupTable
+from kvcache.worker.tables.table_groups import table_groups
 from kvcache.worker.tables.table_shape import TableShape
 from kvcache.worker.worker import PendingStep, Worker
 
@@ -31,4 +32,5 @@ __all__ = [
     "SwapJob",
     "TableShape",
     "Worker",
+    "table_groups",
 ]

@@ -99,6 +99,21 @@ def test_kept_states_do_not_count_as_needed_blocks():
     assert statuses == [Status.SERVED] * 8
 
 
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_admit_takes_the_prefix_that_a_lookup_returned(num_groups):
+    groups = [GroupSpec("full_attention", 4)] * num_groups
+    manager = KVCacheManager.for_groups(groups, 17, 64, num_preallocate_tokens=0)
+    first = Request("a", range(16))
+    manager.admit(first)
+    request = Request("b", range(20))
+    prefix = manager.cache.find_prefix(request)
+    assert prefix.num_tokens == 16
+    manager.admit(request, prefix)
+    for group in range(num_groups):
+        held = manager.block_ids(request, group)
+        assert held[:4].tolist() == manager.block_ids(first, group).tolist() and len(held) == 5
+
+
 def test_null_columns_after_a_hit_need_no_blocks():
     groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 4, cached=False)]
     manager = KVCacheManager.for_groups(groups, 9, 64, num_preallocate_tokens=0)

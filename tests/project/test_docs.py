@@ -17,22 +17,11 @@ from benchmarks.gpu.machine import write_results
 from kvcache import ops
 from tests.machinery import roots
 from tests.machinery.forked import run_code
+from tests.machinery.pages import code_of
 from tests.machinery.shared import REPO
 
 DOCS = REPO / "docs"
 PAGES = [*sorted(REPO.glob("*.md")), *sorted(DOCS.glob("*.md"))]
-
-
-def code_of(page) -> str:
-    """Return the Python blocks of a page, padded with empty lines so that line numbers match the
-    page.
-    """
-    lines, inside = [], False
-    for line in page.read_text().splitlines():
-        fence = line.startswith("```")
-        lines.append(line if inside and not fence else "")
-        inside = line == "```python" if fence else inside
-    return "\n".join(lines)
 
 
 WITH_CODE = [page for page in PAGES if code_of(page).strip()]
@@ -55,7 +44,13 @@ def test_code_of_a_page_runs_in_order(page, tmp_path):
 
 def test_pages_that_should_contain_code_contain_some():
     names = {page.name for page in WITH_CODE}
-    assert {"README.md", "serving.md", "tutorial.md", "coming_from.md", "hybrid_models.md"} <= names
+    assert {
+        "README.md",
+        "serving.md",
+        "own_engine.md",
+        "coming_from.md",
+        "hybrid_models.md",
+    } <= names
 
 
 @pytest.mark.slow

@@ -360,7 +360,7 @@ assert topology.get_target_remote_ranks(2) == [(0, 0, 0)]
 cache = CacheDescription(
     engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8, block_size=4
 )
-assert plan_transfer(cache, cache, 0).num_fragments == 4
+assert plan_transfer(cache, cache, 0).num_fragments == 2
 assert "torch" not in sys.modules
 import importlib
 for package, name in ("kvcache", "BlockTables"), ("kvcache.compat", "copy_kv_blocks"):

@@ -15,6 +15,7 @@ import kvcache
 from kvcache import KVCacheManager, allocator, compat, transfer
 from kvcache_exchange import store
 from tests.machinery import roots
+from tests.machinery.pages import code_of
 from tests.machinery.shared import REPO, sampled
 
 PACKAGE, TYPED = REPO / "kvcache", REPO / "tests" / "machinery" / "typed"
@@ -44,6 +45,16 @@ def found(request):
 @pytest.mark.slow
 def test_stubs_and_a_file_without_mistakes_pass(found):
     assert [line for line in found if "mistakes.py" not in line] == []
+
+
+@pytest.mark.slow
+def test_engine_of_the_documentation_passes_the_type_checker(tmp_path):
+    pytest.importorskip("mypy")
+    (tmp_path / "own_engine.py").write_text(code_of(REPO / "docs" / "own_engine.md"))
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary"]
+    command += [f"--cache-dir={REPO / 'build' / 'mypy'}", str(tmp_path / "own_engine.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ def test_ranks_of_uneven_stages_are_numbered_by_stage():
 
 
 STORAGES = {
-    "apart": {},
+    "apart": {"backend": "FLASH_ATTN"},
     "blocks_first": {"backend": "FLASHINFER"},
     "block_major": {"backend": "BLOCK_MAJOR", "cross_layers": True},
 }

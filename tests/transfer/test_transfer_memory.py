@@ -23,7 +23,7 @@ from tests.machinery.shared import spread
 
 LAYERS, HEADS = 2, 4
 OPTIONS = {
-    "apart": {},
+    "apart": {"backend": "FLASH_ATTN"},
     "blocks_first": {"backend": "FLASHINFER"},
     "block_major": {"backend": "BLOCK_MAJOR", "cross_layers": True},
     "side by side": {"backend": "FLASH_ATTN_DIFFKV"},
@@ -139,10 +139,11 @@ def test_scales_of_storages_arrive_with_their_heads(packing, layouts, sizes):
 def test_ranks_of_uneven_stages_have_own_addresses():
     described = CacheDescription(
         engine_id="e", num_layers=4, total_num_kv_heads=HEADS, head_size=8, dtype="float16",
-        block_size=4, stages=[(3, 1), (1, 2)],
+        block_size=4, stages=[(3, 1), (1, 2)], memory_order=backend("FLASH_ATTN").memory_order("NHD"),
     )  # fmt: skip
     for rank, (layers, heads) in enumerate(((3, 4), (1, 2), (1, 2))):
-        storage = KVStorage(9, 4, heads, 8, num_layers=layers, dtype=torch.float16)
+        options = {"num_layers": layers, "dtype": torch.float16, "backend": "FLASH_ATTN"}
+        storage = KVStorage(9, 4, heads, 8, **options)
         found = region_addresses(described, storage.pages, rank) - storage.pages.base
         assert found.tolist() == storage.pages.offsets.tolist()
     with pytest.raises(ValueError, match="placement of engine 'e' differs by stage: use stage_of"):
@@ -265,7 +266,7 @@ def test_engine_tensors_have_addresses():
     ],
 )
 def test_pages_must_match_their_description(description, storage, message):
-    options = {"num_layers": LAYERS, "dtype": torch.float16, **storage}
+    options = {"num_layers": LAYERS, "dtype": torch.float16, "backend": "FLASH_ATTN", **storage}
     pages = KVStorage(9, 4, HEADS, 8, **options).pages
     with pytest.raises(ValueError, match=message):
         region_addresses(description, pages)

@@ -34,7 +34,7 @@ def contents(batch):
     found = {"query_start_loc": batch.query_start_loc.tolist()}
     for g, group in batch.groups.items():
         for name in group.__slots__:
-            value = getattr(group, name)
+            value = getattr(group, name, None)
             if isinstance(value, torch.Tensor) and not name.endswith("_cpu"):
                 found[g, name] = value.tolist()
     return found
@@ -121,10 +121,22 @@ def test_number_of_cached_views_is_limited():
 def test_only_requested_outputs_are_built():
     tables = make_tables()
     flash = AttentionMetadataBuilder(tables, flashinfer=False).build([0], [1], [24])[0]
-    assert flash.paged_kv_indptr is flash.paged_kv_indices is flash.paged_kv_last_page_len is None
-    assert flash.paged_kv_indptr_cpu is None and flash.block_table.tolist()[0][:3] == [1, 2, 3]
+    assert flash.block_table.tolist()[0][:3] == [1, 2, 3]
     infer = AttentionMetadataBuilder(tables, flash_attn=False).build([0], [1], [24])[0]
-    assert infer.block_table is None and infer.paged_kv_indices.tolist() == [1, 2, 3]
+    assert infer.paged_kv_indices.tolist() == [1, 2, 3]
+    for built, name, option in [
+        (infer, "block_table", "flash_attn=True"),
+        (flash, "paged_kv_indptr", "flashinfer=True"),
+        (flash, "paged_kv_indices", "flashinfer=True"),
+        (flash, "paged_kv_last_page_len", "flashinfer=True"),
+        (flash, "paged_kv_indptr_cpu", "flashinfer=True, and lengths on the host"),
+        (flash, "paged_kv_last_page_len_cpu", "flashinfer=True, and lengths on the host"),
+    ]:
+        with pytest.raises(AttributeError, match=f"{name} was not built: .* with {option}$"):
+            getattr(built, name)
+    with pytest.raises(AttributeError, match="GroupMetadata has no attribute 'block_tabel'"):
+        infer.block_tabel  # noqa: B018
+    assert "block_table" not in repr(infer)
 
 
 def test_only_groups_with_tables_are_served_by_default():
@@ -383,7 +395,8 @@ def test_device_lengths_match_without_synchronizing():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    assert batch[0].paged_kv_indptr_cpu is batch.query_start_loc_cpu is None
+    assert not hasattr(batch[0], "paged_kv_indptr_cpu")
+    assert not hasattr(batch, "query_start_loc_cpu")
     assert (batch.num_tokens, batch.max_query_len, batch.max_seq_len) == (16, 16, 64)
     got = contents(batch)
     for name, value in want.items():

@@ -18,16 +18,16 @@ from kvcache.worker.pages.page_copy import PageCopy, pairs_tensor
 PACKED = {"backend": "BLOCK_MAJOR", "cross_layers": True}
 MLA = {"backend": "MLA", "num_kv_heads": 1}
 FORMS = {
-    "apart": {},
+    "apart": {"backend": "FLASH_ATTN"},
     "blocks first": {"backend": "FLASHINFER"},
     "block-major": PACKED,
-    "unequal": {"v_head_size": 4},
+    "unequal": {"v_head_size": 4, "backend": "FLASH_ATTN"},
     "unequal, blocks first": {"v_head_size": 4, "backend": "TRITON_ATTN"},
     "unequal, block-major": {"v_head_size": 4, **PACKED},
     "side by side": {"v_head_size": 4, "backend": "FLASH_ATTN_DIFFKV"},
     "heads first": {"backend": "FLASH_ATTN", "cross_layers": True},
     "kv, heads, layers": {"backend": "FLASHINFER", "cross_layers": True},
-    "scales": {"scale_bytes_per_token": 4},
+    "scales": {"scale_bytes_per_token": 4, "backend": "FLASH_ATTN"},
     "scales, blocks first": {"scale_bytes_per_token": 4, "backend": "FLASHINFER"},
     "scales, block-major": {"scale_bytes_per_token": 4, **PACKED},
     "scales, side by side": {"scale_bytes_per_token": 4, "backend": "FLASH_ATTN_DIFFKV"},

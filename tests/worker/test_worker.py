@@ -914,7 +914,7 @@ def test_new_pages_are_zeroed_if_the_worker_is_told_to(clear):
     w.apply(plan(zero=np.array([3]), fresh=np.array([5, 6]), copy=np.array([[4, 2]])))
     cleared = [3, 5, 6] if clear == "fresh" else [3]
     assert moves == [("copy", [[4, 2]]), ("zero", cleared)]
-    content = storage.kv_caches[0].view(torch.uint8).movedim(1, 0).reshape(20, -1)
+    content = storage.kv_caches[0].view(torch.uint8).reshape(20, -1)
     assert [page for page in range(20) if not content[page].any()] == cleared
 
 

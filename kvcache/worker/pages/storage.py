@@ -95,7 +95,7 @@ class KVStorage:
         num_layers: int = 1,
         dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str = "cpu",
-        backend: str | AttentionBackend | EngineBackend = "FLASH_ATTN",
+        backend: str | AttentionBackend | EngineBackend = "FLASHINFER",
         layout: str = "NHD",
         cross_layers: bool = False,
         scale_bytes_per_token: int = 0,

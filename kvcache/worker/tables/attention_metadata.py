@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
@@ -18,32 +19,64 @@ from kvcache.worker.tables.table_shape import TableShape
 
 Lengths = Sequence[int] | np.ndarray | torch.Tensor
 MAX_CACHED_VIEWS = 64  # maximum number of batch sizes with cached views, which are costly to create
+# What a tensor that is not always built requires.
+_REQUIRED = {
+    "query_start_loc_cpu": "lengths on the host",
+    "block_table": "flash_attn=True",
+    "paged_kv_indptr": "flashinfer=True",
+    "paged_kv_indices": "flashinfer=True",
+    "paged_kv_last_page_len": "flashinfer=True",
+    "paged_kv_indptr_cpu": "flashinfer=True, and lengths on the host",
+    "paged_kv_last_page_len_cpu": "flashinfer=True, and lengths on the host",
+}
+
+
+class _Optional:
+    """Reading a tensor that was not built raises an AttributeError that says what it requires."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name not in _REQUIRED or name not in self.__slots__:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            raise AttributeError(
+                f"{name} was not built: expected a metadata builder with {_REQUIRED[name]}"
+            )
 
 
 @dataclass(slots=True)
-class GroupMetadata:
+class GroupMetadata(_Optional):
     """Attention metadata for one cache group. All tensors are int32, on the tables' device.
 
     N is the number of requests, including padding. FlashAttention uses `seqused_k`, `block_table` and
-    `max_seqlen_k`. FlashInfer uses the three `paged_kv_*` tensors. FlashInfer's `plan` reads the
-    host copies of these tensors, which are None if the lengths came from a device. Tensors for a
-    backend that the builder does not serve are None.
+    `max_seqlen_k`. FlashInfer uses the three `paged_kv_*` tensors. FlashInfer's `plan` reads the host
+    copies of these tensors (`*_cpu`), which exist only if the lengths came from the host. Reading a
+    tensor that was not built, for example because of `flashinfer=False`, raises AttributeError.
     """
 
     block_size: int  # attention kernel's block size in tokens on one rank; FlashInfer's page_size
     window: int | None  # number of tokens that a query attends to, including itself; None: all
     max_seqlen_k: int  # upper bound of seqused_k
     seqused_k: torch.Tensor  # [N] number of tokens on this context-parallel rank; 0 for padding
-    block_table: torch.Tensor | None  # [N, columns]; null block for padding and outside the window
-    paged_kv_indptr: torch.Tensor | None  # [N + 1] start of each request in paged_kv_indices
-    paged_kv_indices: torch.Tensor | None  # [pages], or [N * columns] for device lengths
-    paged_kv_last_page_len: torch.Tensor | None  # [N] 1 to block_size; 0 if there are no pages
-    paged_kv_indptr_cpu: torch.Tensor | None
-    paged_kv_last_page_len_cpu: torch.Tensor | None
+    # [N, columns]; null block for padding and outside the window
+    block_table: torch.Tensor = field(init=False, repr=False)
+    paged_kv_indptr: torch.Tensor = field(
+        init=False, repr=False
+    )  # [N + 1] start of each request in paged_kv_indices
+    paged_kv_indices: torch.Tensor = field(
+        init=False, repr=False
+    )  # [pages], or [N * columns] for device lengths
+    paged_kv_last_page_len: torch.Tensor = field(
+        init=False, repr=False
+    )  # [N] 1 to block_size; 0 without pages
+    paged_kv_indptr_cpu: torch.Tensor = field(init=False, repr=False)
+    paged_kv_last_page_len_cpu: torch.Tensor = field(init=False, repr=False)
 
 
 @dataclass(slots=True)
-class AttentionMetadata:
+class AttentionMetadata(_Optional):
     """Metadata for one batch, built by `AttentionMetadataBuilder`. `batch[g]` is the metadata for
     group `g`.
 
@@ -56,8 +89,10 @@ class AttentionMetadata:
     max_query_len: int  # maximum number of tokens per request in this step
     max_seq_len: int  # maximum length of a request after this step
     query_start_loc: torch.Tensor  # int32[num_reqs + 1], also called cu_seqlens_q or qo_indptr
-    query_start_loc_cpu: torch.Tensor | None  # None if the lengths came from a device
     groups: dict[int, GroupMetadata]
+    query_start_loc_cpu: torch.Tensor = field(
+        init=False, repr=False
+    )  # only if the lengths came from the host
 
     def __getitem__(self, group: int) -> GroupMetadata:
         try:
@@ -220,7 +255,7 @@ class AttentionMetadataBuilder:
         - Block tables contain the columns for `max_seq_len` tokens. A longer request is rejected.
         - Query lengths are not checked against `num_padded_tokens` or `max_query_len`; the caller
           must ensure that the query lengths fit.
-        - The host copies (`*_cpu`) are None.
+        - The host copies (`*_cpu`) are not built.
 
         Args:
             rows: int32[r]. Each request's row, or -1 for a padding request. None: request `i` has row
@@ -310,18 +345,15 @@ class AttentionMetadataBuilder:
             # Entries that an earlier batch filled beyond these columns are set to null once.
             self._from_host(requests, min(max(shown, stale), 2**31 - 1), views)
         self._filled[:num_reqs] = np.maximum(self._replayed[:num_reqs], shown)
-        return AttentionMetadata(
-            num_reqs,
-            num_tokens,
-            max_query_len,
-            max_seq_len,
-            views.query_start_loc,
-            None if on_device else views.query_start_loc_cpu,
-            {
-                g: views.group(i, shape, max_seq_len, on_device)
-                for i, (g, shape) in enumerate(zip(self.groups, self._shapes))
-            },
-        )
+        groups = {
+            g: views.group(i, shape, max_seq_len, on_device)
+            for i, (g, shape) in enumerate(zip(self.groups, self._shapes))
+        }
+        sizes = num_reqs, num_tokens, max_query_len, max_seq_len
+        found = AttentionMetadata(*sizes, views.query_start_loc, groups)
+        if not on_device:
+            found.query_start_loc_cpu = views.query_start_loc_cpu
+        return found
 
     def _on_host(self, rows: object, query_lens: object, seq_lens: object) -> tuple:
         """Return the three arguments as int32 CPU tensors of equal length."""
@@ -444,21 +476,17 @@ class _Views:
         """Return the metadata of the builder's `i`-th group for the batch that was just built."""
         turn = shape.cp_kv_cache_interleave_size * shape.world_size
         most = min(max_seq_len, -(-max_seq_len // turn) * shape.cp_kv_cache_interleave_size)
-        listed = self._indptr is not None
-        known = listed and not on_device
-        indices = self._indices[i] if listed else None
-        return GroupMetadata(
-            shape.kernel_block_size,
-            shape.window,
-            most,
-            self._seqused[i],
-            None if self._tables is None else self._tables[i],
-            self._indptr[i] if listed else None,
-            indices[: self._indptr_np[i, -1]] if known else indices,
-            self._last[i] if listed else None,
-            self._indptr_cpu[i] if known else None,
-            self._last_cpu[i] if known else None,
-        )
+        found = GroupMetadata(shape.kernel_block_size, shape.window, most, self._seqused[i])
+        if self._tables is not None:
+            found.block_table = self._tables[i]
+        if self._indptr is not None:
+            found.paged_kv_indptr, found.paged_kv_last_page_len = self._indptr[i], self._last[i]
+            found.paged_kv_indices = self._indices[i]
+            if not on_device:
+                found.paged_kv_indices = self._indices[i][: self._indptr_np[i, -1]]
+                found.paged_kv_indptr_cpu = self._indptr_cpu[i]
+                found.paged_kv_last_page_len_cpu = self._last_cpu[i]
+        return found
 
 
 def _checked_groups(groups: Sequence[int], num_groups: int) -> list[int]:

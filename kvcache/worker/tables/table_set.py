@@ -15,6 +15,7 @@ from kvcache.native.load import core
 from kvcache.specs import MAX_GROUPS
 from kvcache.step import StepPlan
 from kvcache.worker.tables.buffer import BufferView, HostDeviceBuffer
+from kvcache.worker.tables.table_groups import table_groups
 from kvcache.worker.tables.table_shape import TableShape
 
 Ids = Sequence[int] | np.ndarray
@@ -87,20 +88,7 @@ class TableSet:
             ],
             track=self._on_cuda,
         )
-        fields = [
-            (
-                at,
-                each.num_columns,
-                each.kernel_block_size,
-                each.world_size,
-                each.rank,
-                each.cp_kv_cache_interleave_size,
-                each.window or 0,
-                g,
-            )
-            for g, (at, each) in enumerate(zip(offsets, shapes))
-        ]
-        self._fields = torch.tensor(fields, dtype=torch.int64, device="cpu")
+        self._fields = table_groups(shapes, num_rows)
         self._identity = torch.arange(num_rows, dtype=torch.int32, device="cpu")
         self._device_identity = self._identity.to(device) if self._on_cuda else self._identity
         self._make_slots(slot_dtype, pin_memory)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -29,6 +30,22 @@ def test_demo_prints_a_table_and_writes_a_plot(capsys, tmp_path):
     out = capsys.readouterr().out
     assert "identical to a dense cache: 2 of 2 sequences" in out and "prefix-hit rate" in out
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_documentation_shows_what_the_demo_prints():
+    command = [sys.executable, "-m", "kvcache", "demo"]
+    environment = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    page = (REPO / "docs" / "serving.md").read_text()
+    shown = page.partition("counts do\nnot.\n\n")[2].partition("\n\nThe demo serves 16")[0]
+    is_timing = re.compile("tokens/s|share of kvcache|Chats served")  # the title is centered
+    lines, expected = (
+        [line for line in textwrap.dedent(text).splitlines() if not is_timing.search(line)]
+        for text in (done.stdout, shown)
+    )
+    assert lines == expected
 
 
 @pytest.mark.slow
