@@ -165,6 +165,17 @@ def test_every_page_is_in_the_navigation():
         assert f": {name}\n" in navigation, f"{name} is missing in the nav of mkdocs.yml"
 
 
+def test_every_page_is_linked_from_the_first_page():
+    text = (DOCS / "index.md").read_text()
+    for page in DOCS.glob("*.md"):
+        assert page.name == "index.md" or re.search(rf"\]\({page.name}[)#]", text), page.name
+
+
+def test_readme_is_short():
+    text = (REPO / "README.md").read_text()
+    assert len(text.splitlines()) <= 130 and len(text.split()) <= 1400
+
+
 def test_results_have_one_line_per_row(tmp_path):
     for path in (REPO / "benchmarks" / "results").glob("*.json"):
         write_results(tmp_path / path.name, json.loads(path.read_text()))

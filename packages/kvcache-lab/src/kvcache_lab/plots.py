@@ -140,11 +140,19 @@ def draw_comparison(comparison: Comparison, path: str | os.PathLike) -> None:
         axes.set_xticks([], minor=True)
 
 
+def _show_percents(axes: Axes) -> None:
+    """Label the axis with percents, with a decimal where steps of whole percents are too coarse."""
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+
 def _finish_hit_rates(axes: Axes, block_size: int, title: str) -> None:
     top = max((max(line.get_ydata(), default=0.0) for line in axes.lines), default=0.0)
     axes.set_xscale("log")
     axes.set_ylim(0, min(1.0, 1.1 * max(top, 0.01)))
-    axes.yaxis.set_major_formatter("{x:.0%}")
+    _show_percents(axes)
     axes.set_xlabel(f"blocks of {block_size} tokens")
     _finish(axes, title)
 
@@ -157,7 +165,7 @@ def draw_fleet_plan(plan: FleetPlan, trace: str, path: str | os.PathLike) -> Non
 
 
 def _draw_times(axes: Axes, plan: FleetPlan) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     lines: dict[str, list[tuple[float, float]]] = {}
     for each in plan.reports:
@@ -175,6 +183,7 @@ def _draw_times(axes: Axes, plan: FleetPlan) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     axes.set_xlabel("replicas")
     _finish(axes, "p99 in ms")
 
@@ -221,7 +230,7 @@ def _draw_hit_rate(axes: Axes, times: np.ndarray, series: Series, report: Replay
     axes.plot(times, since_start, color=_HITS, linewidth=2, label="cumulative")
     highest = max([0.1, *recent, *since_start])
     axes.set_ylim(0, min(1.0, np.ceil(11 * highest) / 10))
-    axes.yaxis.set_major_formatter("{x:.0%}")
+    _show_percents(axes)
     _finish(axes, f"Token hit rate: {report.token_hit_rate:.2%} in total")
 
 
@@ -248,8 +257,6 @@ def _draw_used_blocks(axes: Axes, times: np.ndarray, series: Series, report: Rep
 
 
 def _draw_misses(axes: Axes, times: np.ndarray, series: Series) -> None:
-    from matplotlib.ticker import MultipleLocator
-
     tokens = np.maximum(_moving_sum(series.prompt_tokens), 1)
     shares = {
         reason: _moving_sum(missed) / tokens
@@ -259,9 +266,8 @@ def _draw_misses(axes: Axes, times: np.ndarray, series: Series) -> None:
     if shares:
         axes.stackplot(times, *shares.values(), labels=[*shares], colors=_SHADES, linewidth=0)
     axes.set_ylim(0, 1)
-    axes.yaxis.set_major_locator(MultipleLocator(0.25))
-    axes.yaxis.set_major_formatter("{x:.0%}")
-    _finish(axes, f"Missed prompt tokens by reason, over the last {_window(len(times)):,} requests")
+    _show_percents(axes)
+    _finish(axes, f"Missed prompt tokens (last {_window(len(times)):,} requests)")
 
 
 def _finish(axes: Axes, title: str) -> None:
@@ -269,10 +275,12 @@ def _finish(axes: Axes, title: str) -> None:
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[1]:
+    labels = axes.get_legend_handles_labels()[1]
+    if labels:
         place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.1}
-        # The legend is above the plot, because it would hide lines inside the plot.
-        axes.legend(ncols=3, frameon=False, fontsize=9, **place)
+        # The legend is above the plot, in one line beside the title, because it would hide lines inside.
+        size = {"fontsize": 9} if len(labels) <= 4 else {"fontsize": 7, "handlelength": 1}
+        axes.legend(ncols=len(labels), frameon=False, **size, **place)
 
 
 def _window(num_requests: int) -> int:

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.checks import MAX_INT32, check_range, instance, instances, integer, plain_fields, shown
+from kvcache.checks import (
+    MAX_INT32,
+    Count,
+    check_range,
+    instance,
+    instances,
+    integer,
+    plain_fields,
+    shown,
+)
 
 
 class ArrivalError(ValueError):
@@ -27,6 +36,8 @@ class WorkloadRequest:
         content: int64[n], one key per token. The key identifies the prefix up to and including the
             token: two keys are equal if and only if the prefixes are equal. A token's KV is a
             function of its key.
+        tokens_per_id: Tokens per block of a trace that identifies blocks instead of listing tokens.
+            0: the workload lists tokens.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -37,6 +48,7 @@ class WorkloadRequest:
     token_ids: np.ndarray
     output_length: int
     content: np.ndarray
+    tokens_per_id: Count = 0
 
     def __post_init__(self) -> None:
         plain_fields(self)

@@ -265,12 +265,26 @@ def test_the_search_ends_at_any_number_of_replicas(first):
 
         def simulate(count, needed=needed, simulated=simulated):
             simulated.append(count)
-            return FleetReport({}, p99_ms_to_first_token=1.0 if count >= needed else 9.0)
+            return FleetReport(
+                {}, p99_ms_to_first_token=1.0 if count >= needed else 6 + 100 / count
+            )
 
         found = _smallest(simulate, 5.0, first, 64)
         fast = [count for count in simulated if count >= needed]
         assert (min(fast) == needed == found) if needed <= 64 else not fast and found is None
         assert len(simulated) == len({*simulated}) <= 14
+
+
+def test_the_search_ends_if_more_replicas_make_no_difference():
+    """The longest prompt needs 9 ms, even on an idle replica."""
+    simulated = []
+
+    def simulate(count):
+        simulated.append(count)
+        return FleetReport({}, p99_ms_to_first_token=max(100 / count, 9.0))
+
+    assert _smallest(simulate, 5.0, 1, 1024) is None
+    assert simulated == [1, 2, 4, 8, 16, 32, 64]
 
 
 @pytest.mark.slow

@@ -83,7 +83,8 @@ def test_the_search_finds_the_fewest_replicas_of_both_pools(needed, found):
     def simulate(fleet):
         fast = fleet.replicas >= needed[0] and fleet.decode_replicas >= needed[1]
         counts = {"replicas": fleet.replicas, "decode_replicas": fleet.decode_replicas}
-        reports.append(FleetReport(counts, p99_ms_to_first_token=1.0 if fast else 9.0))
+        slow = 6 + 100 / (fleet.replicas * fleet.decode_replicas)
+        reports.append(FleetReport(counts, p99_ms_to_first_token=1.0 if fast else slow))
         return reports[-1]
 
     def fewest(pair):

@@ -16,6 +16,7 @@ from kvcache.cli.modules import import_module, require_module
 from kvcache.cli.output import progress_bars, say, show, writing
 from kvcache.cli.parsing import MAX_INT32, MAX_INT64, number, plot_file
 from kvcache.cli.parts import Command, part
+from kvcache_lab.cli import replay_options as options
 from kvcache_lab.cli.replay import check_trace, read_workload, write_plot
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def add_plan_options(sub: argparse.ArgumentParser) -> None:
     )
     for option, least, most, default, text in (
         ("--limit", 1, MAX_INT32, None, "replay at most N requests"),
-        ("--block-size", 1, MAX_INT32, 16, "tokens per block; default 16"),
+        ("--block-size", 1, MAX_INT32, None, options.BLOCK_SIZE_HELP),
         ("--num-blocks", 2, MAX_INT32, 10_001, "blocks per replica, including the null block"),
         ("--concurrency", 1, MAX_INT32, 256, "running requests per replica; default 256"),
         ("--most-replicas", 1, MAX_INT32, 1024, "maximum fleet size to search; default 1024"),
@@ -113,6 +114,7 @@ def run_plan(args: argparse.Namespace) -> int:
         require_module("matplotlib", "--plot", "pip install 'torch-kvcache[cli]'")
     fleets = import_module("kvcache_lab.fleet")
     replay = import_module("kvcache_lab")
+    args.block_size = args.block_size or options.default_block_size(args.trace, args.format)
     hardware = _hardware(args.hardware)
     groups = {} if args.model is None else _groups(args.model, args.block_size)
     name, workload = read_workload(args)

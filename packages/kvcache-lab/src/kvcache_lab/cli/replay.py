@@ -138,8 +138,7 @@ def _require(args: argparse.Namespace) -> None:
 def _resolve(args: argparse.Namespace) -> None:
     """Set defaults, and parse groups and policies. Raise UsageError for conflicting options."""
     is_trace = args.trace is not None
-    default = options.TRACE_BLOCK_SIZE if is_trace else options.CHAT_BLOCK_SIZE
-    args.block_size = args.block_size or default
+    args.block_size = args.block_size or options.default_block_size(args.trace, args.format)
     default = options.TRACE_NUM_BLOCKS if is_trace else options.CHAT_NUM_BLOCKS
     args.num_blocks = args.num_blocks or default
     # Each request holds at least one block.

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from contextlib import suppress
 
 from kvcache.cli.parsing import (
     MAX_INT32,
@@ -19,6 +21,24 @@ TRACE_BLOCK_SIZE, TRACE_NUM_BLOCKS = 512, 10_001
 TIMED_CONCURRENCY = 256
 CHAT_BLOCK_SIZE, CHAT_NUM_BLOCKS, CHAT_REQUESTS = 16, 1_025, 500
 
+BLOCK_SIZE_HELP = (
+    f"tokens per block; default: those of the trace's block IDs, for other traces {TRACE_BLOCK_SIZE}, "
+    f"for chats {CHAT_BLOCK_SIZE}"
+)
+
+
+def default_block_size(trace: str | None, form: str | None) -> int:
+    """Return the block size for a trace, or for generated chats. Errors are left to the replay."""
+    if trace is None:
+        return CHAT_BLOCK_SIZE
+    from kvcache_lab import TraceError, read_trace
+
+    found = None
+    if os.path.isfile(trace):  # a pipe can be read only once
+        with suppress(OSError, TraceError, ValueError):
+            found = next(read_trace(trace, form), None)
+    return (found.tokens_per_id if found else 0) or TRACE_BLOCK_SIZE
+
 
 def add_replay_options(sub: argparse.ArgumentParser) -> None:
     """Add TRACE and all options. Each option validates its value."""
@@ -28,13 +48,12 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--format", metavar="FORM", help="trace format; default: detected from the first lines"
     )
-    block_size = f"tokens per block; default {TRACE_BLOCK_SIZE}, for chats {CHAT_BLOCK_SIZE}"
     num_blocks = (
         "blocks of the pool, including the null block; "
         f"default {TRACE_NUM_BLOCKS}, for chats {CHAT_NUM_BLOCKS}"
     )
     for option, least, most, text in (
-        ("--block-size", 1, MAX_INT32, block_size),
+        ("--block-size", 1, MAX_INT32, BLOCK_SIZE_HELP),
         ("--num-blocks", 2, MAX_INT32, num_blocks),
         ("--limit", 1, MAX_INT32, "replay at most N requests"),
         ("--concurrency", 1, MAX_INT32, "number of concurrent requests; default 1"),

@@ -28,7 +28,7 @@ def request_of_ids(
     """Return a request whose prompt has the blocks int64[k]. The last block may be partial."""
     tokens = block_tokens(ids, tokens_per_id).reshape(-1)[:num_tokens]
     content = block_content(ids, tokens_per_id).reshape(-1)[:num_tokens]
-    return WorkloadRequest(index, arrival_ms, tokens, output_length, content)
+    return WorkloadRequest(index, arrival_ms, tokens, output_length, content, tokens_per_id)
 
 
 def block_tokens(ids: np.ndarray, num_tokens: int) -> np.ndarray:

@@ -45,17 +45,17 @@ def draw(course: Course, report: DemoReport, path: str | os.PathLike) -> None:
         fontsize=10,
     )
 
-    swaps.plot(steps, course.pages_out, color=_OUT, linewidth=2, label="pages swapped out")
-    swaps.plot(steps, course.pages_in, color=_IN, linewidth=2, label="pages back")
+    swaps.plot(steps, course.pages_out, color=_OUT, linewidth=2, label="pages out")
+    swaps.plot(steps, course.pages_in, color=_IN, linewidth=2, label="pages in")
     swaps.set_ylim(bottom=0)
     swaps.yaxis.set_major_formatter("{x:,.0f}")
     others = swaps.twinx()
     others.plot(
         steps, np.add(course.swapped, course.waiting), color=_WAITING, linewidth=1, alpha=0.6,
-        label="sequences swapped out or waiting (right)",
+        label="waiting sequences (right)",
     )  # fmt: skip
     others.set_ylim(bottom=0)
-    swaps.set_title("Cumulative swaps, and waiting sequences", loc="left", fontsize=10)
+    swaps.set_title("Swaps (cumulative)", loc="left", fontsize=10)
     swaps.set_xlabel("steps")
     swaps.set_xlim(1, max(len(steps), 2))
     lines = [*swaps.get_lines(), *others.get_lines()]
