@@ -47,8 +47,18 @@ _HOME = {
     "TableShape": "kvcache.worker",
     "Worker": "kvcache.worker",
 }
+_TABLES = "kvcache.compat.vllm_block_table or kvcache.compat.ascend_block_table"
+_TRANSFER = "kvcache.compat.kv_transfer"
+_SEQUENCES = "kvcache.compat.block_space_manager"
+_ELSEWHERE = {
+    "BlockTable": _TABLES,
+    "MultiGroupBlockTable": _TABLES,
+    **dict.fromkeys(("KVOutputAggregator", "KVConnectorOutput", "KVTopology"), _TRANSFER),
+    **dict.fromkeys(("TpKVTopology", "copy_kv_blocks", "yield_req_data"), _TRANSFER),
+    **dict.fromkeys(("BlockSpaceManager", "SelfAttnBlockSpaceManager", "AllocStatus"), _SEQUENCES),
+}
 _MODULES = ("ops", "worker", "transfer", "sources", "allocator", "layouts", "step", "events")
 
 __all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
 
-__getattr__, __dir__ = lazy_names(__name__, _HOME, _MODULES)
+__getattr__, __dir__ = lazy_names(__name__, _HOME, _MODULES, _ELSEWHERE)

@@ -6,10 +6,14 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 
 
 def lazy_names(
-    package: str, home: Mapping[str, str], modules: Collection[str] = ()
+    package: str,
+    home: Mapping[str, str],
+    modules: Collection[str] = (),
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for a package that imports its public names lazily.
 
@@ -17,6 +21,7 @@ def lazy_names(
         package: Name of the package.
         home: Mapping from each public name to the module that defines it.
         modules: Public modules of the package.
+        elsewhere: Mapping from names that users look for in this package to the modules that have them.
 
     Example:
         >>> import kvcache.transfer
@@ -28,7 +33,13 @@ def lazy_names(
         if name in modules:
             return importlib.import_module(f"{package}.{name}")
         if name not in home:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            message = f"module {package!r} has no attribute {name!r}"
+            if name not in elsewhere:
+                raise AttributeError(message)
+            message += f": expected an import from {elsewhere[name]}"
+            # `from package import name` replaces the message of an AttributeError.
+            is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+            raise (ImportError if is_import else AttributeError)(message, name=name)
         value = getattr(importlib.import_module(home[name]), name)
         setattr(sys.modules[package], name, value)
         return value

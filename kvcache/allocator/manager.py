@@ -42,8 +42,28 @@ core.use_plan_type(StepPlan, NO_IDS, NO_SPLITS, NO_PAIRS, NO_REPLACE)
 
 Ids = np.ndarray | Sequence[int]
 
+# Names that users of other engines look for here.
+_IN_COMPAT = {
+    *("get_computed_blocks", "allocate_slots", "append_slots", "get_num_common_prefix_blocks"),
+    "reset_prefix_cache",
+}
 
-class KVCacheManager:
+
+def _fail_name(owner: type, name: str) -> NoReturn:
+    message = f"{owner.__name__} has no attribute {name!r}"
+    if name in _IN_COMPAT:
+        message += f": expected KVCacheManager of kvcache.compat.kv_cache_manager, which has {name}"
+    raise AttributeError(message, name=name)
+
+
+class _Names(type):
+    """Says where names are that other engines' managers have."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        _fail_name(cls, name)
+
+
+class KVCacheManager(metaclass=_Names):
     """Allocates the blocks of each request from one pool, with prefix caching.
 
     The constructor creates a manager with one group, which uses full attention or a sliding window
@@ -235,6 +255,11 @@ class KVCacheManager:
 
     def __reduce__(self) -> NoReturn:
         refuse_pickle(self, "its plans and reports, which pass between processes")
+
+    if not TYPE_CHECKING:  # type checkers would take every name as known
+
+        def __getattr__(self, name: str) -> NoReturn:
+            _fail_name(type(self), name)
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:

@@ -1,31 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interfaces of other engines, implemented with kvcache: vLLM's block space manager, topology and
-connector helpers.
+"""Interfaces of other engines, implemented with kvcache: one module per interface, named for it.
 
-Names are imported on first use. Only the functions that copy data import torch.
+A caller that was written for an interface changes its import line to the module. The docstring of each
+module says what differs.
+
+| module | interface |
+|---|---|
+| `vllm_block_table` | vLLM's `BlockTable` and `MultiGroupBlockTable` |
+| `ascend_block_table` | the same of vLLM's NPU variant |
+| `kv_transfer` | vLLM's helpers of KV connectors |
+| `kv_cache_manager` | `KVCacheManager` of vLLM's first v1 engine |
+| `block_space_manager` | `SelfAttnBlockSpaceManager` of vLLM's v0 engine |
+
+The package also has the names that only one of the modules has. They are imported on first use. Only
+block tables and the functions that copy data import torch.
 """
 
 from __future__ import annotations
 
 from kvcache.lazy import lazy_names
 
-_HOME = {
-    "AllocStatus": "kvcache.compat.sequences.demand",
-    "BlockTable": "kvcache.compat.block_tables",
-    "BlockSpaceManager": "kvcache.compat.sequences.block_space_manager",
-    "KVCacheEvents": "kvcache.compat.cache_events",
-    "KVConnectorOutput": "kvcache.compat.aggregate",
-    "KVOutputAggregator": "kvcache.compat.aggregate",
-    "KVTopology": "kvcache.compat.topology",
-    "MultiGroupBlockTable": "kvcache.compat.block_tables",
-    "RemoteEngine": "kvcache.compat.topology",
-    "copy_kv_blocks": "kvcache.compat.kv_blocks",
-    "kv_postprocess_blksize_and_layout_on_receive": "kvcache.compat.postprocess",
-    "kv_postprocess_blksize_on_receive": "kvcache.compat.postprocess",
-    "kv_postprocess_layout_on_receive": "kvcache.compat.postprocess",
-    "yield_req_data": "kvcache.compat.requests",
+_NAMES = {
+    "kv_transfer": (
+        *("KVCacheEvents", "KVConnectorOutput", "KVOutputAggregator", "KVTopology", "RemoteEngine"),
+        *("TpKVTopology", "copy_kv_blocks", "get_kv_connector_cache_layout"),
+        *("kv_postprocess_blksize_and_layout_on_receive", "kv_postprocess_blksize_on_receive"),
+        *("kv_postprocess_layout_on_receive", "yield_req_data"),
+    ),
+    "kv_cache_manager": ("KVCacheBlock", "KVCacheManager"),
+    "block_space_manager": (
+        *("AllocStatus", "BlockSpaceManager", "SelfAttnBlockSpaceManager"),
+        *("SequenceGroupLike", "SequenceLike"),
+    ),
 }
+_HOME = {name: f"kvcache.compat.{module}" for module, names in _NAMES.items() for name in names}
+_TABLES = "kvcache.compat.vllm_block_table or kvcache.compat.ascend_block_table"
+_ELSEWHERE = {"BlockTable": _TABLES, "MultiGroupBlockTable": _TABLES}
 
 __all__ = [*_HOME]  # noqa: PLE0604
 
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__ = lazy_names(
+    __name__, _HOME, ["vllm_block_table", "ascend_block_table", *_NAMES], _ELSEWHERE
+)

@@ -166,7 +166,7 @@ class Worker:
                 f"{unused[0]} is given without host pages: expected host, or no swap options"
             )
         self.tables = tables
-        self._table_set = tables._tables
+        self._table_set = tables.table_set
         self.host = host
         self.engine = None if host is None else SwapEngine(self.pages, host, **swap_options)
         self._within = PageCopy(self.pages, self.pages)
@@ -381,8 +381,8 @@ def _written_pages(plan: StepPlan, moves: PageMoves) -> np.ndarray:
 
 
 def _check_fits(group: int, storage: KVStorage, table: GroupTable) -> None:
-    if table.shape.slot_mapping and table.block_size != storage.block_size:
+    if table.shape.slot_mapping and table.shape.block_size != storage.block_size:
         raise ValueError(
             f"storage has block_size {storage.block_size}, but group {group} has "
-            f"{table.block_size}: expected equal block sizes"
+            f"{table.shape.block_size}: expected equal block sizes"
         )

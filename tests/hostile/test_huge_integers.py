@@ -26,7 +26,8 @@ from kvcache import (
     plan_cache,
 )
 from kvcache.checks import byte_count, integer, number, seconds, shown
-from kvcache.compat import BlockSpaceManager, BlockTable, MultiGroupBlockTable, copy_kv_blocks
+from kvcache.compat import BlockSpaceManager, copy_kv_blocks
+from kvcache.compat.vllm_block_table import BlockTable, MultiGroupBlockTable
 from kvcache.layouts import AttentionBackend
 from kvcache.transfer import permute_received_blocks
 from tests.machinery.shared import REPO
@@ -211,7 +212,7 @@ def modules():
     root = REPO / "kvcache"
     own = ("allocator", "worker", "kinds", "native")
     found = [path for folder in own for path in (root / folder).rglob("*.py")]
-    others = ("transfer/receive.py", "compat/kv_blocks.py", "compat/postprocess.py")
+    others = ("transfer/receive.py", "compat/kv_transfer/kv_blocks.py", "compat/kv_transfer/postprocess.py")
     return sorted([*found, *root.glob("*.py"), *(root / name for name in others)])
 
 

@@ -24,7 +24,8 @@ from kvcache import (
     hash_blocks,
 )
 from kvcache.allocator import check_invariants
-from kvcache.compat import BlockSpaceManager, BlockTable
+from kvcache.compat import BlockSpaceManager
+from kvcache.compat.vllm_block_table import BlockTable
 from tests.machinery.interrupts.instants import Alarm
 
 
@@ -41,7 +42,7 @@ def make_worker() -> Worker:
 
 
 def tables_of(worker: Worker) -> np.ndarray:
-    return worker.tables._tables._arena.np.copy()
+    return worker.tables.table_set._arena.np.copy()
 
 
 # --- plans ----------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ def test_after_the_abort_of_a_lost_plan_the_next_plan_resends_its_tables():
     assert manager.abort(1) == {"a": 10, "b": 0}
     assert manager.last_step_id == 0
     worker.apply(manager.step([0, 1], [1, 9]))
-    counts = worker.tables._tables.counts
+    counts = worker.tables.table_set.counts
     assert counts[0][:2].tolist() == [3, 3]
 
 

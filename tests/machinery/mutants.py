@@ -528,7 +528,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        "kvcache/compat/aggregate.py",
+        "kvcache/compat/kv_transfer/aggregate.py",
         "aggregate",
         [
             ("in (before | changed).items() if left}", "in (before | changed).items()}"),

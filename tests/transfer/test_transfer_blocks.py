@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcache.compat import copy_kv_blocks
-from kvcache.compat import kv_blocks as blocks
+from kvcache.compat.kv_transfer import kv_blocks as blocks
 from tests.machinery.shared import sampled
 from tests.worker.test_pages import BACKENDS, engine_tensors
 

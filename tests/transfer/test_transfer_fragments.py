@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvcache.compat.topology import KVTopology
+from kvcache.compat import KVTopology
 from kvcache.transfer.description import Coordinates
 from kvcache.transfer.plan.transfer_plan import plan_transfer
 from kvcache.transfer.sharding import ranks_of_head

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import AttentionMetadataBuilder, BlockTables, ContextParallel, TableShape
-from kvcache.compat import BlockTable, MultiGroupBlockTable
+from kvcache.compat.vllm_block_table import BlockTable, MultiGroupBlockTable
 from kvcache.worker.tables import attention_metadata
 from tests.machinery.paged_attention import BatchOfTokens, flash_attention, flash_infer
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import BlockTables, ContextParallel, GroupSpec, TableShape
-from kvcache.compat import BlockTable, MultiGroupBlockTable
+from kvcache.compat.vllm_block_table import BlockTable, MultiGroupBlockTable
 from kvcache.worker import AttentionMetadataBuilder
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -762,7 +762,7 @@ class FakeEvent:
 )
 def test_changes_wait_for_an_upload_in_flight(change):
     tables, log = multi(), []
-    arena = tables._tables._arena
+    arena = tables.table_set._arena
     arena._uploaded, arena._pending = FakeEvent(log), True
     change(tables)
     assert log == ["poll", "poll"]
@@ -774,7 +774,7 @@ def test_changes_wait_for_an_upload_in_flight(change):
 def test_slot_changes_wait_for_an_upload_in_flight(call):
     tables, log = multi(), []
     tables.add_row(([1], [1]), 0)
-    slots = tables._tables._slots
+    slots = tables.table_set._slots
     slots._uploaded, slots._pending = FakeEvent(log), True
     if call == "compute":
         tables.compute_slot_mapping(np.array([0]), np.array([0]))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcache import KVStorage, Pages, StepPlan, SwapEngine, Worker, ops
-from kvcache.compat import BlockTable
+from kvcache.compat.vllm_block_table import BlockTable
 from kvcache.step import NO_REPLACE
 from kvcache.worker import SwapError
 from kvcache.worker.swap.calibration import Calibration

@@ -21,7 +21,7 @@ from kvcache import (
     Worker,
 )
 from kvcache.allocator import check_invariants
-from kvcache.compat import BlockTable, MultiGroupBlockTable
+from kvcache.compat.vllm_block_table import BlockTable, MultiGroupBlockTable
 from kvcache.step import Answers
 from kvcache.worker.pages.page_copy import PageCopy
 

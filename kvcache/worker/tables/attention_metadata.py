@@ -163,7 +163,7 @@ class AttentionMetadataBuilder:
             )
         flash_attn, flashinfer = flag(flash_attn, "flash_attn"), flag(flashinfer, "flashinfer")
         one = isinstance(tables, GroupTable)
-        self._tables = tables._tables
+        self._tables = tables.table_set
         shapes = self._tables.shapes
         serves = tables.max_num_reqs if one else tables[0].max_num_reqs
         self.max_num_reqs = integer(

@@ -83,7 +83,7 @@ class BlockTables:
             )
         pinned = device.type == "cuda" if pin_memory is None else flag(pin_memory, "pin_memory")
         padding = 2 * cp.pcp_world_size * max_num_reqs if flag(pcp_padding, "pcp_padding") else 0
-        self._tables = TableSet(
+        self.table_set = TableSet(
             shapes,
             max_num_reqs,
             max_num_reqs * (1 + num_drafts if cp.world_size > 1 else 1),
@@ -92,7 +92,7 @@ class BlockTables:
             device,
             slot_mapping_dtype,
         )
-        self.block_tables = [GroupTable(self._tables, g) for g in range(len(shapes))]
+        self.block_tables = [GroupTable(self.table_set, g) for g in range(len(shapes))]
 
     @staticmethod
     def for_groups(
@@ -217,54 +217,54 @@ class BlockTables:
             ValueError: A row or column is out of range, a row would overflow, or a block ID is outside
                 [0, num_blocks). Nothing has changed.
         """
-        self._tables.apply(plan, num_blocks)
+        self.table_set.apply(plan, num_blocks)
 
     def append_row(self, block_ids: Sequence[Ids], row: int) -> None:
         """Append `block_ids[g]` to a row of each group `g`.
 
         If any group overflows, no group changes.
         """
-        self._tables.apply(self._row_plan(block_ids, row, clear=False))
+        self.table_set.apply(self._row_plan(block_ids, row, clear=False))
 
     def add_row(self, block_ids: Sequence[Ids], row: int) -> None:
         """Replace a row of each group `g` with `block_ids[g]`.
 
         If any group overflows, no group changes.
         """
-        self._tables.apply(self._row_plan(block_ids, row, clear=True))
+        self.table_set.apply(self._row_plan(block_ids, row, clear=True))
 
     def clear_row(self, row: int) -> None:
         """Clear a row in all groups."""
-        self._tables.clear_rows([row])
+        self.table_set.clear_rows([row])
 
     def clear_rows(self, rows: Ids) -> None:
         """Clear several rows in all groups, in one call."""
-        self._tables.clear_rows(rows)
+        self.table_set.clear_rows(rows)
 
     def move_row(self, src: int, tgt: int) -> None:
         """Move row `src` to row `tgt` in all groups, and clear `src`."""
-        self._tables.move_rows([src], [tgt])
+        self.table_set.move_rows([src], [tgt])
 
     def move_rows(self, src: Ids, tgt: Ids) -> None:
         """Move several rows in order, in one call. See `move_row`."""
-        self._tables.move_rows(src, tgt)
+        self.table_set.move_rows(src, tgt)
 
     def swap_row(self, src: int, tgt: int) -> None:
         """Swap two rows in all groups."""
-        self._tables.swap_rows([src], [tgt])
+        self.table_set.swap_rows([src], [tgt])
 
     def swap_rows(self, src: Ids, tgt: Ids) -> None:
         """Swap pairs of rows in order, in one call. See `swap_row`."""
-        self._tables.swap_rows(src, tgt)
+        self.table_set.swap_rows(src, tgt)
 
     def commit_updates(self) -> None:
         """Upload all changes to the device, with one copy and one launch for all groups."""
-        self._tables.commit_updates()
+        self.table_set.commit_updates()
 
     def commit_block_table(self, num_reqs: int) -> None:
         """Upload the first `num_reqs` rows of every group, whether or not they have changed."""
         for group in range(len(self)):
-            self._tables.commit_rows(group, num_reqs)
+            self.table_set.commit_rows(group, num_reqs)
 
     def compute_slot_mapping(
         self,
@@ -286,11 +286,11 @@ class BlockTables:
             positions: int64[n]. Token positions within their requests.
             query_start_loc: int32[r + 1]. Start of each request's tokens.
         """
-        self._tables.compute_slots(req_indices, positions, query_start_loc)
+        self.table_set.compute_slots(req_indices, positions, query_start_loc)
 
     def commit_slot_mapping(self, num_tokens: int) -> None:
         """Upload the slot mappings that `compute_slot_mapping` fills, in one copy."""
-        self._tables.commit_slots(num_tokens)
+        self.table_set.commit_slots(num_tokens)
 
     def gather(
         self,
@@ -316,11 +316,11 @@ class BlockTables:
         Returns:
             One tensor int32[n, width] per group.
         """
-        return self._tables.gather(idx_mapping, num_computed_tokens, max_num_tokens)
+        return self.table_set.gather(idx_mapping, num_computed_tokens, max_num_tokens)
 
     def clear(self) -> None:
         """Zero all block IDs and counts, on the host and on the device."""
-        self._tables.clear()
+        self.table_set.clear()
 
     def _row_plan(self, block_ids: Sequence[Ids], row: int, clear: bool) -> StepPlan:
         row = integer(row, "row")
@@ -331,7 +331,7 @@ class BlockTables:
             )
         groups = listed(block_ids, "block_ids")
         for g, ids in enumerate(groups):
-            self._tables.check_room(g, row, ids, clear)
+            self.table_set.check_room(g, row, ids, clear)
         rows = [row]
         return StepPlan(
             step_id=-1,

@@ -57,7 +57,7 @@ class GroupTable:
         instance(tables, TableSet, "tables")
         group = integer(group, "group", 0, len(tables.shapes) - 1)
         self.max_num_reqs = tables.max_num_reqs
-        self._tables, self._group = tables, group
+        self.table_set, self._group = tables, group
         self.shape = tables.shapes[group]
         self.block_size = self.shape.block_size
         self.kernel_block_size = self.shape.kernel_block_size
@@ -70,7 +70,7 @@ class GroupTable:
     @property
     def slot_mapping(self) -> BufferView:
         """The slot mapping, [max_num_tokens]. Raises ValueError for a group without a slot mapping."""
-        return self._tables.slot_mapping(self._group)
+        return self.table_set.slot_mapping(self._group)
 
     @property
     def num_computed_slots(self) -> int | None:
@@ -80,51 +80,51 @@ class GroupTable:
         None if a replayed CUDA graph may have changed the slots. Raises ValueError for a group
         without a slot mapping.
         """
-        return self._tables.num_computed_slots(self._group)
+        return self.table_set.num_computed_slots(self._group)
 
     def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
         """Apply the table changes of a plan. See `BlockTables.apply`."""
-        self._tables.apply(plan, num_blocks)
+        self.table_set.apply(plan, num_blocks)
 
     def append_row(self, block_ids: Ids, row: int) -> None:
         """Append allocation blocks to a row. Raises ValueError if the row would overflow."""
-        self._tables.append_row(self._group, block_ids, row)
+        self.table_set.append_row(self._group, block_ids, row)
 
     def add_row(self, block_ids: Ids, row: int) -> None:
         """Replace a row's content with the given allocation blocks."""
-        self._tables.append_row(self._group, block_ids, row, reset=True)
+        self.table_set.append_row(self._group, block_ids, row, reset=True)
 
     def clear_row(self, row: int) -> None:
         """Clear a row by setting its block IDs to the null block."""
-        self._tables.clear_rows([row], self._group)
+        self.table_set.clear_rows([row], self._group)
 
     def clear_rows(self, rows: Ids) -> None:
         """Clear several rows in one call."""
-        self._tables.clear_rows(rows, self._group)
+        self.table_set.clear_rows(rows, self._group)
 
     def move_row(self, src: int, tgt: int) -> None:
         """Move row `src` to row `tgt` and clear `src`. If `src` equals `tgt`, nothing changes."""
-        self._tables.move_rows([src], [tgt], self._group)
+        self.table_set.move_rows([src], [tgt], self._group)
 
     def swap_row(self, src: int, tgt: int) -> None:
         """Swap two rows."""
-        self._tables.swap_rows([src], [tgt], self._group)
+        self.table_set.swap_rows([src], [tgt], self._group)
 
     def move_rows(self, src: Ids, tgt: Ids) -> None:
         """Move several rows in order, in one call. See `move_row`."""
-        self._tables.move_rows(src, tgt, self._group)
+        self.table_set.move_rows(src, tgt, self._group)
 
     def swap_rows(self, src: Ids, tgt: Ids) -> None:
         """Swap pairs of rows in order, in one call. See `swap_row`."""
-        self._tables.swap_rows(src, tgt, self._group)
+        self.table_set.swap_rows(src, tgt, self._group)
 
     def commit_updates(self) -> None:
         """Upload all changes to the device, with one copy and one launch for all groups."""
-        self._tables.commit_updates()
+        self.table_set.commit_updates()
 
     def commit_block_table(self, num_reqs: int) -> None:
         """Upload the first `num_reqs` rows, whether or not they have changed."""
-        self._tables.commit_rows(self._group, num_reqs)
+        self.table_set.commit_rows(self._group, num_reqs)
 
     def compute_slot_mapping(
         self,
@@ -155,7 +155,7 @@ class GroupTable:
             RuntimeError: With `KVCACHE_CHECKED=1`, a row or position on a GPU is out of range.
                 Otherwise, the slots of such tokens are -1.
         """
-        self._tables.compute_slots(req_indices, positions, query_start_loc, self._group)
+        self.table_set.compute_slots(req_indices, positions, query_start_loc, self._group)
 
     def slots_of(
         self,
@@ -174,7 +174,7 @@ class GroupTable:
         Returns:
             int64[n] on the device, in new memory.
         """
-        return self._tables.slots_of(req_indices, positions, query_start_loc, self._group)
+        return self.table_set.slots_of(req_indices, positions, query_start_loc, self._group)
 
     def state_pages(
         self,
@@ -243,14 +243,14 @@ class GroupTable:
                 f"num_drafts is {num_drafts.tolist()}: expected at most num_speculative_blocks ({most})"
             )
         index = torch.arange(1 + most, device=table.device)
-        tokens_per_block = self.block_size * self.shape.world_size
+        tokens_per_block = self.shape.block_size * self.shape.world_size
         columns = ((num_tokens - num_drafts - 1) // tokens_per_block)[:, None] + index
         pages = table[rows[:, None], columns.clamp(0, table.shape[1] - 1)]
         return pages.masked_fill_(index > num_drafts[:, None], 0)
 
     def commit_slot_mapping(self, num_tokens: int) -> None:
         """Upload the slot mapping, with -1 for all entries after the first `num_tokens`."""
-        self._tables.commit_slots(num_tokens, self._group)
+        self.table_set.commit_slots(num_tokens, self._group)
 
     def gather(
         self,
@@ -259,11 +259,11 @@ class GroupTable:
         max_num_tokens: int | None = None,
     ) -> torch.Tensor:
         """Gather the rows of a batch in batch order, int32[n, width]. See `BlockTables.gather`."""
-        return self._tables.gather(idx_mapping, num_computed_tokens, max_num_tokens)[self._group]
+        return self.table_set.gather(idx_mapping, num_computed_tokens, max_num_tokens)[self._group]
 
     def clear(self) -> None:
         """Zero this group's block IDs and counts, on the host and on the device."""
-        self._tables.clear(self._group)
+        self.table_set.clear(self._group)
 
     def get_device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
         """Return a view int32[num_reqs, width] of the device side."""

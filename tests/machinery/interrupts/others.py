@@ -93,7 +93,7 @@ def check_worker(with_moves: bool) -> int:
     moves = {"swap_out": np.array([[3, 5]], np.int32), "copy": np.array([[1, 15]], np.int32)}
     plan = _plan(0, **moves if with_moves else {})
     whole.worker.apply(plan)
-    tables = whole.tables._tables._arena.np.copy()
+    tables = whole.tables.table_set._arena.np.copy()
 
     def check(made: Tabled) -> None:
         if made.worker.last_step_id < 0:
@@ -102,7 +102,7 @@ def check_worker(with_moves: bool) -> int:
             except RuntimeError as error:
                 assert "the worker is broken" in str(error)
                 return
-        assert (made.tables._tables._arena.np == tables).all()
+        assert (made.tables.table_set._arena.np == tables).all()
         with pytest.raises((ValueError, RuntimeError), match=r"step_id 0|the worker is broken"):
             made.worker.apply(plan)
 
@@ -138,7 +138,7 @@ def check_table(call: str) -> int:
 
     def check(table: GroupTable) -> None:
         table.commit_updates()
-        arena = table._tables._arena
+        arena = table.table_set._arena
         assert (arena.np == arena.gpu.numpy()).all()
 
     return each_instant(_with_device, TABLE_CALLS[call], check)

@@ -595,9 +595,9 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "PendingStep": lambda w: w.get("Worker").start(next_plan(w)),
     "GroupTable": lambda w: table(),
     "BlockTables": lambda w: tables(),
-    "BlockTable": lambda w: filled(compat.BlockTable(4, 4, 8, 16), [3, 4]),
+    "BlockTable": lambda w: filled(vllm_block_table.BlockTable(4, 4, 8, 16), [3, 4]),
     "MultiGroupBlockTable": lambda w: filled(
-        compat.MultiGroupBlockTable(4, 32, 16, False, "cpu", [4, 8]), [[5, 6, 7], [2, 3]]
+        vllm_block_table.MultiGroupBlockTable(4, 32, 16, False, "cpu", [4, 8]), [[5, 6, 7], [2, 3]]
     ),
     "AttentionMetadata": metadata,
     "GroupMetadata": lambda w: w.get("AttentionMetadata").groups[0],
@@ -675,7 +675,7 @@ MAKERS: dict[str, Callable[[World], object]] = {
 ON: dict[str, Callable[[World], object]] = {
     "KVStorage.set_scales": lambda w: fp8(w),
     "GroupTable.state_pages": lambda w: states_table(w),
-    "BlockTable.state_pages": lambda w: compat.BlockTable(4, 4, 8, 16, slot_mapping=False),
+    "BlockTable.state_pages": lambda w: vllm_block_table.BlockTable(4, 4, 8, 16, slot_mapping=False),
     "KVStorage.scale_cache": lambda w: scaled(w),
     "Connector.begin": lambda w: w.get("connectors").other.connector,
     "Pages.layer": lambda w: Pages.allocate(8, [[256]]),

@@ -44,7 +44,7 @@ from kvcache import (
     plan_cache,
 )
 from kvcache.allocator import check_invariants
-from kvcache.compat import BlockSpaceManager
+from kvcache.compat import BlockSpaceManager, vllm_block_table
 
 Call = tuple[str, Callable, dict[str, object]]
 
@@ -424,7 +424,7 @@ class TableScene(Scene):
         sizes["max_num_batched_tokens"] = 16
         yield (
             "compat.BlockTable",
-            compat.BlockTable,
+            vllm_block_table.BlockTable,
             {**sizes, "kernel_block_size": 2, "device": "cpu"},
         )
         multi = {"max_num_reqs": 4, "max_model_len": 32, "max_num_tokens": 16}
@@ -432,7 +432,7 @@ class TableScene(Scene):
         yield "tables.for_groups", BlockTables.for_groups, {"groups": groups, **multi}
         more = {"pin_memory": False, "device": "cpu", "block_sizes": [4, 8]}
         engines = {"max_num_reqs": 4, "max_model_len": 32, "max_num_batched_tokens": 16, **more}
-        yield "compat.MultiGroupBlockTable", compat.MultiGroupBlockTable, engines
+        yield "compat.MultiGroupBlockTable", vllm_block_table.MultiGroupBlockTable, engines
         shape = {
             "block_size": 8,
             "max_num_blocks": 4,

@@ -313,7 +313,7 @@ class TestDefectsAreNoticed:
     @pytest.mark.parametrize("name", SOME)
     def test_stale_table_rows_are_detected(self, name):
         def break_it(cache):
-            tables, count = cache.tables._tables, [0]
+            tables, count = cache.tables.table_set, [0]
             apply = tables.apply
 
             def stale(plan, *numbers):

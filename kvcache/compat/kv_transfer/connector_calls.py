@@ -1,12 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the requests of a scheduler step and their new blocks."""
+"""What a connector is asked, and what a scheduler step tells it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from kvcache.checks import instances, shown
+from kvcache.layouts import choose_layout
 from kvcache.specs import GroupSpec
+
+
+def get_kv_connector_cache_layout(connector: object = None, vllm_config: object = None) -> str:
+    """Return the cache layout that a connector requires, "HND" or "NHD".
+
+    Args:
+        connector: A connector or its class, with a method `get_required_kvcache_layout(vllm_config)`;
+            the name of a layout; or None.
+        vllm_config: Passed to the connector.
+
+    Returns:
+        "NHD" if nothing is required. This is logged once.
+
+    Raises:
+        TypeError: `connector` is of another type.
+        ValueError: The layout is unknown.
+
+    Example:
+        >>> get_kv_connector_cache_layout("HND"), get_kv_connector_cache_layout()
+        ('HND', 'NHD')
+    """
+    if connector is None or isinstance(connector, str):
+        return choose_layout(connector)
+    ask = getattr(connector, "get_required_kvcache_layout", None)
+    if not callable(ask):
+        raise TypeError(
+            f"connector is {shown(connector)}: expected an object with get_required_kvcache_layout, "
+            "a layout or None"
+        )
+    return choose_layout(
+        {getattr(connector, "__name__", type(connector).__name__): ask(vllm_config)}
+    )
 
 
 def yield_req_data(

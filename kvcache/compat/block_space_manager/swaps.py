@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 from kvcache.checks import integer
-from kvcache.compat.sequences.checks import fail_to_fit
-from kvcache.compat.sequences.demand import AllocStatus
-from kvcache.compat.sequences.protocol import (
+from kvcache.compat.block_space_manager.checks import fail_to_fit
+from kvcache.compat.block_space_manager.demand import AllocStatus
+from kvcache.compat.block_space_manager.protocol import (
     RUNNING,
     SWAPPED,
     SequenceGroupLike,
     length_of,
     seqs_with,
 )
-from kvcache.compat.sequences.tables import Pairs, SequenceTables
+from kvcache.compat.block_space_manager.tables import Pairs, SequenceTables
 
 
 class SequenceSwaps(SequenceTables):

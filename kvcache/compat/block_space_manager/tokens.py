@@ -8,7 +8,7 @@ import numpy as np
 from kvcache.allocator.hashing import token_sequence
 from kvcache.allocator.request import Request
 from kvcache.checks import shown
-from kvcache.compat.sequences.protocol import (
+from kvcache.compat.block_space_manager.protocol import (
     SequenceLike,
     extra_hash,
     fail_ids,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from kvcache.checks import flag, instance, integer, listed, shown
 from kvcache.layouts import (
@@ -442,6 +442,69 @@ class KVTopology:
             raise ValueError(
                 f"local engine {self.engine_id!r}, remote engine {engine_id!r}: {error}"
             ) from error
+
+
+class TpKVTopology(KVTopology):
+    """`KVTopology` with the arguments of vLLM's `TpKVTopology`, for engines without pipelines.
+
+    Args:
+        tp_rank: Tensor-parallel rank of the worker.
+        remote_tp_size: The tensor-parallel size of each engine, including this one. Engines may be added
+            later.
+        is_mla: Whether the model uses MLA.
+        total_num_kv_heads: Number of KV heads in the model, over all ranks.
+        attn_backend: The attention backend: a class, a name, or a list whose first entry is used.
+        engine_id: Id of the worker's own engine.
+        remote_block_size: The block size of each engine, including this one.
+        tensor_shape: The shape of the registered tensor. See `KVTopology`.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid. See `KVTopology`.
+    """
+
+    def __init__(
+        self,
+        tp_rank: int,
+        remote_tp_size: Mapping[str, int],
+        is_mla: bool,
+        total_num_kv_heads: int,
+        attn_backend: str | AttentionBackend | EngineBackend | Sequence,
+        engine_id: str,
+        remote_block_size: Mapping[str, int],
+        tensor_shape: Sequence[int] | None = None,
+    ) -> None:
+        sizes = {"remote_tp_size": remote_tp_size, "remote_block_size": remote_block_size}
+        for name, each in sizes.items():
+            instance(each, Mapping, name)
+            if engine_id not in each:
+                raise ValueError(f"{name} is {shown(each)}: expected the engine {engine_id!r}, too")
+        super().__init__(
+            engine_id,
+            tp_rank,
+            remote_tp_size[engine_id],
+            block_size=remote_block_size[engine_id],
+            total_num_kv_heads=total_num_kv_heads,
+            is_mla=is_mla,
+            backend=attn_backend[0] if isinstance(attn_backend, list | tuple) else attn_backend,
+            tensor_shape=tensor_shape,
+        )
+        self._set("remote_tp_size", remote_tp_size)
+        self._set("remote_block_size", remote_block_size)
+
+    def engine(self, engine_id: str) -> RemoteEngine:
+        """Return the sizes of an engine in `remote_tp_size` and `remote_block_size`."""
+        instance(engine_id, str, "engine_id")
+        for name in ("remote_tp_size", "remote_block_size"):
+            if engine_id not in (sizes := getattr(self, name)):
+                raise ValueError(f"engine_id is {engine_id!r}: expected one of {name}, {[*sizes]}")
+        return RemoteEngine(self.remote_tp_size[engine_id], 1, self.remote_block_size[engine_id])
+
+    def with_remote(self, engine_id: str, remote: RemoteEngine) -> NoReturn:
+        """Raise TypeError: engines are added to the mappings that the constructor was given."""
+        raise TypeError(
+            f"with_remote({engine_id!r}, {remote!r}): expected a KVTopology; add the engine to "
+            "remote_tp_size and remote_block_size"
+        )
 
 
 def _sized(remote_tp_size: int, remote_pp_size: int) -> RemoteEngine:

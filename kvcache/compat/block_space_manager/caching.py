@@ -12,9 +12,9 @@ import numpy as np
 from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats
 from kvcache.checks import integer, listed, shown
-from kvcache.compat.sequences.checks import device_name
-from kvcache.compat.sequences.demand import num_skipped_blocks
-from kvcache.compat.sequences.protocol import (
+from kvcache.compat.block_space_manager.checks import device_name
+from kvcache.compat.block_space_manager.demand import num_skipped_blocks
+from kvcache.compat.block_space_manager.protocol import (
     SWAPPED,
     SequenceGroupLike,
     SequenceLike,
@@ -22,7 +22,7 @@ from kvcache.compat.sequences.protocol import (
     seqs_of,
     status_of,
 )
-from kvcache.compat.sequences.tables import SequenceTables
+from kvcache.compat.block_space_manager.tables import SequenceTables
 from kvcache.events import CacheEvent
 from kvcache.native.load import core
 from kvcache.step import NO_IDS

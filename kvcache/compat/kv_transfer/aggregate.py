@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvcache.checks import integer, listed, shown
-from kvcache.compat.cache_events import KVCacheEvents
+from kvcache.compat.kv_transfer.cache_events import KVCacheEvents
 
 _EVENTS_METHODS = ("add_events", "get_all_events", "increment_workers", "get_number_of_workers")
 

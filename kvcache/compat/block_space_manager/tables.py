@@ -9,14 +9,14 @@ from typing import NoReturn
 from kvcache.allocator.manager import KVCacheManager
 from kvcache.allocator.request import Request
 from kvcache.checks import integer, refuse_pickle, shown
-from kvcache.compat.sequences.protocol import (
+from kvcache.compat.block_space_manager.protocol import (
     SequenceGroupLike,
     SequenceLike,
     fail_ids,
     id_of,
     token_ids_of,
 )
-from kvcache.compat.sequences.tokens import TokenSource
+from kvcache.compat.block_space_manager.tokens import TokenSource
 
 Pairs = list[tuple[int, int]]
 

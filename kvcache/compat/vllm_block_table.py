@@ -1,5 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block tables with the constructor arguments of vLLM and of vLLM's NPU variant."""
+"""vLLM's block tables (`vllm/v1/worker/block_table.py`), over `kvcache.BlockTables`.
+
+A caller replaces `from vllm.v1.worker.block_table import` by
+`from kvcache.compat.vllm_block_table import`.
+
+| there | here |
+|---|---|
+| `BlockTable(block_size, max_num_reqs, max_num_blocks_per_req, max_num_batched_tokens, pin_memory, device, kernel_block_size, cp_kv_cache_interleave_size)` | the same |
+| `MultiGroupBlockTable(..., kernel_block_sizes, num_speculative_tokens or max_num_blocks, cp_kv_cache_interleave_size)` | the same; an integer in the eighth place is `num_speculative_tokens`, a list `max_num_blocks` |
+| `compute_slot_mapping(num_reqs, query_start_loc, positions)`, or in older versions `(req_indices, positions)` | the same; slots that were computed on the host are uploaded by `commit_slot_mapping`, as in older versions |
+| `map_to_kernel_blocks(ids, ratio, arange)` | the same; `arange` is not needed |
+| `block_size`, `max_num_blocks_per_req` of a table are in kernel blocks | the same; `shape` has the allocator's |
+| `get_dcp_group()`, a global of the process | `context_parallel=ContextParallel(...)`: a library has no such global. A group that is not distributed is `replicated` |
+| widths are rounded up to 128 tokens in newer versions | not rounded: pass `max_num_blocks` |
+| `move_row` leaves the old row as it was | clears it, because stale rows have been read as live ones |
+| a row that is too long is cut off, or NumPy raises an error | `ValueError`, and nothing is written |
+
+>>> table = BlockTable(16, 4, 8, 64, False, "cpu", 16, 1)
+>>> table.add_row([7, 9], 0)
+>>> table.compute_slot_mapping(1, np.array([0, 2], np.int32), np.array([3, 17]))
+>>> table.slot_mapping.np[:3]
+array([115, 145,  -1])
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -10,15 +32,15 @@ import torch
 
 from kvcache.checks import flag, integer, shown
 from kvcache.specs import ContextParallel, checked_context_parallel
-from kvcache.worker.tables.block_tables import BlockTables
-from kvcache.worker.tables.group_table import GroupTable
-from kvcache.worker.tables.table_shape import TableShape, num_blocks_for
+from kvcache.worker import BlockTables, GroupTable, TableShape
+from kvcache.worker.tables.table_set import Ids
+from kvcache.worker.tables.table_shape import num_blocks_for
+
+Tokens = np.ndarray | torch.Tensor
 
 
 class BlockTable(GroupTable):
-    """The block table of one group, with the constructor arguments of vLLM's `BlockTable`.
-
-    Pass arguments by keyword, because engines order them differently.
+    """The block table of one group, as in vLLM.
 
     Args:
         block_size: Tokens per allocation block.
@@ -40,13 +62,6 @@ class BlockTable(GroupTable):
     Raises:
         TypeError: An argument has the wrong type, or more than eight arguments are positional.
         ValueError: An argument is out of range.
-
-    Example:
-        >>> table = BlockTable(16, 4, 8, 64, False, "cpu", 16)
-        >>> table.add_row([7, 9], 0)
-        >>> table.compute_slot_mapping(np.array([0, 0], np.int32), np.array([3, 17]))
-        >>> table.slot_mapping.np[:3]
-        array([115, 145,  -1])
     """
 
     def __init__(
@@ -89,13 +104,45 @@ class BlockTable(GroupTable):
             slot_mapping_dtype=slot_mapping_dtype,
             pcp_padding=pcp_padding,
         )
-        super().__init__(tables._tables, 0)
+        self._show(tables, 0)
+
+    def _show(self, tables: BlockTables, group: int) -> None:
+        """Show one group of `tables`. Sizes are in kernel blocks, as in vLLM."""
+        super().__init__(tables.table_set, group)
+        self.block_size = self.kernel_block_size
+        self.max_num_blocks_per_req = self.shape.num_columns
+
+    def compute_slot_mapping(
+        self,
+        req_indices: Tokens | int | None = None,
+        *others: Tokens,
+        positions: Tokens | None = None,
+        query_start_loc: Tokens | None = None,
+        num_reqs: int | None = None,
+    ) -> None:
+        """Compute the slots of a step's tokens. See `GroupTable.compute_slot_mapping`.
+
+        Args:
+            req_indices: The row of each token, followed by `positions`. With three positional
+                arguments, `num_reqs`, followed by `query_start_loc` and `positions`.
+            *others: See `req_indices`.
+            positions: int64[n]. Token positions within their requests.
+            query_start_loc: int32[num_reqs + 1]. Start of each request's tokens.
+            num_reqs: Number of requests, in the first rows.
+        """
+        given = _slot_arguments(req_indices, others, positions, query_start_loc, num_reqs)
+        super().compute_slot_mapping(*given[:2], query_start_loc=given[2])
+
+    @staticmethod
+    def map_to_kernel_blocks(
+        block_ids: Ids, blocks_per_kv_block: int, kernel_block_arange: object = None
+    ) -> np.ndarray:
+        """Split allocation blocks into kernel blocks. `kernel_block_arange` has no effect."""
+        return GroupTable.map_to_kernel_blocks(block_ids, blocks_per_kv_block)
 
 
 class MultiGroupBlockTable(BlockTables):
-    """The block tables of all groups, with the constructor arguments of vLLM's `MultiGroupBlockTable`.
-
-    Pass arguments by keyword, because engines order them differently. Lists have one entry per group.
+    """The block tables of all groups, as in vLLM. Lists have one entry per group.
 
     Args:
         max_num_reqs: Maximum number of requests, each with its own row.
@@ -105,7 +152,8 @@ class MultiGroupBlockTable(BlockTables):
         device: Device of the mirror.
         block_sizes: Tokens per allocation block.
         kernel_block_sizes: Tokens per block of the attention kernel.
-        num_speculative_tokens: Maximum number of draft tokens of a request in a step.
+        num_speculative_tokens: Maximum number of draft tokens of a request in a step. A list, or None,
+            is taken as `max_num_blocks`, which newer versions have here.
         cp_kv_cache_interleave_size: Consecutive tokens per context-parallel rank.
         kernel_sizes: Lists of candidates for the kernel block size. A single list applies to all groups.
         context_parallel: Context-parallel sizes and ranks.
@@ -122,9 +170,12 @@ class MultiGroupBlockTable(BlockTables):
 
     Example:
         >>> tables = MultiGroupBlockTable(4, 64, 32, False, "cpu", [16, 32], [16, 16])
-        >>> [table.max_num_blocks_per_req for table in tables.block_tables]
-        [4, 2]
+        >>> [table.get_cpu_tensor().shape[1] for table in tables.block_tables]
+        [4, 4]
     """
+
+    _table_type: type[BlockTable] = BlockTable
+    block_tables: list[BlockTable]
 
     def __init__(
         self,
@@ -135,7 +186,7 @@ class MultiGroupBlockTable(BlockTables):
         device: torch.device | str,
         block_sizes: Sequence[int],
         kernel_block_sizes: Sequence[int] | None = None,
-        num_speculative_tokens: int = 0,
+        num_speculative_tokens: int | Sequence[int | None] | None = 0,
         cp_kv_cache_interleave_size: int = 1,
         *others: object,
         kernel_sizes: Sequence[Sequence[int] | None] | None = None,
@@ -146,52 +197,36 @@ class MultiGroupBlockTable(BlockTables):
         slot_mapping_dtype: torch.dtype = torch.int64,
         pcp_padding: bool = False,
     ) -> None:
-        names = "num_speculative_tokens, max_num_blocks, kernel_sizes"
-        _check_by_keyword(others, 9, names)
+        _check_by_keyword(others, 9, "num_speculative_tokens, max_num_blocks, kernel_sizes")
+        if num_speculative_tokens is None or _is_list(num_speculative_tokens):
+            if max_num_blocks is not None:
+                raise TypeError(
+                    f"num_speculative_tokens is {shown(num_speculative_tokens)}: expected an integer, "
+                    "because max_num_blocks is given, too"
+                )
+            max_num_blocks, num_speculative_tokens = num_speculative_tokens, 0
         if not _is_list(block_sizes):
             raise TypeError(
                 f"block_sizes is {shown(block_sizes)}: expected a list, one size per group"
-            )
-        if kernel_block_sizes is not None and not _is_list(kernel_block_sizes):
-            raise TypeError(
-                f"kernel_block_sizes is {shown(kernel_block_sizes)}: expected a list, one size per "
-                f"group; pass {names} by keyword"
-            )
-        if _is_list(num_speculative_tokens):
-            raise TypeError(
-                f"num_speculative_tokens is {shown(num_speculative_tokens)}: expected an integer; "
-                f"pass {names} by keyword"
             )
         if len(block_sizes) == 0:
             raise ValueError("block_sizes is empty: expected one size per group")
         if kernel_sizes is not None and _is_list(kernel_sizes) and len(kernel_sizes) == 1:
             kernel_sizes = list(kernel_sizes) * len(block_sizes)
-
-        def per_group(values: Sequence | None, name: str, default: object) -> Sequence:
-            if values is None:
-                return [default] * len(block_sizes)
-            if not _is_list(values):
-                raise TypeError(f"{name} is {shown(values)}: expected a list, one entry per group")
-            if len(values) != len(block_sizes):
-                raise ValueError(
-                    f"{name} has {len(values)} entries, but block_sizes has {len(block_sizes)}: "
-                    "expected equal lengths"
-                )
-            return values
-
         cp = checked_context_parallel(context_parallel)
         max_model_len = integer(max_model_len, "max_model_len", least=1)
         num_drafts = integer(num_speculative_tokens, "num_speculative_tokens")
+        given = {
+            "kernel_block_sizes": (kernel_block_sizes, None),
+            "kernel_sizes": (kernel_sizes, None),
+            "max_num_blocks": (max_num_blocks, None),
+            "slot_mapping": (slot_mapping, True),
+            "replicated": (replicated, False),
+        }
+        each = [_per_group(name, *value, len(block_sizes)) for name, value in given.items()]
         shapes = []
         for g, (block_size, kernel_size, candidates, width, has_slots, whole) in enumerate(
-            zip(
-                block_sizes,
-                per_group(kernel_block_sizes, "kernel_block_sizes", None),
-                per_group(kernel_sizes, "kernel_sizes", None),
-                per_group(max_num_blocks, "max_num_blocks", None),
-                per_group(slot_mapping, "slot_mapping", True),
-                per_group(replicated, "replicated", False),
-            )
+            zip(block_sizes, *each)
         ):
             block_size = integer(block_size, f"block_sizes[{g}]", least=1)
             world_size = 1 if flag(whole, f"replicated[{g}]") else cp.world_size
@@ -219,6 +254,63 @@ class MultiGroupBlockTable(BlockTables):
             slot_mapping_dtype=slot_mapping_dtype,
             pcp_padding=pcp_padding,
         )
+        for g in range(len(shapes)):
+            self.block_tables[g] = table = self._table_type.__new__(self._table_type)
+            table._show(self, g)
+
+    def compute_slot_mapping(
+        self,
+        req_indices: Tokens | int | None = None,
+        *others: Tokens,
+        positions: Tokens | None = None,
+        query_start_loc: Tokens | None = None,
+        num_reqs: int | None = None,
+    ) -> None:
+        """Compute the slots of all groups. See `BlockTable.compute_slot_mapping`."""
+        given = _slot_arguments(req_indices, others, positions, query_start_loc, num_reqs)
+        super().compute_slot_mapping(*given[:2], query_start_loc=given[2])
+
+
+def _slot_arguments(
+    first: Tokens | int | None,
+    others: tuple[Tokens, ...],
+    positions: Tokens | None,
+    query_start_loc: Tokens | None,
+    num_reqs: int | None,
+) -> tuple[Tokens | None, Tokens | None, Tokens | None]:
+    """Return `req_indices`, `positions` and `query_start_loc`."""
+    if len(others) > 2 or (others and positions is not None):
+        raise TypeError(
+            f"{1 + len(others)} positional arguments: expected (req_indices, positions) or "
+            "(num_reqs, query_start_loc, positions), and positions once"
+        )
+    if len(others) == 2:
+        num_reqs, (query_start_loc, positions), first = first, others, None
+        num_reqs = integer(num_reqs, "num_reqs")
+    elif others:
+        positions = others[0]
+    if num_reqs is not None:
+        count = integer(num_reqs, "num_reqs") + 1
+        if query_start_loc is None or len(query_start_loc) < count:
+            raise ValueError(
+                f"query_start_loc is {shown(query_start_loc)}: expected {count} entries, because "
+                f"num_reqs is {count - 1}"
+            )
+        query_start_loc = query_start_loc[:count]
+    return first, positions, query_start_loc
+
+
+def _per_group(name: str, values: Sequence | None, default: object, num_groups: int) -> Sequence:
+    if values is None:
+        return [default] * num_groups
+    if not _is_list(values):
+        raise TypeError(f"{name} is {shown(values)}: expected a list, one entry per group")
+    if len(values) != num_groups:
+        raise ValueError(
+            f"{name} has {len(values)} entries, but block_sizes has {num_groups}: expected equal "
+            "lengths"
+        )
+    return values
 
 
 def _check_by_keyword(others: tuple[object, ...], most: int, names: str) -> None:

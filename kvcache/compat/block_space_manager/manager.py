@@ -9,17 +9,17 @@ from kvcache.allocator.manager import KVCacheManager
 from kvcache.allocator.options import watermark_blocks
 from kvcache.allocator.request import Request
 from kvcache.checks import flag, integer, shown
-from kvcache.compat.sequences.caching import SequenceCaching
-from kvcache.compat.sequences.checks import (
+from kvcache.compat.block_space_manager.caching import SequenceCaching
+from kvcache.compat.block_space_manager.checks import (
     check_one_prompt,
     checked_window,
     fail_to_fit,
 )
-from kvcache.compat.sequences.demand import (
+from kvcache.compat.block_space_manager.demand import (
     AllocStatus,
     num_skipped_blocks,
 )
-from kvcache.compat.sequences.protocol import (
+from kvcache.compat.block_space_manager.protocol import (
     RUNNING,
     WAITING,
     SequenceGroupLike,
@@ -32,15 +32,15 @@ from kvcache.compat.sequences.protocol import (
     seqs_with,
     status_of,
 )
-from kvcache.compat.sequences.swaps import SequenceSwaps
-from kvcache.compat.sequences.tables import HeldRow, Pairs
+from kvcache.compat.block_space_manager.swaps import SequenceSwaps
+from kvcache.compat.block_space_manager.tables import HeldRow, Pairs
 from kvcache.step import NO_IDS
 
 
 class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     """Allocates blocks for groups of sequences that share a prompt, fork, and are swapped together.
 
-    Sequences and groups are any objects with the attributes in `sequences/protocol.py`. The caller sets
+    Sequences and groups are any objects with the attributes in `protocol.py`. The caller sets
     the status of each sequence: `can_allocate` and `allocate` use a group's WAITING sequences,
     `can_append_slots` and swap-outs use its RUNNING sequences, and swap-ins use its SWAPPED sequences.
     Token ids are read only if caching is enabled. Allocated sequences only grow: new ids and those of

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NoReturn
 
 from kvcache.checks import integer, shown
-from kvcache.compat.sequences.protocol import (
+from kvcache.compat.block_space_manager.protocol import (
     SequenceGroupLike,
     SequenceLike,
     extra_hash,

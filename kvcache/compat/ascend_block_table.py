@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block tables of vLLM's NPU variant (`vllm_ascend/worker/block_table.py`), over `kvcache.BlockTables`.
+
+A caller replaces `from vllm_ascend.worker.block_table import` by
+`from kvcache.compat.ascend_block_table import`.
+
+| there | here |
+|---|---|
+| `BlockTable(..., device, kernel_sizes, cp_kv_cache_interleave_size, num_speculative_tokens, kv_cache_group)` | the same |
+| `MultiGroupBlockTable(..., block_sizes, num_speculative_tokens, max_num_blocks, kernel_sizes, cp_kv_cache_interleave_size, kv_cache_groups)` | the same |
+| `compute_slot_mapping(num_reqs, query_start_loc, positions)`, or in older versions `(req_indices, positions)` | the same |
+| `compute_slot_mapping_draft(req_indices, positions)` uploads the slots | the same, with every candidate of `kernel_sizes`, not only the first one |
+| `physical_block_size`, `logical_block_size`, `blocks_per_phys_block` | the same |
+| `slot_mapping` is int32, and longer than `max_num_batched_tokens` | the same: `2 * pcp_world_size * max_num_reqs` more entries |
+| a group whose spec is a `MambaSpec` has no slots | the same, or `slot_mapping=False` |
+| `get_dcp_group()`, a global of the process | `context_parallel=ContextParallel(...)`: a library has no such global |
+| with DCP and a kernel block below the block size, slots of a whole block are interleaved | interleaved within a kernel block, as in vLLM |
+
+>>> table = BlockTable(128, 4, 8, 64, False, "cpu", [96, 64], 1, 0)
+>>> table.add_row([7], 0)
+>>> table.compute_slot_mapping(1, np.array([0, 2], np.int32), np.array([3, 70]))
+>>> table.logical_block_size, table.slot_mapping.np[:3]
+(64, array([899, 966,  -1], dtype=int32))
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvcache.compat import vllm_block_table as vllm
+from kvcache.compat.vllm_block_table import Tokens
+from kvcache.specs import ContextParallel
+
+
+class BlockTable(vllm.BlockTable):
+    """The block table of one group, as in vLLM's NPU variant.
+
+    Args:
+        block_size: Tokens per allocation block.
+        max_num_reqs: Maximum number of requests, each with its own row.
+        max_num_blocks_per_req: Allocation blocks per row.
+        max_num_batched_tokens: Maximum number of tokens in a step.
+        pin_memory: Whether to pin the host side.
+        device: Device of the mirror.
+        kernel_sizes: Candidates for the kernel block size. None or [0]: `block_size`.
+        cp_kv_cache_interleave_size: Consecutive tokens per context-parallel rank.
+        num_speculative_tokens: Maximum number of draft tokens of a request in a step.
+        kv_cache_group: An object with `kv_cache_spec`. If the spec is a `MambaSpec`, the group has no
+            slots, and every context-parallel rank stores its states.
+        **options: `kernel_block_size`, `context_parallel`, `slot_mapping` and other keywords of
+            `kvcache.compat.vllm_block_table.BlockTable`.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        max_num_reqs: int,
+        max_num_blocks_per_req: int,
+        max_num_batched_tokens: int,
+        pin_memory: bool = False,
+        device: torch.device | str = "cpu",
+        kernel_sizes: Sequence[int] | None = None,
+        cp_kv_cache_interleave_size: int = 1,
+        num_speculative_tokens: int = 0,
+        kv_cache_group: object | None = None,
+        **options: object,
+    ) -> None:
+        if _has_states(kv_cache_group):
+            options = {"slot_mapping": False, "replicated": True, **options}
+        super().__init__(
+            block_size,
+            max_num_reqs,
+            max_num_blocks_per_req,
+            max_num_batched_tokens,
+            pin_memory,
+            device,
+            cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
+            kernel_sizes=kernel_sizes,
+            num_speculative_tokens=num_speculative_tokens,
+            **{"slot_mapping_dtype": torch.int32, "pcp_padding": True, **options},
+        )
+
+    @property
+    def physical_block_size(self) -> int:
+        """Tokens per allocation block."""
+        return self.shape.block_size
+
+    @property
+    def logical_block_size(self) -> int:
+        """Tokens per block of the attention kernel."""
+        return self.kernel_block_size
+
+    @property
+    def blocks_per_phys_block(self) -> int:
+        """Kernel blocks per allocation block."""
+        return self.blocks_per_kv_block
+
+    @property
+    def is_mamba_group(self) -> bool:
+        """Whether the group has no slots."""
+        return not self.shape.slot_mapping
+
+    def compute_slot_mapping_draft(self, req_indices: Tokens, positions: Tokens) -> None:
+        """Compute and upload the slots of tokens, given the row of each."""
+        self.compute_slot_mapping(req_indices, positions)
+        self.commit_slot_mapping(len(positions))
+
+
+class MultiGroupBlockTable(vllm.MultiGroupBlockTable):
+    """The block tables of all groups, as in vLLM's NPU variant. Lists have one entry per group.
+
+    Args:
+        max_num_reqs: Maximum number of requests, each with its own row.
+        max_model_len: Maximum number of tokens of a request.
+        max_num_batched_tokens: Maximum number of tokens in a step.
+        pin_memory: Whether to pin the host side.
+        device: Device of the mirror.
+        block_sizes: Tokens per allocation block.
+        num_speculative_tokens: Maximum number of draft tokens of a request in a step.
+        max_num_blocks: Allocation blocks per row. None: see `vllm_block_table.MultiGroupBlockTable`.
+        kernel_sizes: Lists of candidates for the kernel block size. A single list applies to all groups.
+        cp_kv_cache_interleave_size: Consecutive tokens per context-parallel rank.
+        kv_cache_groups: See `BlockTable`.
+        **options: Other keywords of `kvcache.compat.vllm_block_table.MultiGroupBlockTable`.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range, or a list has the wrong length.
+
+    Example:
+        >>> tables = MultiGroupBlockTable(4, 64, 32, False, "cpu", [16, 32], 0, [5, 3], [[16]])
+        >>> [table.blocks_per_phys_block for table in tables.block_tables]
+        [1, 2]
+    """
+
+    _table_type = BlockTable
+    block_tables: list[BlockTable]
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        pin_memory: bool,
+        device: torch.device | str,
+        block_sizes: Sequence[int],
+        num_speculative_tokens: int = 0,
+        max_num_blocks: Sequence[int | None] | None = None,
+        kernel_sizes: Sequence[Sequence[int] | None] | None = None,
+        cp_kv_cache_interleave_size: int = 1,
+        kv_cache_groups: Sequence[object] | None = None,
+        *,
+        context_parallel: ContextParallel | None = None,
+        **options: object,
+    ) -> None:
+        if kv_cache_groups is not None:
+            has_states = [_has_states(group) for group in kv_cache_groups]
+            slots = [not each for each in has_states]
+            options = {"slot_mapping": slots, "replicated": has_states, **options}
+        super().__init__(
+            max_num_reqs,
+            max_model_len,
+            max_num_batched_tokens,
+            pin_memory,
+            device,
+            block_sizes,
+            num_speculative_tokens=num_speculative_tokens,
+            cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
+            kernel_sizes=kernel_sizes,
+            max_num_blocks=max_num_blocks,
+            context_parallel=context_parallel,
+            **{"slot_mapping_dtype": torch.int32, "pcp_padding": True, **options},
+        )
+
+    def compute_slot_mapping_draft(
+        self,
+        req_indices: Tokens,
+        positions: Tokens,
+        positions_compressed_list: Sequence[np.ndarray] | None = None,
+        req_indices_compressed_list: Sequence[np.ndarray] | None = None,
+    ) -> None:
+        """Compute and upload the slots of tokens, given the row of each.
+
+        Args:
+            req_indices: int32[n]. The row of each token, for all groups.
+            positions: int64[n]. Token positions within their requests.
+            positions_compressed_list: One array of positions per group, instead of `positions`.
+            req_indices_compressed_list: One array of rows per group, instead of `req_indices`.
+        """
+        for g, table in enumerate(self.block_tables):
+            if table.is_mamba_group:
+                continue
+            if positions_compressed_list and req_indices_compressed_list:
+                req_indices, positions = (
+                    req_indices_compressed_list[g],
+                    positions_compressed_list[g],
+                )
+            table.compute_slot_mapping_draft(req_indices, positions)
+
+
+def _has_states(group: object | None) -> bool:
+    """Return whether the spec of an engine's group is a `MambaSpec`, whichever class that is."""
+    spec = getattr(group, "kv_cache_spec", None)
+    return any(each.__name__ == "MambaSpec" for each in type(spec).__mro__)
