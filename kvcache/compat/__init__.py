@@ -37,8 +37,8 @@ _HOME = {name: f"kvcache.compat.{module}" for module, names in _NAMES.items() fo
 _TABLES = "kvcache.compat.vllm_block_table or kvcache.compat.ascend_block_table"
 _ELSEWHERE = {"BlockTable": _TABLES, "MultiGroupBlockTable": _TABLES}
 
-__all__ = [*_HOME]  # noqa: PLE0604
+_MODULES = ("vllm_block_table", "ascend_block_table", *_NAMES)
 
-__getattr__, __dir__ = lazy_names(
-    __name__, _HOME, ["vllm_block_table", "ascend_block_table", *_NAMES], _ELSEWHERE
-)
+__all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
+
+__getattr__, __dir__ = lazy_names(__name__, _HOME, _MODULES, _ELSEWHERE)

@@ -30,12 +30,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvcache.compat import vllm_block_table as vllm
-from kvcache.compat.vllm_block_table import Tokens
+from kvcache.compat.vllm_block_table import BlockTable, MultiGroupBlockTable, Tokens
 from kvcache.specs import ContextParallel
 
 
-class BlockTable(vllm.BlockTable):
+class AscendBlockTable(BlockTable):
     """The block table of one group, as in vLLM's NPU variant.
 
     Args:
@@ -51,7 +50,7 @@ class BlockTable(vllm.BlockTable):
         kv_cache_group: An object with `kv_cache_spec`. If the spec is a `MambaSpec`, the group has no
             slots, and every context-parallel rank stores its states.
         **options: `kernel_block_size`, `context_parallel`, `slot_mapping` and other keywords of
-            `kvcache.compat.vllm_block_table.BlockTable`.
+            `vllm_block_table.BlockTable`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -113,7 +112,7 @@ class BlockTable(vllm.BlockTable):
         self.commit_slot_mapping(len(positions))
 
 
-class MultiGroupBlockTable(vllm.MultiGroupBlockTable):
+class AscendMultiGroupBlockTable(MultiGroupBlockTable):
     """The block tables of all groups, as in vLLM's NPU variant. Lists have one entry per group.
 
     Args:
@@ -128,7 +127,7 @@ class MultiGroupBlockTable(vllm.MultiGroupBlockTable):
         kernel_sizes: Lists of candidates for the kernel block size. A single list applies to all groups.
         cp_kv_cache_interleave_size: Consecutive tokens per context-parallel rank.
         kv_cache_groups: See `BlockTable`.
-        **options: Other keywords of `kvcache.compat.vllm_block_table.MultiGroupBlockTable`.
+        **options: Other keywords of `vllm_block_table.MultiGroupBlockTable`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -140,8 +139,8 @@ class MultiGroupBlockTable(vllm.MultiGroupBlockTable):
         [1, 2]
     """
 
-    _table_type = BlockTable
-    block_tables: list[BlockTable]
+    _table_type = AscendBlockTable
+    block_tables: list[AscendBlockTable]
 
     def __init__(
         self,
@@ -203,6 +202,11 @@ class MultiGroupBlockTable(vllm.MultiGroupBlockTable):
                     positions_compressed_list[g],
                 )
             table.compute_slot_mapping_draft(req_indices, positions)
+
+
+# The names of the interface.
+BlockTable = AscendBlockTable  # type: ignore[misc]
+MultiGroupBlockTable = AscendMultiGroupBlockTable  # type: ignore[misc]
 
 
 def _has_states(group: object | None) -> bool:

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-import kvcache.allocator as kernel
+from kvcache import allocator
 from kvcache.allocator import Admit, Request
 from kvcache.checks import integer, listed, shown
 
@@ -85,7 +85,7 @@ class KVCacheBlock(int):
         return int(self)
 
 
-class KVCacheManager:
+class V1KVCacheManager:
     """Allocates blocks to requests, with prefix caching, as in vLLM.
 
     Args:
@@ -113,7 +113,7 @@ class KVCacheManager:
         num_preallocate_tokens: int = 64,
         **options: Unpack[CacheArguments],
     ) -> None:
-        self._manager = kernel.KVCacheManager(
+        self._manager = allocator.KVCacheManager(
             block_size,
             num_gpu_blocks,
             max_model_len,
@@ -127,7 +127,7 @@ class KVCacheManager:
         self._seen: dict[str, tuple[weakref.ref, Request]] = {}
 
     @property
-    def manager(self) -> kernel.KVCacheManager:
+    def manager(self) -> allocator.KVCacheManager:
         """The kernel's manager, with statistics, events, epochs and block counts."""
         return self._manager
 
@@ -258,6 +258,9 @@ class KVCacheManager:
                 f"{num_known} or more, because tokens are only appended"
             )
         return ids[num_known:]
+
+
+KVCacheManager = V1KVCacheManager  # type: ignore[misc]  # the name of the interface
 
 
 def _forget(seen: dict[str, tuple], request_id: str, engine: weakref.ref) -> None:

@@ -212,7 +212,11 @@ def modules():
     root = REPO / "kvcache"
     own = ("allocator", "worker", "kinds", "native")
     found = [path for folder in own for path in (root / folder).rglob("*.py")]
-    others = ("transfer/receive.py", "compat/kv_transfer/kv_blocks.py", "compat/kv_transfer/postprocess.py")
+    others = (
+        "transfer/receive.py",
+        "compat/kv_transfer/kv_blocks.py",
+        "compat/kv_transfer/postprocess.py",
+    )
     return sorted([*found, *root.glob("*.py"), *(root / name for name in others)])
 
 

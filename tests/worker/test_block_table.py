@@ -298,7 +298,7 @@ def multi(device="cpu", **options):
 def test_groups_have_separate_widths_and_share_every_call():
     tables = multi()
     assert [table.get_cpu_tensor().shape for table in tables] == [(4, 8), (4, 8)]
-    assert [table.max_num_blocks_per_req for table in tables] == [8, 4]
+    assert [table.max_num_blocks_per_req for table in tables] == [8, 8]
     tables.add_row(([5, 6], [2]), 1)
     tables.compute_slot_mapping(np.array([1, 1]), np.array([1, 9]))
     assert tables[0].slot_mapping.np[:3].tolist() == [41, 49, -1]
@@ -916,15 +916,15 @@ GROUPS_FIRST = (4, 64, 32, False, "cpu")
         ),
         (
             lambda: MultiGroupBlockTable(*GROUPS_FIRST, [16], 0),
-            "kernel_block_sizes is 0: expected a list, one size per group; pass num_speculative_tokens",
+            "kernel_block_sizes is 0: expected a list, one entry per group",
         ),
         (
             lambda: MultiGroupBlockTable(*GROUPS_FIRST, [16], [[16]]),
             r"kernel_block_size is \[16\]: expected an integer; .* kernel_sizes=\[16\]",
         ),
         (
-            lambda: MultiGroupBlockTable(*GROUPS_FIRST, [16], None, [4]),
-            r"num_speculative_tokens is \[4\]: expected an integer; pass .*max_num_blocks",
+            lambda: MultiGroupBlockTable(*GROUPS_FIRST, [16], None, [4], max_num_blocks=[4]),
+            r"num_speculative_tokens is \[4\]: expected an integer, because max_num_blocks is given",
         ),
         (
             lambda: MultiGroupBlockTable(*GROUPS_FIRST, [16], None, 0, 1, 2),

@@ -41,6 +41,7 @@ from kvcache import (
     hash_blocks,
     plan_cache,
 )
+from kvcache.compat import vllm_block_table
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache_exchange import disaggregation, store
 from kvcache_exchange.hints import Hint
@@ -675,7 +676,9 @@ MAKERS: dict[str, Callable[[World], object]] = {
 ON: dict[str, Callable[[World], object]] = {
     "KVStorage.set_scales": lambda w: fp8(w),
     "GroupTable.state_pages": lambda w: states_table(w),
-    "BlockTable.state_pages": lambda w: vllm_block_table.BlockTable(4, 4, 8, 16, slot_mapping=False),
+    "BlockTable.state_pages": lambda w: vllm_block_table.BlockTable(
+        4, 4, 8, 16, slot_mapping=False
+    ),
     "KVStorage.scale_cache": lambda w: scaled(w),
     "Connector.begin": lambda w: w.get("connectors").other.connector,
     "Pages.layer": lambda w: Pages.allocate(8, [[256]]),
