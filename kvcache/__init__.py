@@ -47,16 +47,21 @@ _HOME = {
     "TableShape": "kvcache.worker",
     "Worker": "kvcache.worker",
 }
-_TABLES = "kvcache.compat.vllm_block_table or kvcache.compat.ascend_block_table"
-_TRANSFER = "kvcache.compat.kv_transfer"
-_SEQUENCES = "kvcache.compat.block_space_manager"
-_ELSEWHERE = {
-    "BlockTable": _TABLES,
-    "MultiGroupBlockTable": _TABLES,
-    **dict.fromkeys(("KVOutputAggregator", "KVConnectorOutput", "KVTopology"), _TRANSFER),
-    **dict.fromkeys(("TpKVTopology", "copy_kv_blocks", "yield_req_data"), _TRANSFER),
-    **dict.fromkeys(("BlockSpaceManager", "SelfAttnBlockSpaceManager", "AllocStatus"), _SEQUENCES),
+# Names of other engines that users look for here.
+_IN_COMPAT = {
+    "vllm_block_table or kvcache.compat.ascend_block_table": ("BlockTable", "MultiGroupBlockTable"),
+    "kv_transfer": (
+        *("KVCacheEvents", "KVConnectorOutput", "KVOutputAggregator", "KVTopology", "RemoteEngine"),
+        *("TpKVTopology", "copy_kv_blocks", "get_kv_connector_cache_layout", "yield_req_data"),
+        *("kv_postprocess_blksize_and_layout_on_receive", "kv_postprocess_blksize_on_receive"),
+        "kv_postprocess_layout_on_receive",
+    ),
+    "block_space_manager": (
+        *("AllocStatus", "BlockSpaceManager", "SelfAttnBlockSpaceManager", "SequenceGroupLike"),
+        "SequenceLike",
+    ),
 }
+_ELSEWHERE = {n: f"kvcache.compat.{module}" for module, names in _IN_COMPAT.items() for n in names}
 _MODULES = ("ops", "worker", "transfer", "sources", "allocator", "layouts", "step", "events")
 
 __all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
