@@ -5,6 +5,7 @@ exists.
 """
 
 import ast
+import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -266,101 +267,28 @@ def test_each_module_has_a_table_and_an_example(module):
 # --- the page for users of other engines ----------------------------------------------------------
 
 # Names of the originals: modules, classes and calls of vLLM and its NPU variant.
-THERE = set(
-    [
-        "vllm.v1.worker.block_table",
-        "vllm_ascend.worker.block_table",
-        "vllm.v1.core.kv_cache_manager",
-        "vllm.distributed.kv_transfer.kv_connector.utils",
-        "vllm.core.block_manager",
-        "KVCacheBlock",
-        "KVCacheBlocks",
-        "FreeKVCacheBlockQueue",
-        "get_dcp_group",
-        "allocate_slots",
-        "BlockTable",
-        "compute_slot_mapping",
-        "append_row",
-        "add_row",
-        "clear_row",
-        "swap_row",
-        "move_row",
-        "commit_block_table",
-        "commit_slot_mapping",
-        "clear",
-        "get_device_tensor",
-        "get_cpu_tensor",
-        "get_numpy_array",
-        "map_to_kernel_blocks",
-        "block_size",
-        "max_num_blocks_per_req",
-        "blocks_per_kv_block",
-        "blocks_per_phys_block",
-        "physical_block_size",
-        "logical_block_size",
-        "slot_mapping",
-        "MambaSpec",
-        "FullAttentionSpec",
-        "SlidingWindowSpec",
-        "KVCacheManager",
-        "KVCacheConfig",
-        "get_kv_cache_config",
-        "get_computed_blocks",
-        "append_slots",
-        "free",
-        "get_num_common_prefix_blocks",
-        "reset_prefix_cache",
-        "block_hashes",
-        "lora_request",
-        "prompt_embeds",
-        "prompt_is_token_ids",
-        "get_cached_block",
-        "block_hash",
-        "take_events",
-        "make_prefix_cache_stats",
-        "skip_reading_prefix_cache",
-        "use_eagle",
-        "num_speculative_blocks",
-        "num_computed_tokens",
-        "num_gpu_blocks",
-        "num_cpu_blocks",
-        "can_allocate",
-        "allocate",
-        "can_append_slots",
-        "get_block_table",
-        "get_cross_block_table",
-        "free_cross",
-        "swap_out",
-        "swap_in",
-        "fork",
-        "can_swap_out",
-        "can_swap_in",
-        "access_all_blocks_in_seq",
-        "get_common_computed_block_ids",
-        "get_num_cached_tokens",
-        "remove_seq_from_computed_blocks_tracker",
-        "get_prefix_cache_hit_rate",
-        "mark_blocks_as_computed",
-        "SequenceStatus",
-        "copy_kv_blocks",
-        "kv_postprocess_blksize_on_receive",
-        "kv_postprocess_layout_on_receive",
-        "kv_postprocess_blksize_and_layout_on_receive",
-        "KVOutputAggregator.aggregate",
-        "output_rank",
-        "KVConnectorOutput",
-        "get_kv_connector_cache_layout",
-        "yield_req_data",
-        "TpKVTopology",
-        "TransferTopology",
-        "EngineTransferInfo",
-        "dcp_consumer_count",
-        "tp_ratio",
-        "is_kv_replicated",
-        "get_kv_cache_shape",
-        "get_kv_cache_stride_order",
-    ]
-)
+_THERE = """
+vllm.v1.worker.block_table vllm_ascend.worker.block_table vllm.v1.core.kv_cache_manager
+vllm.distributed.kv_transfer.kv_connector.utils vllm.core.block_manager KVCacheBlock KVCacheBlocks
+FreeKVCacheBlockQueue get_dcp_group allocate_slots BlockTable compute_slot_mapping append_row
+add_row clear_row swap_row move_row commit_block_table commit_slot_mapping clear get_device_tensor
+get_cpu_tensor get_numpy_array map_to_kernel_blocks block_size max_num_blocks_per_req
+blocks_per_kv_block blocks_per_phys_block physical_block_size logical_block_size slot_mapping
+MambaSpec FullAttentionSpec SlidingWindowSpec KVCacheManager KVCacheConfig get_kv_cache_config
+get_computed_blocks append_slots free get_num_common_prefix_blocks reset_prefix_cache block_hashes
+lora_request prompt_embeds prompt_is_token_ids get_cached_block block_hash take_events
+make_prefix_cache_stats skip_reading_prefix_cache use_eagle num_speculative_blocks
+num_computed_tokens num_gpu_blocks num_cpu_blocks can_allocate allocate can_append_slots
+get_block_table get_cross_block_table free_cross swap_out swap_in fork can_swap_out can_swap_in
+access_all_blocks_in_seq get_common_computed_block_ids get_num_cached_tokens
+remove_seq_from_computed_blocks_tracker get_prefix_cache_hit_rate mark_blocks_as_computed
+SequenceStatus copy_kv_blocks kv_postprocess_blksize_on_receive kv_postprocess_layout_on_receive
+kv_postprocess_blksize_and_layout_on_receive KVOutputAggregator.aggregate output_rank
+KVConnectorOutput get_kv_connector_cache_layout yield_req_data TpKVTopology TransferTopology
+EngineTransferInfo dcp_consumer_count tp_ratio is_kv_replicated get_kv_cache_shape
+get_kv_cache_stride_order
+"""
+THERE = {*_THERE.split()}
 # Names on this side that are neither a module nor public: attributes that other engines' objects have,
 # and values.
 VALUES = {"sha256_cbor", "xxhash_cbor", "load_inplace", "if", "direction", "MambaSpec"}
@@ -395,10 +323,8 @@ def names_of(value, found, depth=0):
             if (depth == 0 and not name.startswith("_")) or name == "__init__":
                 names_of(getattr(value, name, None), found, depth + 1)
     elif callable(value):
-        try:
+        with contextlib.suppress(TypeError, ValueError):
             found |= {*inspect.signature(value).parameters}
-        except (TypeError, ValueError):
-            pass
 
 
 def names_here(packages):
