@@ -187,8 +187,8 @@ class V1KVCacheManager:
         """
         num_tokens = integer(num_tokens, "num_tokens", 1)
         mine = self._with_blocks(request)
-        start = integer(request.num_computed_tokens, "num_computed_tokens of the request")
-        ids = self._new_ids(request, mine)
+        ids, name = self._new_ids(request, mine), "request.num_computed_tokens"
+        start = integer(request.num_computed_tokens, name, 0, mine.num_tokens + len(ids))
         (new,) = self._manager.advance(
             [self._manager.row(mine)],
             [start],
