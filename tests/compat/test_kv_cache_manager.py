@@ -368,10 +368,10 @@ def test_requests_that_contradict_themselves_are_refused():
         m.append_slots(each, 1)
     each.all_token_ids.append(39)
     each.num_computed_tokens = 41
-    with pytest.raises(ValueError, match="request.num_computed_tokens is 41: expected .* 40"):
+    with pytest.raises(ValueError, match=r"request.num_computed_tokens is 41: expected .* 40"):
         m.append_slots(each, 1)
     each.num_computed_tokens = "40"
-    with pytest.raises(TypeError, match="request.num_computed_tokens is '40'"):
+    with pytest.raises(TypeError, match=r"request.num_computed_tokens is '40'"):
         m.append_slots(each, 1)
     each.num_computed_tokens = 40
     each.status = "WAITING"

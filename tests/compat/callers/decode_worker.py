@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that receive KV from prefill workers, written for vLLM's helpers of KV connectors."""
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import (
+    KVOutputAggregator,
+    TpKVTopology,
+    copy_kv_blocks,
+    kv_postprocess_blksize_and_layout_on_receive,
+    kv_postprocess_blksize_on_receive,
+    kv_postprocess_layout_on_receive,
+    yield_req_data,
+)
+
+
+class Report:
+    """What a worker says after a step."""
+
+    def __init__(self, finished_recving=None, invalid_block_ids=()):
+        self.finished_sending = None
+        self.finished_recving = finished_recving
+        self.invalid_block_ids = set(invalid_block_ids)
+        self.kv_connector_stats = self.kv_connector_worker_meta = self.kv_cache_events = None
+        self.expected_finished_count = 0
+
+
+class Output:
+    def __init__(self, report):
+        self.kv_connector_output = report
+
+
+class DecodeWorker:
+    def __init__(self, rank, tp_size, block_size, num_heads, layout, num_blocks=8, num_layers=2):
+        self.sizes, self.blocks = {"decode": tp_size}, {"decode": block_size}
+        self.topology = TpKVTopology(
+            tp_rank=rank,
+            remote_tp_size=self.sizes,
+            is_mla=False,
+            total_num_kv_heads=num_heads,
+            attn_backend="FLASH_ATTN",
+            engine_id="decode",
+            remote_block_size=self.blocks,
+        )
+        shape = (num_blocks, block_size, num_heads // tp_size, 4)
+        self.layout = layout
+        self.caches = {f"layer {i}": self._cache(shape) for i in range(num_layers)}
+        self.host = {name: torch.zeros_like(cache) for name, cache in self.caches.items()}
+
+    def _cache(self, shape):
+        if self.layout == "NHD":
+            return torch.zeros(shape)
+        n, size, heads, width = shape
+        return torch.zeros(n, heads, size, width).permute(0, 2, 1, 3)
+
+    def meet(self, engine_id, tp_size, block_size):
+        """Add a remote engine after construction, as a handshake does."""
+        self.sizes[engine_id], self.blocks[engine_id] = tp_size, block_size
+
+    def receive(self, engine_id, scheduler_output, read):
+        """Load new blocks. `read` returns the bytes that a remote rank sends for a block."""
+        got = []
+        for req_id, groups, resumed in yield_req_data(scheduler_output):
+            got.append((req_id, resumed))
+            ranks = self.topology.get_target_remote_ranks_from_engine_id(engine_id)
+            block_ids = torch.tensor(groups[0])
+            for cache in self.caches.values():
+                for block in groups[0]:
+                    raw = torch.cat([read(rank[0], req_id, block, cache) for rank in ranks])
+                    memory = cache if self.layout == "NHD" else cache.permute(0, 2, 1, 3)
+                    memory[block] = raw.view(memory[block].shape)
+                self.arrange(engine_id, cache, block_ids)
+        return got
+
+    def arrange(self, engine_id, cache, block_ids):
+        ratio = self.topology.block_size_ratio_from_engine_id(engine_id)
+        if self.layout == "HND" and ratio > 1:
+            kv_postprocess_blksize_on_receive(cache, block_ids, ratio)
+        elif self.layout == "NHD" and ratio > 1:
+            kv_postprocess_blksize_and_layout_on_receive(cache, block_ids, ratio)
+        elif self.layout == "NHD":
+            kv_postprocess_layout_on_receive(cache, block_ids)
+
+    def to_host(self, blocks, host_blocks):
+        copy_kv_blocks(self.caches, self.host, blocks, host_blocks, "d2h")
+
+    def from_host(self, host_blocks, blocks):
+        copy_kv_blocks(self.host, self.caches, host_blocks, blocks, "h2d")
+
+
+class Engine:
+    """Merges the reports of workers, as an executor does."""
+
+    def __init__(self, connector, num_workers):
+        self.aggregator = KVOutputAggregator.from_connector(connector, num_workers)
+        self.finished = []
+
+    def step(self, reports, output_rank=0):
+        output = self.aggregator.aggregate([Output(each) for each in reports], output_rank)
+        merged = output.kv_connector_output
+        self.finished += sorted(merged.finished_recving or ())
+        return merged.invalid_block_ids
