@@ -520,7 +520,7 @@ def test_block_table_is_a_single_list_updated_in_place(window):
         one.tokens += [i] * (1 + i % 3)
         manager.append_slots(one, i % 5)
         assert manager.get_block_table(one) is table
-        assert table == manager._native.blocks(manager._known(one).row, 0).tolist()
+        assert table == manager._held.blocks(manager._known(one))
     child = child_of(manager, one, "c")
     child.tokens += [7]
     manager.append_slots(child, 0)
@@ -1158,10 +1158,10 @@ def test_extra_hash_is_optional_and_checked():
 def test_hashes_equal_those_of_the_request_manager():
     """With the same salt, both kinds of managers compute the same hash chain."""
     manager = make(enable_caching=True)
-    chain = manager._tokens.read(Seq("a", [*range(8)], extra="salt")).chain(manager._key)
+    mine = manager._tokens.read(Seq("a", [*range(8)], extra="salt"))
     other = KVCacheManager(4, 10, 100)
     request = Request("a", range(8), cache_salt="salt")
-    assert np.array_equal(manager._native.hashes(chain), other.cache.hashes(request))
+    assert np.array_equal(manager._manager.cache.hashes(mine), other.cache.hashes(request))
 
 
 def test_common_computed_blocks_are_hits_of_all_sequences():

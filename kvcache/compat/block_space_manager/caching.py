@@ -9,8 +9,7 @@ from os.path import commonprefix
 
 import numpy as np
 
-from kvcache.allocator.request import Request
-from kvcache.allocator.stats import PrefixCacheStats
+from kvcache.allocator import PrefixCacheStats, Request
 from kvcache.checks import integer, listed, shown
 from kvcache.compat.block_space_manager.checks import device_name
 from kvcache.compat.block_space_manager.demand import num_skipped_blocks
@@ -24,7 +23,6 @@ from kvcache.compat.block_space_manager.protocol import (
 )
 from kvcache.compat.block_space_manager.tables import SequenceTables
 from kvcache.events import CacheEvent
-from kvcache.native.load import core
 from kvcache.step import NO_IDS
 
 
@@ -57,7 +55,7 @@ class SequenceCaching(SequenceTables):
             self._check_tier(each, "seq", id_of(seq), on_host=False)
         if self._num_changes != since:
             self._fail_nested()
-        self._native.access(each.row, now)
+        self._held.access(each.row, now)
 
     def mark_blocks_as_computed(self, seq_group: SequenceGroupLike, token_chunk_size: int) -> None:
         """Mark the next tokens of the group's sequences as computed. Later sequences can then hit the
@@ -99,7 +97,7 @@ class SequenceCaching(SequenceTables):
         self._begin_change(since)
         for each, num_marked, num_with_kv in marks:
             if self._enable_caching:
-                self._native.mark_computed(each.row, num_with_kv)
+                self._held.mark_computed(each.row, num_with_kv)
             if num_with_kv > each.num_with_kv:
                 each.num_with_kv = num_with_kv
             each.num_marked = num_marked
@@ -111,7 +109,7 @@ class SequenceCaching(SequenceTables):
             seqs: The sequences.
         """
         since, common = self._num_changes, None
-        self._native.check_reader()
+        self._held.check_reader()
         for seq in seqs if isinstance(seqs, list) else listed(seqs, "seqs", "a list"):
             each = self._known(seq)
             hits = (each.table or self._table(each, seq))[: each.num_cached // self._block_size]
@@ -133,7 +131,7 @@ class SequenceCaching(SequenceTables):
         if not self._enable_caching or (each is not None and not each.reads_ids):
             return 0
         if each is not None:
-            if self._native.is_on_host(each.row):
+            if self._held.is_on_host(each.row):
                 return self._hit_of(each.request)[1]
             if each.num_marked < each.num_prompt:
                 return each.num_cached
@@ -148,13 +146,13 @@ class SequenceCaching(SequenceTables):
         With a window, the hit is used only if the blocks from the hit's first needed block to the end
         of the prompt do not exceed the maximum number of blocks per sequence.
         """
-        hits, num_cached, _ = self._native.lookup(request.chain(self._key))
+        ids, num_cached, _ = self._manager.cache.find_prefix(request, whole_blocks=True)
         window, size = self._window, self._block_size
         if window is not None and num_cached:
             first = num_skipped_blocks(num_cached, size, window)
             if -(-request.num_tokens // size) - first > window // size + 2:
                 return [NO_IDS], 0
-        return hits, num_cached
+        return [ids], num_cached
 
     def remove_seq_from_computed_blocks_tracker(self, seq: SequenceLike) -> None:
         """Discard the hashes of a sequence that was queried but will not be allocated."""
@@ -178,8 +176,4 @@ class SequenceCaching(SequenceTables):
             has changed.
         """
         names = ("gpu", "cpu") if device is None else (device_name(device),)
-        self._native.check_caller()
-        pools = [self._pool] if "gpu" in names else []
-        if "cpu" in names and self._host is not None:
-            pools.append(self._host)
-        return core.reset_pools(pools)
+        return self._held.reset("gpu" in names, "cpu" in names)

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.allocator.manager import KVCacheManager
+from kvcache.allocator import KVCacheManager, Request
 from kvcache.allocator.options import watermark_blocks
-from kvcache.allocator.request import Request
 from kvcache.checks import flag, integer, shown
 from kvcache.compat.block_space_manager.caching import SequenceCaching
 from kvcache.compat.block_space_manager.checks import (
@@ -33,7 +32,7 @@ from kvcache.compat.block_space_manager.protocol import (
     status_of,
 )
 from kvcache.compat.block_space_manager.swaps import SequenceSwaps
-from kvcache.compat.block_space_manager.tables import HeldRow, Pairs
+from kvcache.compat.block_space_manager.tables import Pairs, SequenceRow
 from kvcache.step import NO_IDS
 
 
@@ -159,7 +158,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             num_encoder_tokens = encoder_length(seq_group, max_model_len)
         num_tokens = length_of(seq)
         required = self._num_required(num_tokens + lookahead, num_encoder_tokens)
-        num_free, watermark = self._native.num_free(), self._watermark_blocks
+        num_free, watermark = self._held.num_free(), self._watermark_blocks
         if num_tokens > max_model_len or self._pool.num_total - required < watermark:
             return AllocStatus.NEVER
         fits = num_free - required >= watermark
@@ -174,7 +173,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         Raises:
             ValueError: The prompt does not fit, or a sequence already has blocks.
         """
-        self._native.check_caller()
+        self._held.check_caller()
         since = self._num_changes
         seqs = seqs_with(seq_group, WAITING)
         has_cross = has_encoder(seq_group)
@@ -196,7 +195,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             num_required = self._num_required(request.num_tokens, num_encoder_tokens)
             has_room = num_required <= self._pool.num_free
             if has_room:
-                encoder = HeldRow(self._tokens.unread(num_encoder_tokens))
+                encoder = SequenceRow(self._tokens.unread(num_encoder_tokens))
         crosses = {} if encoder is None else {request_id: encoder}
         hits, num_cached = self._hit_of(request) if reads_ids else ([NO_IDS], 0)
         # Retry without the hit, because with a window, a sequence holds more blocks after a hit.
@@ -213,7 +212,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     def _take(
         self,
         new: dict[object, Request],
-        crosses: dict[object, HeldRow],
+        crosses: dict[object, SequenceRow],
         hits: list[np.ndarray],
         num_cached: int,
         since: int,
@@ -221,17 +220,15 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         """Create the rows of a group after a hit. Return False if the prompt does not fit."""
         request, *others = new.values()
         num_skipped = num_skipped_blocks(request.num_tokens, self._block_size, self._window)
-        parent = HeldRow(request, num_cached, skips_blocks=bool(num_skipped and not num_cached))
+        parent = SequenceRow(request, num_cached, skips_blocks=bool(num_skipped and not num_cached))
         held = [parent, *(parent.forked(each) for each in others)]
-        chains = [each.request.chain(self._key) for each in held]
         (encoder,) = crosses.values() or (None,)
-        cross = None if encoder is None else encoder.request.chain(self._key)
         self._begin_change(since)
         # Entries precede their rows, so that an interrupt loses no row.
         self._sequences |= zip(new, held)
         self._encoders |= crosses
         try:
-            return self._native.admit_held(held, chains, hits, encoder, cross)
+            return self._held.admit(held, hits, encoder)
         finally:
             if parent.row < 0:
                 for seq_id in new:
@@ -263,7 +260,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
                 is_too_long = True
             if stop + lookahead > start:
                 num_touched += (stop + lookahead - 1) // size - start // size + 1
-        return num_touched <= self._native.num_free() and not is_too_long
+        return num_touched <= self._held.num_free() and not is_too_long
 
     def append_slots(self, seq: SequenceLike, num_lookahead_slots: int) -> Pairs:
         """Allocate slots for the tokens added since the last call, and for the lookahead.
@@ -290,7 +287,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             return []
         ids = self._new_ids(each, seq, num_new) if num_new and each.reads_ids else None
         self._begin_change(since)
-        pairs = self._native.append_slots(each, each.row, num_new, lookahead, ids, table)
+        pairs = self._held.append_slots(each, each.row, num_new, lookahead, ids, table)
         if pairs is None:
             raise ValueError(
                 f"seq {shown(id_of(seq))} cannot get {num_new} slots and {lookahead} more, because only "
@@ -309,7 +306,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             parent_seq: A sequence with blocks on the device.
             child_seq: A sequence without blocks.
         """
-        self._native.check_caller()
+        self._held.check_caller()
         since = self._num_changes
         parent = self._known(parent_seq)
         child_id = id_of(child_seq)
@@ -317,11 +314,11 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             raise ValueError(f"child_seq {child_id!r} already has blocks: expected a new seq_id")
         self._check_tier(parent, "parent_seq", id_of(parent_seq), on_host=False)
         request = self._tokens.of_child(child_seq, parent.request)
-        child, chain = parent.forked(request), request.chain(self._key)
+        child = parent.forked(request)
         self._begin_change(since)
         self._sequences[child_id] = child
         try:
-            self._native.fork_held(parent.row, child, chain)
+            self._held.fork(parent, child)
         finally:
             if child.row < 0:
                 self._sequences.pop(child_id)

@@ -24,7 +24,7 @@ class SequenceSwaps(SequenceTables):
         if self._host is None:
             return False
         rows = self._rows(seq_group, seqs_with(seq_group, RUNNING), on_host=False)
-        return self._native.num_unique_blocks(rows) <= self._host.num_free
+        return self._held.num_unique_blocks(rows) <= self._host.num_free
 
     def swap_out(self, seq_group: SequenceGroupLike) -> Pairs:
         """Move the RUNNING sequences and the encoder of a group to the host.
@@ -46,7 +46,7 @@ class SequenceSwaps(SequenceTables):
         rows = self._rows(seq_group, seqs, on_host=False)
         held = [self._known(seq) for seq in seqs]
         self._begin_change(since)
-        pairs = self._native.swap_out(rows, held)
+        pairs = self._held.swap_out(rows, held)
         if pairs is None:
             what = f"seq_group {seq_group.request_id!r} does not fit on the host"
             fail_to_fit(what, self._host.num_free, "can_swap_out")
@@ -77,7 +77,7 @@ class SequenceSwaps(SequenceTables):
             each.num_tokens + count > self._max_model_len for each, count in zip(held, new)
         )
         slots += [0] * (len(rows) - len(slots))  # the encoder's row needs no new slots
-        required, alone = self._native.num_blocks_back(rows, slots)
+        required, alone = self._held.num_blocks_back(rows, slots)
         if self._pool.num_free - required >= self._watermark_blocks and not too_long:
             return AllocStatus.OK
         never = too_long or alone > self._pool.num_total
@@ -101,7 +101,7 @@ class SequenceSwaps(SequenceTables):
         since = self._num_changes
         rows = self._rows(seq_group, seqs_with(seq_group, SWAPPED), on_host=True)
         self._begin_change(since)
-        pairs = self._native.swap_in(rows)
+        pairs = self._held.swap_in(rows)
         if pairs is None:
             what = f"seq_group {seq_group.request_id!r} does not fit on the device"
             fail_to_fit(what, self._pool.num_free, "can_swap_in")

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvcache.allocator.manager import KVCacheManager
-from kvcache.allocator.request import Request
+from kvcache.allocator import KVCacheManager, Request
+from kvcache.allocator.held_rows import HeldRow, HeldRows
 from kvcache.checks import integer, refuse_pickle, shown
 from kvcache.compat.block_space_manager.protocol import (
     SequenceGroupLike,
@@ -21,21 +21,15 @@ from kvcache.compat.block_space_manager.tokens import TokenSource
 Pairs = list[tuple[int, int]]
 
 
-class HeldRow:
-    """A sequence or an encoder that has blocks, which are a row of the native manager."""
+class SequenceRow(HeldRow):
+    """The row of a sequence or of an encoder, with what was marked as computed."""
 
     __slots__ = (
-        *("row", "table", "num_tokens", "request", "ids", "reads_ids", "skips_blocks"),
-        *("num_prompt", "num_cached", "num_marked", "num_with_kv"),
+        *("num_cached", "num_marked", "num_prompt", "num_with_kv", "reads_ids", "skips_blocks"),
     )
 
     def __init__(self, request: Request, num_cached: int = 0, skips_blocks: bool = False) -> None:
-        # Native code changes these together with its row, so that no interrupt separates them.
-        self.row = -1
-        self.table: list[int] | None = None  # the blocks on the device, created on demand
-        self.num_tokens = request.num_tokens  # number of tokens with slots
-        self.request = request
-        self.ids = request._tokens  # the ids of the tokens with slots
+        super().__init__(request)
         self.reads_ids = request.read_cache  # whether token ids are needed
         # If the prompt is longer than the window, only the blocks within the window at the end of
         # the prompt are allocated.
@@ -43,11 +37,11 @@ class HeldRow:
         self.num_prompt = self.num_tokens  # number of tokens with slots at allocation
         self.num_cached = num_cached  # number of prompt tokens that hit the cache at allocation
         self.num_marked = 0  # sum of all marks, at most the number of tokens with slots
-        self.num_with_kv = num_cached  # number of tokens with KV after the last mark
+        self.num_with_kv = 0  # number of tokens with KV after the last mark
 
-    def forked(self, request: Request) -> HeldRow:
+    def forked(self, request: Request) -> SequenceRow:
         """Return the initial state of a child, without a row."""
-        child = HeldRow(request, self.num_cached, self.skips_blocks)
+        child = SequenceRow(request, self.num_cached, self.skips_blocks)
         child.num_prompt, child.num_marked = self.num_prompt, self.num_marked
         child.num_with_kv = self.num_with_kv
         return child
@@ -66,10 +60,8 @@ class SequenceTables:
         watermark_blocks: int,
     ) -> None:
         self._manager = manager
-        self._native = manager._native
-        self._pool = self._native.pool
-        self._host = self._native.host
-        self._key = manager._requests.chain_key
+        self._held = HeldRows(manager)
+        self._pool, self._host = manager.pool, manager.host_pool
         self._block_size = block_size
         self._window = sliding_window
         self._enable_caching = enable_caching
@@ -77,8 +69,8 @@ class SequenceTables:
         self._watermark_blocks = watermark_blocks
         self._tokens = TokenSource(block_size)
         # Entries are added before their rows, and entries without a row count as missing.
-        self._sequences: dict[object, HeldRow] = {}  # by seq_id
-        self._encoders: dict[object, HeldRow] = {}  # by request_id
+        self._sequences: dict[object, SequenceRow] = {}  # by seq_id
+        self._encoders: dict[object, SequenceRow] = {}  # by request_id
         self._num_changes = 0
 
     def __reduce__(self) -> NoReturn:
@@ -132,7 +124,7 @@ class SequenceTables:
             keeping it. Blocks that left the window are 0.
         """
         each = self._known(seq)
-        self._native.check_reader()
+        self._held.check_reader()
         return each.table or self._table(each, seq)
 
     def get_cross_block_table(self, seq_group: SequenceGroupLike) -> list[int]:
@@ -145,7 +137,7 @@ class SequenceTables:
                 "was allocated with an encoder"
             )
         self._check_tier(encoder, "the encoder of group", request_id, on_host=False)
-        return self._native.blocks(encoder.row, 0).tolist()
+        return self._held.blocks(encoder)
 
     def free(self, seq: SequenceLike) -> None:
         """Release the blocks of a sequence on either tier. Does nothing for a sequence without blocks."""
@@ -159,44 +151,24 @@ class SequenceTables:
 
     def check_invariants(self) -> None:
         """Raise an error if the pools or the tables are inconsistent. For tests."""
-        self._native.check_invariants()
-        rows = [each.row for each in (*self._sequences.values(), *self._encoders.values())]
-        rows = [row for row in rows if row >= 0]
-        if len({*rows}) != len(rows) or self._native.num_rows != len(rows):
-            raise RuntimeError(f"{self._native.num_rows} rows are in use, but {rows} are known")
-        for seq_id, each in self._sequences.items():
-            if each.row < 0:
-                continue
-            num_tokens = self._native.num_computed_tokens(each.row)
-            if not num_tokens == each.num_tokens == len(each.ids):
-                raise RuntimeError(
-                    f"seq {seq_id!r} has {num_tokens} tokens with slots, a recorded count of "
-                    f"{each.num_tokens}, and {len(each.ids)} known ids"
-                )
-            if self._native.is_on_host(each.row):
-                continue
-            blocks = self._native.blocks(each.row, 0).tolist()
-            if each.table not in (None, blocks):
-                raise RuntimeError(
-                    f"seq {seq_id!r} has blocks {blocks}, but the returned table is {each.table} "
-                    "(did the caller change a returned list?)"
-                )
+        held = (*self._sequences.values(), *self._encoders.values())
+        self._held.check([each for each in held if each.row >= 0])
 
     # Rows ------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _entry(held: dict[object, HeldRow], name: object) -> HeldRow | None:
+    def _entry(held: dict[object, SequenceRow], name: object) -> SequenceRow | None:
         each = held.get(name)
         return each if each is not None and each.row >= 0 else None
 
-    def _find(self, seq: SequenceLike) -> HeldRow | None:
+    def _find(self, seq: SequenceLike) -> SequenceRow | None:
         try:
             each = self._sequences.get(seq.seq_id)
         except (AttributeError, TypeError):
             each = self._sequences.get(id_of(seq))  # raises if the id is missing or not hashable
         return each if each is not None and each.row >= 0 else None
 
-    def _known(self, seq: SequenceLike) -> HeldRow:
+    def _known(self, seq: SequenceLike) -> SequenceRow:
         try:
             each = self._sequences[seq.seq_id]
         except (AttributeError, KeyError, TypeError):
@@ -207,15 +179,15 @@ class SequenceTables:
             )
         return each
 
-    def _table(self, each: HeldRow, seq: SequenceLike) -> list[int]:
+    def _table(self, each: SequenceRow, seq: SequenceLike) -> list[int]:
         """Return the table of a sequence, which must be on the device."""
         if each.table is None:
             self._check_tier(each, "seq", id_of(seq), on_host=False)
-            each.table = self._native.blocks(each.row, 0).tolist()
+            each.table = self._held.blocks(each)
         return each.table
 
-    def _check_tier(self, each: HeldRow, what: str, name: object, on_host: bool) -> None:
-        if self._native.is_on_host(each.row) != on_host:
+    def _check_tier(self, each: SequenceRow, what: str, name: object, on_host: bool) -> None:
+        if self._held.is_on_host(each.row) != on_host:
             found = "on the device: expected one that is swapped out"
             if not on_host:
                 found = "swapped out: expected one on the device"
@@ -231,17 +203,17 @@ class SequenceTables:
             self._check_tier(each, "seq", id_of(seq), on_host)
             rows.append(each.row)
         encoder = self._entry(self._encoders, id_of(seq_group, "request_id"))
-        if encoder is not None and self._native.is_on_host(encoder.row) == on_host:
+        if encoder is not None and self._held.is_on_host(encoder.row) == on_host:
             rows.append(encoder.row)
         return rows
 
-    def _free(self, held: dict[object, HeldRow], name: object) -> None:
+    def _free(self, held: dict[object, SequenceRow], name: object) -> None:
         each = held.get(name)
         if each is None:
             return
         self._num_changes += 1
         if each.row >= 0:
-            self._native.free_held(each)
+            self._held.free(each)
         if each.row < 0:  # a broken manager frees nothing
             held.pop(name, None)
 
@@ -266,13 +238,13 @@ class SequenceTables:
     # Tokens ----------------------------------------------------------------------------------------
 
     @staticmethod
-    def _fail_length(each: HeldRow, seq: SequenceLike, length: int) -> NoReturn:
+    def _fail_length(each: SequenceRow, seq: SequenceLike, length: int) -> NoReturn:
         raise ValueError(
             f"seq {shown(id_of(seq))} has {length} tokens: expected {each.num_tokens} or more, the "
             "tokens that have slots"
         )
 
-    def _new_ids(self, each: HeldRow, seq: SequenceLike, num_new: int) -> Sequence[int]:
+    def _new_ids(self, each: SequenceRow, seq: SequenceLike, num_new: int) -> Sequence[int]:
         """Return the ids of the tokens without slots.
 
         The ids of the last block with slots must not have changed: otherwise, a block whose KV belongs
@@ -281,7 +253,7 @@ class SequenceTables:
         first = each.num_tokens
         begin = (first - 1) // self._block_size * self._block_size
         ids = token_ids_of(seq)[begin:]
-        before, num_known = each.ids.tail(begin), first - begin
+        before, num_known = each.ids_from(begin), first - begin
         known = ids[:num_known]
         if known != before if type(known) is list else [*known] != before:
             for i, (found, expected) in enumerate(zip(ids, before), begin):
