@@ -68,7 +68,8 @@ def test_examples_run(path, tmp_path):
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_docstring_examples_give_the_documented_results(name):
     module = importlib.import_module(name)
-    names = {**vars(importlib.import_module("kvcache")), **vars(module)}
+    own = {name: getattr(module, name) for name in (*vars(module), *getattr(module, "__all__", ()))}
+    names = {**vars(importlib.import_module("kvcache")), **own}
     for public in (
         "KVCacheManager",
         "Request",
@@ -81,5 +82,5 @@ def test_docstring_examples_give_the_documented_results(name):
     ):
         source = importlib.import_module("kvcache") if public != "np" else None
         names[public] = getattr(source, public) if source else importlib.import_module("numpy")
-    failed, attempted = doctest.testmod(module, extraglobs=names)
+    failed, attempted = doctest.testmod(module, extraglobs={**names, **own})
     assert attempted > 0 and failed == 0

@@ -21,9 +21,8 @@ of `SequenceLike` and `SequenceGroupLike`.
 (8, 8)
 """  # noqa: E501
 
-from kvcache.compat.block_space_manager.demand import AllocStatus
 from kvcache.compat.block_space_manager.manager import BlockSpaceManager
-from kvcache.compat.block_space_manager.protocol import SequenceGroupLike, SequenceLike
+from kvcache.compat.block_space_manager.protocol import AllocStatus, SequenceGroupLike, SequenceLike
 
 SelfAttnBlockSpaceManager = BlockSpaceManager
 

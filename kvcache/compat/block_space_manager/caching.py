@@ -11,13 +11,13 @@ import numpy as np
 
 from kvcache.allocator import PrefixCacheStats, Request
 from kvcache.checks import integer, listed, shown
-from kvcache.compat.block_space_manager.checks import device_name
-from kvcache.compat.block_space_manager.demand import num_skipped_blocks
 from kvcache.compat.block_space_manager.protocol import (
     SWAPPED,
     SequenceGroupLike,
     SequenceLike,
+    device_name,
     id_of,
+    num_skipped_blocks,
     seqs_of,
     status_of,
 )

@@ -9,24 +9,20 @@ from kvcache.allocator import KVCacheManager, Request
 from kvcache.allocator.options import watermark_blocks
 from kvcache.checks import flag, integer, shown
 from kvcache.compat.block_space_manager.caching import SequenceCaching
-from kvcache.compat.block_space_manager.checks import (
-    check_one_prompt,
-    checked_window,
-    fail_to_fit,
-)
-from kvcache.compat.block_space_manager.demand import (
-    AllocStatus,
-    num_skipped_blocks,
-)
 from kvcache.compat.block_space_manager.protocol import (
     RUNNING,
     WAITING,
+    AllocStatus,
     SequenceGroupLike,
     SequenceLike,
+    check_one_prompt,
+    checked_window,
     encoder_length,
+    fail_to_fit,
     has_encoder,
     id_of,
     length_of,
+    num_skipped_blocks,
     seqs_of,
     seqs_with,
     status_of,

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Protocols of the sequences and groups that `BlockSpaceManager` accepts, and functions that read
-them. No base class is required.
+"""Protocols of the sequences and groups that `BlockSpaceManager` accepts, and functions that read and
+check them and other arguments. No base class is required.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from enum import Enum
+from enum import Enum, auto
 from typing import NoReturn, Protocol
 
 from kvcache.checks import integer, listed, shown
 
 WAITING, RUNNING, SWAPPED = "WAITING", "RUNNING", "SWAPPED"
 _OF_GROUPS = ("get_seqs", "request_id", "is_encoder_decoder", "get_encoder_seq")
+
+
+class AllocStatus(Enum):
+    """Result of `can_allocate` and `can_swap_in`."""
+
+    OK = auto()
+    LATER = auto()  # the sequences may fit once other blocks have been freed
+    NEVER = auto()  # the sequences need more blocks than the device has
 
 
 class SequenceLike(Protocol):
@@ -190,3 +198,65 @@ def extra_hash(seq: SequenceLike) -> str | None:
     raise TypeError(
         f"extra_hash() of seq {seq.seq_id!r} is {shown(extra)}: expected a str, int or None"
     )
+
+
+def num_skipped_blocks(num_tokens: int, block_size: int, window: int | None) -> int:
+    """Return the number of leading prompt blocks to which no later token attends."""
+    return 0 if window is None else max(num_tokens - window + 1, 0) // block_size
+
+
+def checked_window(sliding_window: int | None) -> int | None:
+    """Validate and return the window: at least 2 tokens, or None for no window."""
+    if sliding_window is None:
+        return None
+    window = integer(sliding_window, "sliding_window")
+    if window < 2:
+        raise ValueError(
+            f"sliding_window is {window}: expected 2 or more, because a token that reads only "
+            "itself needs no cache"
+        )
+    return window
+
+
+def check_one_prompt(
+    seq_group: SequenceGroupLike, seqs: list[SequenceLike], reads_ids: bool
+) -> None:
+    """Check that the sequences of a group are distinct and share the first sequence's prompt."""
+    first = seqs[0]
+    seen = {first.seq_id}
+    for seq in seqs[1:]:
+        if seq.seq_id in seen:
+            raise ValueError(
+                f"seq_group {seq_group.request_id!r} has seq {seq.seq_id!r} twice: expected each "
+                "sequence once"
+            )
+        seen.add(seq.seq_id)
+        same = length_of(seq) == length_of(first) and (
+            not reads_ids
+            or (
+                ([*token_ids_of(seq)] == [*token_ids_of(first)])
+                and extra_hash(seq) == extra_hash(first)
+            )
+        )
+        if not same:
+            raise ValueError(
+                f"seq {seq.seq_id!r} of seq_group {seq_group.request_id!r} has different "
+                f"tokens or extra_hash than seq {shown(first.seq_id)}: expected the same prompt"
+            )
+
+
+def device_name(device: Enum | str) -> str:
+    """Validate a device and return its name, "gpu" or "cpu"."""
+    name = device if isinstance(device, str) else getattr(device, "name", None)
+    if not isinstance(name, str):
+        raise TypeError(
+            f"device is {shown(device)}: expected 'gpu', 'cpu' or an enum member with that name"
+        )
+    if name.lower() not in ("gpu", "cpu"):
+        raise ValueError(f"device is {shown(device)}: expected 'gpu' or 'cpu'")
+    return name.lower()
+
+
+def fail_to_fit(what: str, num_free: int, question: str) -> NoReturn:
+    """Raise ValueError for a request that needs more blocks than are free."""
+    raise ValueError(f"{what}, {num_free} blocks are free: expected a call to {question} first")

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from kvcache.checks import integer
-from kvcache.compat.block_space_manager.checks import fail_to_fit
-from kvcache.compat.block_space_manager.demand import AllocStatus
 from kvcache.compat.block_space_manager.protocol import (
     RUNNING,
     SWAPPED,
+    AllocStatus,
     SequenceGroupLike,
+    fail_to_fit,
     length_of,
     seqs_with,
 )
