@@ -77,7 +77,7 @@ class HeldRows:
         self.swap_out, self.swap_in, self.free = native.swap_out, native.swap_in, native.free_held
 
     def admit(
-        self, held: list[HeldRow], hits: Sequence[np.ndarray], encoder: HeldRow | None = None
+        self, held: Sequence[HeldRow], hits: Sequence[np.ndarray], encoder: HeldRow | None = None
     ) -> bool:
         """Admit the first row after a hit, fork the others from it, and admit an encoder.
 

@@ -26,15 +26,17 @@ A caller replaces `from vllm_ascend.worker.block_table import` by
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from kvcache.compat.vllm_block_table import BlockTable, MultiGroupBlockTable, Tokens
+from kvcache.compat import vllm_block_table as vllm
+from kvcache.compat.vllm_block_table import Tokens
 from kvcache.specs import ContextParallel
 
 
-class AscendBlockTable(BlockTable):
+class AscendBlockTable(vllm.BlockTable):
     """The block table of one group, as in vLLM's NPU variant.
 
     Args:
@@ -69,7 +71,7 @@ class AscendBlockTable(BlockTable):
         cp_kv_cache_interleave_size: int = 1,
         num_speculative_tokens: int = 0,
         kv_cache_group: object | None = None,
-        **options: object,
+        **options: Any,
     ) -> None:
         if _has_states(kv_cache_group):
             options = {"slot_mapping": False, "replicated": True, **options}
@@ -112,7 +114,7 @@ class AscendBlockTable(BlockTable):
         self.commit_slot_mapping(len(positions))
 
 
-class AscendMultiGroupBlockTable(MultiGroupBlockTable):
+class AscendMultiGroupBlockTable(vllm.MultiGroupBlockTable):
     """The block tables of all groups, as in vLLM's NPU variant. Lists have one entry per group.
 
     Args:
@@ -140,7 +142,6 @@ class AscendMultiGroupBlockTable(MultiGroupBlockTable):
     """
 
     _table_type = AscendBlockTable
-    block_tables: list[AscendBlockTable]
 
     def __init__(
         self,
@@ -157,7 +158,7 @@ class AscendMultiGroupBlockTable(MultiGroupBlockTable):
         kv_cache_groups: Sequence[object] | None = None,
         *,
         context_parallel: ContextParallel | None = None,
-        **options: object,
+        **options: Any,
     ) -> None:
         if kv_cache_groups is not None:
             has_states = [_has_states(group) for group in kv_cache_groups]
@@ -177,6 +178,17 @@ class AscendMultiGroupBlockTable(MultiGroupBlockTable):
             context_parallel=context_parallel,
             **{"slot_mapping_dtype": torch.int32, "pcp_padding": True, **options},
         )
+
+    def compute_slot_mapping(
+        self, req_indices: Tokens | int | None = None, *others: Any, **named: Any
+    ) -> None:
+        """Compute the slots of all groups. See `vllm_block_table.BlockTable`. Two more arguments
+        are those of `compute_slot_mapping_draft`, which is then called.
+        """
+        if len(others) == 4 and all(others[2:]):
+            self.compute_slot_mapping_draft(req_indices, *others[1:])
+        else:
+            super().compute_slot_mapping(req_indices, *others[:2], **named)
 
     def compute_slot_mapping_draft(
         self,
@@ -205,8 +217,8 @@ class AscendMultiGroupBlockTable(MultiGroupBlockTable):
 
 
 # The names of the interface.
-BlockTable = AscendBlockTable  # type: ignore[misc]
-MultiGroupBlockTable = AscendMultiGroupBlockTable  # type: ignore[misc]
+BlockTable = AscendBlockTable
+MultiGroupBlockTable = AscendMultiGroupBlockTable
 
 
 def _has_states(group: object | None) -> bool:

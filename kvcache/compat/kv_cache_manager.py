@@ -260,7 +260,7 @@ class V1KVCacheManager:
         return ids[num_known:]
 
 
-KVCacheManager = V1KVCacheManager  # type: ignore[misc]  # the name of the interface
+KVCacheManager = V1KVCacheManager  # the name of the interface
 
 
 def _forget(seen: dict[str, tuple], request_id: str, engine: weakref.ref) -> None:

@@ -110,6 +110,7 @@ class BlockTable(GroupTable):
         """Show one group of `tables`. Sizes are in kernel blocks, as in vLLM."""
         super().__init__(tables.table_set, group)
         self.block_size = self.kernel_block_size
+        self.use_hybrid_blocks = self.blocks_per_kv_block > 1
         self.max_num_blocks_per_req = self.shape.num_columns
 
     def compute_slot_mapping(

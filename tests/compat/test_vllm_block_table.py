@@ -89,6 +89,10 @@ def test_caller_of_the_npu_tables_of_several_groups():
     lists = [np.array([33]), np.array([0])], [np.array([0], np.int32)] * 2
     tables.compute_slot_mapping_draft(np.array([0]), np.array([1]), *lists)
     assert tables[0].slot_mapping.np[:2].tolist() == [161, -1]
+    tables.compute_slot_mapping(1, begin, positions, *lists)
+    assert tables[0].slot_mapping.np[:2].tolist() == [161, -1]
+    tables.compute_slot_mapping(1, begin, positions, None, None)
+    assert tables[0].slot_mapping.np[:3].tolist() == [158, 159, 160]
     tables.compute_slot_mapping_draft(np.array([0], np.int32), np.array([1]))
     assert tables[0].slot_mapping.np[:2].tolist() == [129, -1]
 

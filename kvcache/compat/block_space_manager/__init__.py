@@ -9,7 +9,7 @@ of `SequenceLike` and `SequenceGroupLike`.
 | there | here |
 |---|---|
 | `SelfAttnBlockSpaceManager(block_size, num_gpu_blocks, num_cpu_blocks, watermark, sliding_window, enable_caching)` | the same, also as `BlockSpaceManager`; both numbers of blocks include the null block, so add one to each |
-| `block_allocator="CpuGpuBlockAllocator"` | always; host blocks of the other allocator are a host tier of `kvcache.KVCacheManager` |
+| `block_allocator`, with which host blocks extend the cache | not an argument: `num_host_blocks` of `kvcache.KVCacheManager` is such a tier |
 | `can_allocate`, `allocate`, `can_append_slots`, `append_slots`, `can_swap_out`, `swap_out`, `can_swap_in`, `swap_in`, `get_block_table`, `get_cross_block_table`, `free`, `free_cross` | the same |
 | `fork` of an unknown parent has no effect | `ValueError` |
 | the engine may choose the order of swaps and copies | the pairs must be processed in the order of the calls |
