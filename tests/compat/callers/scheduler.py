@@ -22,8 +22,15 @@ class Request:
         self.num_prompt_tokens = len(prompt)
         self.num_answers = num_answers
         self.num_computed_tokens = 0
-        self.block_ids = []
+        self.block_ids, self.kv_block_hashes = [], []
+        self.mm_positions, self.mm_hashes, self.lora_request = [], [], None
         vars(self).update(extra)
+
+    def set_kv_block_hashes(self, hashes):
+        self.kv_block_hashes = hashes
+
+    def append_kv_block_hashes(self, block_hash):
+        self.kv_block_hashes.append(block_hash)
 
     @property
     def num_tokens(self):
@@ -38,7 +45,7 @@ class Scheduler:
     def __init__(self, block_size, num_blocks, max_len, budget, num_preallocate=0, log=None):
         sizes = (block_size, num_blocks, max_len, None, True, num_preallocate)
         self.manager = KVCacheManager(*sizes)
-        self.budget, self.log = budget, [] if log is None else log
+        self.block_size, self.budget, self.log = block_size, budget, [] if log is None else log
         self.waiting, self.running = [], []
 
     def add(self, request):
@@ -95,6 +102,9 @@ class Scheduler:
     def _admit(self, scheduled, left):
         request = self.waiting[0]
         computed, num_computed = self.manager.get_computed_blocks(request)
+        if num_computed == request.num_tokens:  # the last token must run
+            num_computed -= self.block_size
+            computed.pop()
         count = min(request.num_tokens - num_computed, left)
         new = self.manager.allocate_slots(request, count, computed)
         hit = [block.block_id for block in computed]
