@@ -20,15 +20,6 @@ KERNEL = {
     *("ops_by_copies", "assembly", "metrics", "extensions", "lazy", "allocator", "worker"),
     *("transfer", "native", "kinds", "sanitizer"),
 }
-# Names without a user here, which users of vLLM's `BlockTable` call (`kvcache.compat`).
-KEPT = {
-    f"kvcache.worker.tables.{name}"
-    for name in (
-        *("block_tables.BlockTables.clear_row", "block_tables.BlockTables.swap_row"),
-        *("group_table.GroupTable.clear_row", "group_table.GroupTable.swap_row"),
-        *("group_table.GroupTable.get_cpu_tensor", "group_table.GroupTable.get_numpy_array"),
-    )
-}
 
 Place = tuple[Path, int]
 
@@ -140,8 +131,4 @@ def unused() -> list[str]:
 
 
 def test_every_public_name_and_option_of_the_kernel_has_a_user():
-    assert sorted(set(unused()) - KEPT) == []
-
-
-def test_list_of_kept_names_is_current():
-    assert set(unused()) >= KEPT
+    assert unused() == []
