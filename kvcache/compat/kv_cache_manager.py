@@ -43,13 +43,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kvcache import allocator
-from kvcache.allocator import Admit, Request
+from kvcache.allocator import Admit, CacheArguments, Request
 from kvcache.checks import integer, listed, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from kvcache.allocator import CacheArguments
 
 
 class RequestLike(Protocol):
