@@ -41,7 +41,7 @@ from kvcache import (
     hash_blocks,
     plan_cache,
 )
-from kvcache.compat import vllm_block_table
+from kvcache.compat import ascend_block_table, vllm_block_table
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache_exchange import disaggregation, store
 from kvcache_exchange.hints import Hint
@@ -101,6 +101,18 @@ def table() -> GroupTable:
 def filled(tables: object, ids: list) -> object:
     tables.add_row(ids, 0)
     return tables
+
+
+def engine_request(name: str) -> SimpleNamespace:
+    return SimpleNamespace(request_id=name, all_token_ids=[*range(TOKENS)], num_computed_tokens=0)
+
+
+def engine_manager(w: World) -> compat.KVCacheManager:
+    """Return a manager with one request."""
+    manager, request = compat.KVCacheManager(4, 40, 64), w.get("engine request")
+    manager.allocate_slots(request, TOKENS, ())
+    request.num_computed_tokens = TOKENS
+    return manager
 
 
 def tables() -> kvcache.BlockTables:
@@ -600,6 +612,15 @@ MAKERS: dict[str, Callable[[World], object]] = {
     "MultiGroupBlockTable": lambda w: filled(
         vllm_block_table.MultiGroupBlockTable(4, 32, 16, False, "cpu", [4, 8]), [[5, 6, 7], [2, 3]]
     ),
+    "AscendBlockTable": lambda w: filled(ascend_block_table.BlockTable(4, 4, 8, 16), [3, 4]),
+    "AscendMultiGroupBlockTable": lambda w: filled(
+        ascend_block_table.MultiGroupBlockTable(4, 32, 16, False, "cpu", [4, 8]), [[5, 6, 7], [2, 3]]
+    ),
+    "V1KVCacheManager": engine_manager,
+    "engine request": lambda w: engine_request("engine"),
+    "TpKVTopology": lambda w: compat.TpKVTopology(
+        0, {"a": 2, "b": 2}, False, 2, "FLASHINFER", "a", {"a": 4, "b": 4}
+    ),
     "AttentionMetadata": metadata,
     "GroupMetadata": lambda w: w.get("AttentionMetadata").groups[0],
     "HostDeviceBuffer": buffer,
@@ -677,6 +698,9 @@ ON: dict[str, Callable[[World], object]] = {
     "KVStorage.set_scales": lambda w: fp8(w),
     "GroupTable.state_pages": lambda w: states_table(w),
     "BlockTable.state_pages": lambda w: vllm_block_table.BlockTable(
+        4, 4, 8, 16, slot_mapping=False
+    ),
+    "AscendBlockTable.state_pages": lambda w: ascend_block_table.BlockTable(
         4, 4, 8, 16, slot_mapping=False
     ),
     "KVStorage.scale_cache": lambda w: scaled(w),

@@ -267,6 +267,13 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "remote": lambda w: m.descriptions("b"),
     "KVTopology.with_remote.remote": lambda w: compat.RemoteEngine(2, block_size=4),
     "KVTopology.with_remote.engine_id": lambda w: "c",
+    "TpKVTopology.engine_id": lambda w: "a",
+    "TpKVTopology.remote_tp_size": lambda w: {"a": 2, "b": 2},
+    "TpKVTopology.remote_block_size": lambda w: {"a": 4, "b": 4},
+    "TpKVTopology.attn_backend": lambda w: "FLASHINFER",
+    "TpKVTopology.is_mla": lambda w: False,
+    "V1KVCacheManager.allocate_slots.request": lambda w: m.engine_request("new"),
+    "V1KVCacheManager.allocate_slots.computed_blocks": lambda w: (),
     "plan_states.local": lambda w: m.states("a"),
     "plan_states.remote": lambda w: m.states("b"),
     "source_readers.source": lambda w: m.descriptions("b"),
@@ -497,8 +504,16 @@ RIGHT: dict[str, Callable[[World], object]] = {
     },
 }  # fmt: skip
 
+for _name in ("append_slots", "free", "get_computed_blocks", "get_num_common_prefix_blocks"):
+    RIGHT[f"V1KVCacheManager.{_name}.request"] = lambda w: w.get("engine request")
+
 # In the classes with engine names, inherited calls take the same arguments as in the base classes.
-for _below, _engine in (("GroupTable", "BlockTable"), ("BlockTables", "MultiGroupBlockTable")):
+for _below, _engine in (
+    ("GroupTable", "BlockTable"),
+    ("BlockTables", "MultiGroupBlockTable"),
+    ("GroupTable", "AscendBlockTable"),
+    ("BlockTables", "AscendMultiGroupBlockTable"),
+):
     for _table in (WITH, RIGHT):
         _table |= {
             name.replace(_below, _engine, 1): value

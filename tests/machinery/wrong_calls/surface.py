@@ -54,6 +54,7 @@ EXCLUDED = {
     "kvcache_serve.server.EngineLoop.start": "starts the thread that then owns the engine",
     "kvcache.transfer.description.EngineDescription": "abstract; both descriptions are called",
     "kvcache.ops.warm_up": "takes no arguments and compiles kernels",
+    "kvcache.compat.TpKVTopology.with_remote": "refuses every call: engines come in mappings",
     "kvcache.CacheOptions.native_of": "internal to the manager, which checks its groups first",
     "kvcache.CacheOptions.check_names": "internal to the manager and `build`, which pass keyword names",
 }
