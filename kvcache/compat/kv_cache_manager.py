@@ -38,7 +38,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -186,7 +186,7 @@ class V1KVCacheManager:
         num_tokens = integer(num_tokens, "num_tokens", 1)
         mine = self._with_blocks(request)
         ids, name = self._new_ids(request, mine), "request.num_computed_tokens"
-        start = integer(request.num_computed_tokens, name, 0, mine.num_tokens + len(ids))
+        start = integer(_of(request, "num_computed_tokens"), name, 0, mine.num_tokens + len(ids))
         (new,) = self._manager.advance(
             [self._manager.row(mine)],
             [start],
@@ -201,7 +201,7 @@ class V1KVCacheManager:
 
         The hashes of a preempted request are kept as long as the request object lives.
         """
-        mine = self._admitted.get(_id_of(request))
+        mine = self._admitted.get(_of(request))
         if mine is not None:
             self._manager.free(mine)
             del self._admitted[mine.request_id]
@@ -212,7 +212,7 @@ class V1KVCacheManager:
         name = getattr(status, "name", status)
         if isinstance(name, str) and name != "RUNNING":
             raise ValueError(
-                f"status of request {_id_of(request)!r} is {name}: expected RUNNING, because only "
+                f"status of request {_of(request)!r} is {name}: expected RUNNING, because only "
                 "running requests share blocks"
             )
         mine = self._with_blocks(request)
@@ -223,7 +223,7 @@ class V1KVCacheManager:
         return self._manager.cache.reset()
 
     def _with_blocks(self, request: RequestLike) -> Request:
-        mine = self._admitted.get(_id_of(request))
+        mine = self._admitted.get(_of(request))
         if mine is None:
             raise ValueError(
                 f"request {request.request_id!r} has no blocks: expected a call to allocate_slots first"
@@ -232,12 +232,12 @@ class V1KVCacheManager:
 
     def _read(self, request: RequestLike) -> Request:
         """Return the kernel's request, with all tokens that are known now."""
-        request_id = _id_of(request)
+        request_id = _of(request)
         engine, mine = self._seen.get(request_id, (None, None))
         if request_id in self._admitted:
             mine = self._admitted[request_id]
         elif engine is None or engine() is not request:
-            mine = Request(request_id, request.all_token_ids, **_options(request))
+            mine = Request(request_id, _of(request, "all_token_ids"), **_options(request))
             try:
                 engine = weakref.ref(request, partial(_forget, self._seen, request_id))
                 self._seen[request_id] = (engine, mine)
@@ -249,7 +249,7 @@ class V1KVCacheManager:
     @staticmethod
     def _new_ids(request: RequestLike, mine: Request) -> Sequence[int]:
         """Return the tokens that became known since the last call."""
-        ids, num_known = request.all_token_ids, mine.num_tokens
+        ids, num_known = _of(request, "all_token_ids"), mine.num_tokens
         if len(ids) < num_known:
             raise ValueError(
                 f"all_token_ids of request {mine.request_id!r} has {len(ids)} tokens: expected "
@@ -270,13 +270,11 @@ def _blocks(ids: Sequence[int] | np.ndarray = ()) -> list[KVCacheBlock]:
     return [*map(KVCacheBlock, ids)]
 
 
-def _id_of(request: RequestLike) -> str:
+def _of(request: RequestLike, name: str = "request_id") -> Any:
     try:
-        return request.request_id
+        return getattr(request, name)
     except AttributeError:
-        raise TypeError(
-            f"request is {shown(request)}: expected an object with request_id"
-        ) from None
+        raise TypeError(f"request is {shown(request)}: expected an object with {name}") from None
 
 
 def _options(request: RequestLike) -> dict[str, object]:

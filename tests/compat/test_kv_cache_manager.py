@@ -335,6 +335,7 @@ def test_a_request_that_does_not_fit_changes_nothing():
             "request 'r9' has no blocks",
         ),
         (lambda m, r: m.get_computed_blocks(3), TypeError, "request is 3: expected .* request_id"),
+        (lambda m, r: m.get_computed_blocks(Some(request_id="a")), TypeError, "with all_token_ids"),
         (lambda m, r: m.free(3), TypeError, "request is 3: expected .* request_id"),
         (lambda m, r: m.append_slots(m.own, 0), ValueError, "num_tokens is 0"),
         (lambda m, r: m.append_slots(m.own, 200), ValueError, "max_model_len"),
