@@ -167,11 +167,14 @@ class V1KVCacheManager:
         num_known = min(num_tokens, max(mine.num_tokens - len(computed) * self.block_size, 0))
         num_lookahead += num_tokens - num_known
         asked = Admit(mine, num_known, num_lookahead_tokens=num_lookahead)
-        new = self._manager.admit(asked, computed)
-        if new is None:
-            return None
+        # The entry precedes the row, so that an interrupt loses no row.
         self._admitted[mine.request_id] = mine
-        return _blocks(new)
+        try:
+            new = self._manager.admit(asked, computed)
+        finally:
+            if not self._has_row(mine):
+                del self._admitted[mine.request_id]
+        return None if new is None else _blocks(new)
 
     def append_slots(self, request: RequestLike, num_tokens: int) -> list[KVCacheBlock] | None:
         """Add slots for the tokens after `request.num_computed_tokens`.
@@ -204,7 +207,7 @@ class V1KVCacheManager:
         mine = self._admitted.get(_of(request))
         if mine is not None:
             self._manager.free(mine)
-            del self._admitted[mine.request_id]
+            self._admitted.pop(mine.request_id, None)
 
     def get_num_common_prefix_blocks(self, request: RequestLike, num_running_requests: int) -> int:
         """Return the number of a running request's leading blocks that all running requests share."""
@@ -234,8 +237,9 @@ class V1KVCacheManager:
         """Return the kernel's request, with all tokens that are known now."""
         request_id = _of(request)
         engine, mine = self._seen.get(request_id, (None, None))
-        if request_id in self._admitted:
-            mine = self._admitted[request_id]
+        admitted = self._admitted.get(request_id)
+        if admitted is not None and self._has_row(admitted):
+            mine = admitted
         elif engine is None or engine() is not request:
             mine = Request(request_id, _of(request, "all_token_ids"), **_options(request))
             try:
@@ -245,6 +249,12 @@ class V1KVCacheManager:
                 self._seen.pop(request_id, None)
         mine.append_tokens(self._new_ids(request, mine))
         return mine
+
+    def _has_row(self, mine: Request) -> bool:
+        try:
+            return self._manager.row(mine) >= 0
+        except ValueError:
+            return False
 
     @staticmethod
     def _new_ids(request: RequestLike, mine: Request) -> Sequence[int]:

@@ -33,6 +33,11 @@ def test_sequence_has_either_freeable_blocks_or_none(call):
     assert others.check_sequences(call) > 1
 
 
+@pytest.mark.parametrize("call", others.REQUEST_CALLS)
+def test_request_of_an_engine_has_either_freeable_blocks_or_none(call):
+    assert others.check_requests(call) > 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("with_moves", sampled([True, False]))
 def test_worker_has_applied_the_plan_or_can_apply_it_or_is_broken(with_moves):

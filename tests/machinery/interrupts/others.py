@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from kvcache import BlockTables, GroupTable, KVCacheManager, Request, TableShape
+from kvcache.allocator import check_invariants
 from kvcache.compat import BlockSpaceManager, KVConnectorOutput, KVOutputAggregator
+from kvcache.compat import KVCacheManager as KVCacheManagerOfEngines
 from kvcache.worker.tables import buffer
 from tests.machinery.interrupts.instants import interrupted_at
 from tests.machinery.out_of_memory.workers import Tabled, _plan
@@ -83,6 +85,45 @@ SEQUENCE_CALLS = {
 def check_sequences(call: str) -> int:
     """Check a call at each instant. Return the number of instants."""
     return each_instant(Sequences, SEQUENCE_CALLS[call], Sequences.check)
+
+
+class EngineRequests:
+    """A manager of another engine's interface, with a running and a waiting request."""
+
+    def __init__(self) -> None:
+        self.manager = KVCacheManagerOfEngines(4, 40, 64, None, True, 0)
+        self.running, self.waiting = (
+            SimpleNamespace(request_id=name, all_token_ids=[*range(10)], num_computed_tokens=0)
+            for name in ("a", "b")
+        )
+        self.manager.allocate_slots(self.running, 10, ())
+        self.running.num_computed_tokens = 10
+        self.running.all_token_ids += [7] * 7
+
+    def check(self) -> None:
+        """Check that all requests can be freed, and admitted again with another prompt."""
+        for request in (self.running, self.waiting):
+            self.manager.free(request)
+            self.manager.free(request)
+        assert self.manager.manager.pool.num_free == 39
+        for first, request in ((50, self.running), (60, self.waiting)):
+            request.all_token_ids, request.num_computed_tokens = [first, *range(11)], 0
+            assert self.manager.get_computed_blocks(request) == ([], 0)
+            assert len(self.manager.allocate_slots(request, 12, ())) == 3
+        check_invariants(self.manager.manager)
+
+
+REQUEST_CALLS = {
+    "get_computed_blocks": lambda s: s.manager.get_computed_blocks(s.waiting),
+    "allocate_slots": lambda s: s.manager.allocate_slots(s.waiting, 10, ()),
+    "append_slots": lambda s: s.manager.append_slots(s.running, 7),
+    "free": lambda s: s.manager.free(s.running),
+}
+
+
+def check_requests(call: str) -> int:
+    """Check a call at each instant. Return the number of instants."""
+    return each_instant(EngineRequests, REQUEST_CALLS[call], EngineRequests.check)
 
 
 def check_worker(with_moves: bool) -> int:
