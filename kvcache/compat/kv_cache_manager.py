@@ -8,7 +8,7 @@ A caller replaces `from vllm.v1.core.kv_cache_manager import` by
 
 | there | here |
 |---|---|
-| `KVCacheManager(block_size, num_gpu_blocks, max_model_len, sliding_window, enable_caching, num_preallocate_tokens)` | the same; other keywords are those of `kvcache.CacheOptions` |
+| `KVCacheManager(block_size, num_gpu_blocks, max_model_len, sliding_window, enable_caching, num_preallocate_tokens)` | the same; `num_gpu_blocks` includes the null block, so add one for the same capacity. Other keywords are those of `kvcache.CacheOptions` |
 | `get_computed_blocks(request)` | the same: blocks and tokens. The last token is never reported as computed |
 | `allocate_slots(request, num_tokens, computed_blocks)` | the same, also with `num_lookahead_tokens` |
 | `append_slots(request, num_tokens)` | the same |

@@ -23,7 +23,15 @@ from kvcache import (
     plan_cache,
 )
 from kvcache.compat import BlockSpaceManager
+from kvcache.compat import KVCacheManager as RequestManager
 from kvcache.transfer import CacheDescription, plan_transfer
+
+
+class EngineRequest:
+    """An engine's request."""
+
+    def __init__(self, request_id: str, tokens: list[int]) -> None:
+        self.request_id, self.all_token_ids, self.num_computed_tokens = request_id, tokens, 0
 
 
 class Seq:
@@ -77,3 +85,6 @@ def others() -> None:
     free: int = sequences.get_num_free_gpu_blocks()
     table: list[int] = sequences.get_block_table(Seq(free, [1, 2]))
     del table
+    blocks, count = RequestManager(16, 9, 128).get_computed_blocks(EngineRequest("r", [1, 2]))
+    block_id: int = blocks[0].block_id + count
+    del block_id
