@@ -396,7 +396,7 @@ int32_t fork(Manager& self, RequestRows& requests, const py::object& parent,
   return child_row;
 }
 
-// The rows of `BlockSpaceManager`. A row belongs to a Python object `held`, whose attributes
+// The rows of `HeldRows` (Python). A row belongs to a Python object `held`, whose attributes
 // (`row`, or -1; `num_tokens`; `table`) change in the same native call as the row, so that an
 // interrupt sees both changes or neither.
 
