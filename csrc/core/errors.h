@@ -10,7 +10,7 @@ namespace kvcache {
 
 // Throws std::invalid_argument. The message consists of these texts and numbers.
 template <class... Parts>
-[[noreturn, gnu::cold, gnu::noinline]] void throw_invalid(const Parts&... parts) {
+[[noreturn, gnu::cold, gnu::noinline]] void throw_invalid(Parts... parts) {
   std::string message;
   const auto add = [&message](const auto& part) {
     if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>) {

@@ -65,6 +65,22 @@ TEST(a_new_plan_contains_only_freed_rows_to_clear) {
   CHECK(!plan.end().is_empty());
 }
 
+TEST(running_rows_are_served_unless_they_are_refused) {
+  PlanBuilder plan(1, 20);
+  const std::vector<int32_t> rows{4, 2}, num_tokens{3, 1};
+  plan.begin(0);
+  int32_t* num_computed = plan.answer_running(rows.data(), num_tokens.data(), 2);
+  num_computed[0] = 7;
+  num_computed[1] = 9;
+  plan.refuse(0, Status::kWait);
+  plan.answer(-1, Status::kNever, 0, 0);
+  const StepPlan& made = plan.end();
+  CHECK(made.rows == Ids({4, 2, -1}));
+  CHECK(made.status == std::vector<uint8_t>({1, 0, 2}));
+  CHECK(made.num_computed_tokens == Ids({7, 9, 0}));
+  CHECK(made.num_tokens == Ids({0, 1, 0}));
+}
+
 TEST(new_pages_are_fresh_unless_another_section_fills_them) {
   PlanBuilder plan(1, 20);
   const std::vector<int32_t> pages{7, 3, 5, 9, 2};

@@ -343,7 +343,10 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("if (num_tokens >= 0 && num_tokens <= most) return;", "if (num_tokens >= 0) return;"),
             ("if (num_rejected <= num_uncached) return;", "return;"),
             ("if (!completed) c_.journal->check_may_abort(step_id);", ""),
-            ("check_driver(row, /*by_step=*/true);\n  if (num_tokens", "if (num_tokens"),
+            (
+                "check_driver(row, /*by_step=*/true);\n  if (num_tokens",
+                "c_.rows->at(row);\n  if (num_tokens",
+            ),
         ],
     ),
     (

@@ -32,14 +32,15 @@ enum class Sharing : uint8_t {
   kNext,     // also the blocks that it writes next, which are then replaced
 };
 
-struct Row {
+// A step reads most of this record for every row, so it is one cache line.
+struct alignas(64) Row {
   std::shared_ptr<TokenChain> chain;  // null: the row is not in use
   int64_t num_computed = 0;           // tokens with a slot; they have KV after the plans have run
-  int64_t start = 0;                  // num_computed before the row was last served
   // The number of computed tokens below which the row has nothing to publish.
   int64_t next_publish = kUnbounded;
   int64_t admission = 0;  // number of the admission that created the row
   uint32_t stamp = 0;     // stamp of the last call that named the row
+  int32_t start = 0;      // num_computed before the row was last served
   // For groups of states: number of computed tokens of the last step that may be rejected. The
   // state after all computed tokens is in the page num_drafts columns after the first page of the
   // row.
@@ -71,7 +72,7 @@ struct Row {
   // rejected. Unless they are all known (`num_ids`: new known tokens), this is the number of drafts
   // of the last step, because the rejections so far may belong to the step before it.
   int64_t num_undecided(int64_t stop, int64_t num_ids = 0) const {
-    const int64_t num_drafted = num_computed - std::max<int64_t>(start + 1, num_known);
+    const int64_t num_drafted = num_computed - std::max<int64_t>(int64_t{start} + 1, num_known);
     if (num_drafted <= 0 || chain->num_tokens() + num_ids >= stop) return 0;
     return std::min(num_drafted, stop);
   }
@@ -84,6 +85,7 @@ struct Row {
     return num_drafts == 0 ? 0 : num_drafts - num_rejected;
   }
 };
+static_assert(sizeof(Row) == 64);
 
 struct AdmissionInfo {     // data of the admission that is needed later
   int64_t num_prompt = 0;  // known tokens at admission

@@ -70,6 +70,14 @@ void PlanBuilder::drop_filled() {
               fresh.end());
 }
 
+int32_t* PlanBuilder::answer_running(const int32_t* rows, const int32_t* num_tokens, int64_t n) {
+  plan_.rows.assign(rows, rows + n);
+  plan_.status.assign(static_cast<size_t>(n), static_cast<uint8_t>(Status::kServed));
+  plan_.num_tokens.assign(num_tokens, num_tokens + n);
+  plan_.num_computed_tokens.resize(static_cast<size_t>(n));
+  return plan_.num_computed_tokens.data();
+}
+
 void PlanBuilder::append(int32_t row, const RowBlocks* blocks, const int64_t* from) {
   const size_t num_groups = plan_.groups.size();
   bool any = false;

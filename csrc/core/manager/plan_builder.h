@@ -34,6 +34,15 @@ class PlanBuilder {
     plan_.num_running = num_running;
     plan_.num_leaving = num_leaving;
   }
+  // Adds the results for the running rows of a step, all of which count as served until `refuse` is
+  // called. Returns the array num_computed_tokens of these rows, which the caller sets before any
+  // other result is added.
+  int32_t* answer_running(const int32_t* rows, const int32_t* num_tokens, int64_t n);
+  // Changes the result for the i-th running row to one that is not served.
+  void refuse(int64_t i, Status status) {
+    plan_.status[static_cast<size_t>(i)] = static_cast<uint8_t>(status);
+    plan_.num_tokens[static_cast<size_t>(i)] = 0;
+  }
   // Adds a result. `row` is -1 for a request that was not admitted.
   void answer(int32_t row, Status status, int64_t num_computed_tokens, int64_t num_tokens) {
     plan_.rows.push_back(row);

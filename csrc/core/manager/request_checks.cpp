@@ -133,7 +133,7 @@ void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
   if (has_state_ && num_rejected > r.num_drafts) {
     fail("at most ", r.num_drafts, ", the drafts of its last step whose states are kept");
   }
-  const int64_t num_uncached = r.num_computed - std::max(r.start, num_cached(row));
+  const int64_t num_uncached = r.num_computed - std::max<int64_t>(r.start, num_cached(row));
   if (num_rejected <= num_uncached) return;
   fail("at most ", std::max<int64_t>(num_uncached, 0),
        ", the number of uncached tokens of its last step");
@@ -225,20 +225,25 @@ void RequestChecks::check_contain(const TokenChain& chain, const CacheGroup& gro
 inline void RequestChecks::check_step_row(const StepRequest& request, int64_t i) const {
   const int32_t row = request.rows[i];
   const int64_t num_tokens = request.num_tokens[i];
-  check_driver(row, /*by_step=*/true);
+  const Row& r = check_driver(row, /*by_step=*/true);
   if (num_tokens != 0) check_not_receiving(row);
   checked_size("num_tokens", num_tokens, 0);
   const int64_t num_rejected = request.num_rejected_of(i);
   if (num_rejected != 0) check_only_drafts(row, num_rejected);
-  const Row& r = c_.row(row);
   const int64_t start = r.num_computed - num_rejected;
   check_length(start + num_tokens, "a row");
-  if (has_state_ && num_tokens > 0) check_decided(row, num_rejected, request.num_ids_of(i));
-  if (max_drafts_ > 0) {
-    check_drafts(row, start, num_tokens, r.chain->num_tokens() + request.num_ids_of(i));
-  }
-  check_row_places(r, start, num_tokens + request.lookahead_of(i), request.num_ids_of(i));
+  if (has_state_ || has_bound_) check_step_pages(request, i, start);
   check_once(row);
+}
+
+// Checks what the pages of states and circular buffers require of a running row.
+void RequestChecks::check_step_pages(const StepRequest& request, int64_t i, int64_t start) const {
+  const int32_t row = request.rows[i];
+  const Row& r = c_.row(row);
+  const int64_t num_tokens = request.num_tokens[i], num_ids = request.num_ids_of(i);
+  if (has_state_ && num_tokens > 0) check_decided(row, request.num_rejected_of(i), num_ids);
+  if (max_drafts_ > 0) check_drafts(row, start, num_tokens, r.chain->num_tokens() + num_ids);
+  check_row_places(r, start, num_tokens + request.lookahead_of(i), num_ids);
 }
 
 void RequestChecks::check_step(const StepRequest& request) const {

@@ -39,9 +39,10 @@ class RequestChecks {
                   " tokens: expected at most max_model_len, which is ", most);
   }
   // Checks that the row is driven by `step` or, if not by_step, by a caller that maintains its own
-  // tables.
-  void check_driver(int32_t row, bool by_step) const {
-    if (c_.rows->at(row).by_step() == by_step) return;
+  // tables. Returns the row.
+  const Row& check_driver(int32_t row, bool by_step) const {
+    const Row& r = c_.rows->at(row);
+    if (r.by_step() == by_step) return r;
     throw_invalid(
         "row ", row, " was admitted by ",
         by_step ? "admit: expected extend to serve it" : "step: expected it in the rows of step");
@@ -142,6 +143,7 @@ class RequestChecks {
   void check_start(const RowAsk& ask) const;
   void check_departure(int32_t row, const std::string* keep_as) const;
   void check_step_row(const StepRequest& request, int64_t i) const;
+  void check_step_pages(const StepRequest& request, int64_t i, int64_t start) const;
   void check_leaves_device(const StepRequest& request) const;
   void check_token_ids(const StepRequest& request) const;
   void check_all_transferred(int64_t num_external) const;

@@ -202,7 +202,8 @@ void RowRelease::truncate(int32_t row, int64_t num_tokens) {
   }
   Row& r = c_.row(row);
   c_.rows->disturb(row);
-  r.num_computed = r.start = num_tokens;
+  r.num_computed = num_tokens;
+  r.start = static_cast<int32_t>(num_tokens);
   r.num_drafts = r.num_undecided_before = 0;
   int64_t& hit_end = c_.rows->info(row).hit_end;
   hit_end = std::min(hit_end, num_tokens);

@@ -19,12 +19,7 @@ RowServer::RowServer(const RowContext& context, const Parts& parts, const Manage
       max_drafts_(max_drafts(*c_.groups)),
       candidate_(c_.groups->size()) {}
 
-// Inlined, because it runs for every row of a step.
-inline void RowServer::answer(const ServedRow& served, Status status) {
-  const Span& span = served.span;
-  const bool is_served = status == Status::kServed;
-  c_.plan->answer(served.row, status, span.start, is_served ? span.stop - span.start : 0);
-  if (!is_served) return;
+void RowServer::note_served(const ServedRow& served) {
   c_.journal->note_served(served.row, c_.row(served.row), served.safe_start);
   // The complete table is sent when all rows are served.
   if (c_.plan->must_resend(served.row)) return;
@@ -33,9 +28,8 @@ inline void RowServer::answer(const ServedRow& served, Status status) {
 
 // Returns the span of a running row. Tokens after the known tokens are drafts, except for the first
 // one. Inlined, because it runs for every row of a step.
-inline Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_tokens,
+inline Span RowServer::span_of(const Row& r, int64_t num_rejected, int64_t num_tokens,
                                int64_t num_lookahead) const {
-  const Row& r = c_.row(row);
   const int64_t start = r.num_computed - num_rejected;
   Span span{start, start + num_tokens, num_lookahead};
   if (max_drafts_ == 0) {  // otherwise, all earlier drafts are decided
@@ -48,43 +42,52 @@ inline Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_to
   return span;
 }
 
-inline void RowServer::advance(int32_t row, const Span& span) {
-  Row& r = c_.row(row);
-  r.start = span.start;
-  r.num_computed = span.stop;
-  r.num_known = static_cast<int32_t>(r.chain->num_tokens());
-  r.num_undecided_before = static_cast<int32_t>(span.num_undecided);
+inline void RowServer::advance(int32_t row, Row* r, const Span& span) {
+  r->start = static_cast<int32_t>(span.start);
+  r->num_computed = span.stop;
+  r->num_known = static_cast<int32_t>(r->chain->num_tokens());
+  r->num_undecided_before = static_cast<int32_t>(span.num_undecided);
   if (!has_bound_) return;
   int64_t& num_slots = c_.rows->info(row).num_slots;
   num_slots = std::max(num_slots, span.stop + span.lookahead);
 }
 
 // In most steps, a row only advances: neither its blocks nor anything that depends on them changes.
-inline bool RowServer::pass_quietly(int32_t row, const Span& span) {
+inline bool RowServer::pass_quietly(int32_t row, Row* r, const Span& span) {
   if (span.stop + span.lookahead > c_.rows->quiet_until(row)) return false;
-  advance(row, span);
+  advance(row, r, span);
   return true;
 }
 
 void RowServer::serve_rows(const StepRequest& request) {
   c_.pool->set_taker(Taker::kRunning);
+  const auto num_rows = static_cast<size_t>(request.num_rows);
+  int32_t* num_computed =
+      c_.plan->answer_running(request.rows, request.num_tokens, request.num_rows);
+  std::vector<StepJournal::Served>& noted = c_.journal->served();
+  noted.reserve(num_rows);
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const int32_t row = request.rows[i];
     const int64_t num_rejected = request.num_rejected_of(i), num_tokens = request.num_tokens[i];
-    const Span span = span_of(row, num_rejected, num_tokens, request.lookahead_of(i));
+    Row& r = c_.row(row);
+    const Span span = span_of(r, num_rejected, num_tokens, request.lookahead_of(i));
+    num_computed[i] = static_cast<int32_t>(span.start);
     if (num_tokens == 0) {  // allocates nothing on either tier
-      c_.row(row).take_back(num_rejected);
-      c_.plan->answer(row, Status::kServed, span.start, num_tokens);
-    } else if (pass_quietly(row, span)) {
-      c_.plan->answer(row, Status::kServed, span.start, num_tokens);
-      c_.journal->note_served(row, c_.row(row), span.start);
+      r.take_back(num_rejected);
+    } else if (pass_quietly(row, &r, span)) {
+      noted.push_back({row, r.admission, span.start});
     } else {
-      ServedRow served{row, span};
-      const Status status = extend(&served);
-      if (status != Status::kServed) parts_.intake->take_back_ids_of(request, i);
-      answer(served, status);
+      extend_row(row, span, request, i);
     }
   }
+}
+
+void RowServer::extend_row(int32_t row, const Span& span, const StepRequest& request, int64_t i) {
+  ServedRow served{row, span};
+  const Status status = extend(&served);
+  if (status == Status::kServed) return note_served(served);
+  parts_.intake->take_back_ids_of(request, i);
+  c_.plan->refuse(i, status);
 }
 
 void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>& external_hits) {
@@ -92,8 +95,12 @@ void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>
     ServedRow served;
     const int64_t external_hit = request.new_rows[i].external.num_tokens > 0 ? external_hits[i] : 0;
     const Status status = admit_new(&served, request, i, external_hit);
-    if (status == Status::kServed) c_.plan->clear(served.row);
-    answer(served, status);
+    const bool is_served = status == Status::kServed;
+    const Span& span = served.span;
+    c_.plan->answer(served.row, status, span.start, is_served ? span.stop - span.start : 0);
+    if (!is_served) continue;
+    c_.plan->clear(served.row);
+    note_served(served);
   }
 }
 
@@ -172,7 +179,7 @@ Status RowServer::would_fit(const NewRow& asked, bool whole) {
 Status RowServer::would_extend(int32_t row, int64_t num_tokens,
                                int64_t num_lookahead_tokens) const {
   const Row& r = c_.row(row);
-  const Span span = span_of(row, /*num_rejected=*/0, num_tokens, num_lookahead_tokens);
+  const Span span = span_of(r, /*num_rejected=*/0, num_tokens, num_lookahead_tokens);
   return r.is_on_host()
              ? parts_.swap->return_of(row, span, rules_).demand.status
              : rules_.of_running(c_.rows->blocks(row), span, r.may_share(), r.by_step()).status;
@@ -202,7 +209,7 @@ Status RowServer::extend(ServedRow* served) {
                             : rules_.of_running(c_.rows->blocks(row), span, r.may_share(),
                                                 /*gives_up=*/r.by_step());
   if (demand.status != Status::kServed) return demand.status;
-  advance(row, span);
+  advance(row, &r, span);
   r.num_drafts = static_cast<int32_t>(span.num_drafts);
   growth_.serve(served, demand);
   if (r.may_share() && !rules_.shares_from(c_.rows->blocks(row), span.start)) {
@@ -252,7 +259,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   // Received tokens do not depend on this step.
   served->safe_start = asked.external.is_delayed ? served->span.start : hit.num_tokens;
   begin_row(row, asked, hit, by_step);
-  advance(row, served->span);
+  advance(row, &c_.row(row), served->span);
   if (parts_.misses != nullptr) note_misses(row, asked, hit);
   if (parts_.compared != nullptr && asked.reads()) compare_hit(*asked.chain);
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
@@ -320,7 +327,8 @@ void RowServer::restart(int32_t row, int64_t num_had) {
   }
   ServedRow served{row, {}};
   growth_.take_hit(&served, hit);
-  r.num_computed = r.start = hit.num_tokens;
+  r.num_computed = hit.num_tokens;
+  r.start = static_cast<int32_t>(hit.num_tokens);
   r.num_drafts = r.num_undecided_before = 0;
   r.is_stale = false;
   parts_.publisher->refresh(row);
@@ -362,12 +370,13 @@ void RowServer::await_copies() {
 
 Slots RowServer::serve(const RowAsk& ask, bool lists_new) {
   const int32_t row = ask.row;
+  Row& r = c_.row(row);
   c_.pool->set_taker(Taker::kRunning);
   ServedRow served{row, ask.start
                             ? Span{*ask.start, *ask.start + ask.num_tokens, ask.num_lookahead}
-                            : span_of(row, /*num_rejected=*/0, ask.num_tokens, ask.num_lookahead)};
+                            : span_of(r, /*num_rejected=*/0, ask.num_tokens, ask.num_lookahead)};
   Slots slots{Status::kServed, row, {}, {}};
-  if (pass_quietly(row, served.span)) {
+  if (pass_quietly(row, &r, served.span)) {
     if (lists_new) slots.new_blocks.resize(c_.groups->size());
     parts_.publisher->publish(row);
     return slots;
@@ -427,7 +436,7 @@ void RowServer::copy_row(int32_t row, int32_t child, const std::shared_ptr<Token
   const int64_t admission = r.admission;
   r = c_.row(row);
   r.chain = chain;
-  r.start = r.num_computed;
+  r.start = static_cast<int32_t>(r.num_computed);
   r.num_undecided_before = 0;
   r.admission = admission;
   const AdmissionInfo& parent = c_.rows->info(row);

@@ -87,9 +87,10 @@ class RowServer {
   static constexpr HitChoice kHitChoices[] = {HitChoice::kPartial, HitChoice::kWhole,
                                               HitChoice::kNone};
 
-  bool pass_quietly(int32_t row, const Span& span);
+  bool pass_quietly(int32_t row, Row* r, const Span& span);
+  void extend_row(int32_t row, const Span& span, const StepRequest& request, int64_t i);
   Status extend(ServedRow* served);
-  void advance(int32_t row, const Span& span);
+  void advance(int32_t row, Row* r, const Span& span);
   Demand bring_back(ServedRow* served);
   void keep_own_blocks(const ServedRow& served);
   void accept_drafts(int32_t row);
@@ -97,7 +98,7 @@ class RowServer {
   const PrefixHit& find_hit(const NewRow& asked, HitChoice choice);
   static bool tries_less(const NewRow& asked, const PrefixHit& hit, Status status);
   static Span span_of(const NewRow& asked, const PrefixHit& hit);
-  Span span_of(int32_t row, int64_t num_rejected, int64_t num_tokens, int64_t num_lookahead) const;
+  Span span_of(const Row& r, int64_t num_rejected, int64_t num_tokens, int64_t num_lookahead) const;
   Demand demand_of_new(const NewRow& asked, const PrefixHit& hit, const Span& span);
   void compare_hit(const TokenChain& chain);
   void count_hit(int32_t row, const PrefixHit& hit);
@@ -106,7 +107,7 @@ class RowServer {
   void note_misses(int32_t row, const NewRow& asked, const PrefixHit& hit);
   void copy_row(int32_t row, int32_t child, const std::shared_ptr<TokenChain>& chain);
   void share_blocks(int32_t row, int32_t child);
-  void answer(const ServedRow& served, Status status);
+  void note_served(const ServedRow& served);
   void publish_left_states();
   void await_copies();               // used by calls outside of steps
   void publish_direct(int32_t row);  // called after a call outside of steps

@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <queue>
+#include <utility>
 #include <vector>
 
 #include "core/errors.h"
@@ -40,8 +41,9 @@ class RowTable {
   // Returns the row. `row` may be any number; throws std::invalid_argument if no row with this
   // number is in use.
   const Row& at(int32_t row) const {
-    if (row < 0 || row >= size() || !is_in_use(row)) throw_invalid("row ", row, " is not in use");
-    return rows_[row];
+    // A negative number is larger than any size.
+    if (static_cast<size_t>(row) < rows_.size() && is_in_use(row)) return rows_[row];
+    throw_invalid("row ", row, " is not in use");
   }
   Row& operator[](int32_t row) { return rows_[row]; }
   const Row& operator[](int32_t row) const { return rows_[row]; }
@@ -79,11 +81,7 @@ class RowTable {
 
   // `begin_call` starts a call. `name` returns whether the call names the row for the first time.
   void begin_call() { ++call_stamp_; }
-  bool name(int32_t row) {
-    const bool is_first = rows_[row].stamp != call_stamp_;
-    rows_[row].stamp = call_stamp_;
-    return is_first;
-  }
+  bool name(int32_t row) { return std::exchange(rows_[row].stamp, call_stamp_) != call_stamp_; }
 
   // See PageRules.
   int64_t first_token(int32_t row, const CacheGroup& group, int64_t column) const {

@@ -78,6 +78,8 @@ class StepJournal {
   void note_served(int32_t row, const Row& r, int64_t start) {
     in_flight_.back().rows.push_back({row, r.admission, start});
   }
+  // The notes of `note_served` of the current step.
+  std::vector<Served>& served() { return in_flight_.back().rows; }
   void note_swapped(int32_t row, const Row& r);
   void note_written(const std::vector<BlockId>& pages);
   void note_given(const Given& given) { in_flight_.back().given.push_back(given); }
