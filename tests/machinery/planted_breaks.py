@@ -229,7 +229,7 @@ DEFECTS = [
     Defect(
         "order of plans",
         MANAGER + "step_journal.cpp",
-        "  last_left_ = spare_.id;\n",
+        "  last_left_ = oldest.id;\n",
         "",  # a lost plan is not detected, because no plan names the previous step
         "worker",
     ),

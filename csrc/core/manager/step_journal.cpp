@@ -14,22 +14,23 @@ void StepJournal::begin() {
   while (!in_flight_.empty() && in_flight_.front().id <= numbers_.num_steps - kMaxStepsInFlight) {
     forget_oldest();
   }
-  spare_.id = numbers_.num_steps;
-  in_flight_.push_back(std::exchange(spare_, {}));
+  if (spare_.empty()) spare_.emplace_back();
+  spare_.front().id = numbers_.num_steps;
+  in_flight_.splice(in_flight_.end(), spare_, spare_.begin());
 }
 
 void StepJournal::forget_oldest() {
-  spare_ = std::move(in_flight_.front());
-  in_flight_.pop_front();
-  last_left_ = spare_.id;
-  spare_.rows.clear();
-  spare_.swapped.clear();
-  spare_.written.clear();
-  spare_.clear_rows.clear();
-  spare_.published.clear();
-  spare_.dropped.clear();  // releases the chains
-  spare_.left.clear();
-  spare_.given.clear();
+  Step& oldest = in_flight_.front();
+  last_left_ = oldest.id;
+  oldest.rows.clear();
+  oldest.swapped.clear();
+  oldest.written.clear();
+  oldest.clear_rows.clear();
+  oldest.published.clear();
+  oldest.dropped.clear();  // releases the chains
+  oldest.left.clear();
+  oldest.given.clear();
+  spare_.splice(spare_.begin(), in_flight_, in_flight_.begin());
 }
 
 void StepJournal::issue(const std::vector<int32_t>& clear_rows) {

@@ -5,7 +5,7 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <memory>
 #include <vector>
 
@@ -63,7 +63,7 @@ class StepJournal {
   };
 
   const StepNumbers& numbers() const { return numbers_; }
-  const std::deque<Step>& in_flight() const { return in_flight_; }  // in ascending order
+  const std::list<Step>& in_flight() const { return in_flight_; }  // in ascending order
 
   // Opens the next step. Notes belong to this step until the following step is opened.
   void begin();
@@ -116,8 +116,8 @@ class StepJournal {
   void forget_oldest();
 
   StepNumbers numbers_;
-  std::deque<Step> in_flight_;
-  Step spare_{};            // empty step whose memory is reused for the next step
+  std::list<Step> in_flight_;
+  std::list<Step> spare_;   // empty steps, whose memory is reused for the next steps
   int64_t last_left_ = -1;  // last step that was removed but not aborted
 };
 
