@@ -3,8 +3,8 @@
 //
 // A call first checks its arguments and prepares everything that may fail. From the first change
 // on, the call holds a Change object. If an exception, such as an out-of-memory error, ends the
-// call before the Change is complete, the object is broken. Every later call reports this, and a
-// broken object can only be destroyed.
+// call before the Change is complete, the object is broken. Every later call reports this and its
+// cause, and a broken object can only be destroyed.
 #pragma once
 
 #include <exception>
@@ -37,6 +37,10 @@ class Soundness {
     int num_exceptions_;
   };
 
+  // Sets the cause that is reported if the exception that is about to be thrown breaks the object.
+  // Otherwise, the cause is that memory ran out.
+  void blame(const char* cause) { cause_ = cause; }
+
   bool is_broken() const { return broken_by_ != nullptr; }
   // Throws std::runtime_error if the object is broken.
   void check() const {
@@ -45,11 +49,12 @@ class Soundness {
 
  private:
   [[noreturn]] void fail() const {
-    throw std::runtime_error(std::string("the ") + object_ + " is broken: memory ran out within `" +
+    throw std::runtime_error(std::string("the ") + object_ + " is broken: " + cause_ + " within `" +
                              broken_by_ + "`, which had partially changed it: create a new one");
   }
 
   const char* object_;
+  const char* cause_ = "memory ran out";
   const char* broken_by_ = nullptr;
 };
 

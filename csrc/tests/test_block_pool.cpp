@@ -268,6 +268,74 @@ TEST(a_listener_is_notified_of_evicted_content) {
   }
 }
 
+TEST(a_pool_is_broken_by_lack_of_memory_if_a_listener_runs_out_of_it) {
+  struct Greedy : kvcache::BlockListener {
+    void on_forget(const kvcache::Forgotten&) override { throw std::bad_alloc(); }
+  } greedy;
+  BlockPool pool(3);
+  pool.add_listener(&greedy);
+  BlockId id;
+  CHECK(pool.allocate(1, &id));
+  try {
+    pool.release(&id, 1);
+  } catch (const std::bad_alloc&) {
+  }
+  CHECK_THROWS(pool.allocate(1, &id), "the pool is broken: memory ran out within `release`");
+}
+
+// Reads the pool while blocks are forgotten.
+struct ForgetReader : kvcache::BlockListener {
+  const BlockPool* pool = nullptr;
+  std::vector<BlockId> found;  // for each block, what its partial hash finds
+  std::vector<uint64_t> variants;
+  int num_batches = 0;
+  void on_forget(const kvcache::Forgotten& forgotten) override {
+    if (forgotten.why == kvcache::Forgotten::Why::kFreed) return;
+    ++num_batches;
+    for (BlockId id : forgotten) {
+      found.push_back(pool->find_partial(hash_of(100 + id), forgotten.group(0)));
+      variants.push_back(pool->variant_of(id));
+    }
+  }
+};
+
+TEST(partial_hashes_are_removed_before_listeners_are_notified) {
+  BlockPool pool(3);
+  ForgetReader reader;
+  reader.pool = &pool;
+  pool.add_listener(&reader);
+  BlockId ids[2];
+  CHECK(pool.allocate(2, ids));
+  for (BlockId id : ids) pool.publish_partial(id, hash_of(100 + id), hash_of(1), 0);
+  kvcache::Content content{};
+  const Hash hash = hash_of(2), parent = hash_of(1);
+  const uint64_t variant = 7;
+  content.hashes = &hash;
+  content.parent = &parent;
+  content.variants = &variant;
+  pool.publish(ids, content, 1, 0);
+  pool.evict(ids, 2);
+  CHECK(reader.found == std::vector<BlockId>({0, 0}));
+  CHECK(reader.variants == std::vector<uint64_t>({7, 0}));  // copies of the blocks need them
+  CHECK_EQ(pool.variant_of(ids[0]), 0);
+}
+
+TEST(a_group_is_evicted_in_one_batch) {
+  BlockPool pool(9);
+  ForgetReader reader;
+  reader.pool = &pool;
+  pool.add_listener(&reader);
+  BlockId ids[4];
+  CHECK(pool.allocate(4, ids));
+  for (int i = 0; i < 4; ++i) {
+    pool.publish_partial(ids[i], hash_of(i), hash_of(i), static_cast<uint8_t>(i / 3));
+  }
+  pool.evict_group(0);
+  CHECK_EQ(reader.num_batches, 1);
+  CHECK_EQ(reader.found.size(), 3);
+  CHECK(pool.is_cached(ids[3]));
+}
+
 TEST(stored_and_removed_events_are_logged_in_order) {
   BlockPool pool(4);
   EventLog events;
@@ -714,7 +782,7 @@ TEST(a_pool_is_whole_whatever_its_listeners_do) {
       pool.check_invariants();
       CHECK_EQ(pool.num_total() - pool.num_free(), num_held);
       BlockId id;
-      CHECK_THROWS(pool.allocate(0, &id), "the pool is broken");
+      CHECK_THROWS(pool.allocate(0, &id), "the pool is broken: a listener failed within");
 
       // A listener that calls back: the call is rejected, and the change that it heard of is made.
       BlockPool own(4, has_order ? kvcache::make_eviction_policy("priority", {}, 4) : nullptr);

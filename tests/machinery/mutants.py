@@ -82,7 +82,9 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("if (!failure_) failure_ = std::current_exception();", "throw;"),
             ("  is_notifying_ = true;\n", ""),
             ("if (candidates_) update_candidates(idle.ids, idle.n);", ""),
-            ("  forget_details(ids, n);\n", ""),
+            ("partial_.forget(ids[i]);", "{}"),
+            ("variants_.forget(ids[i]);", "{}"),
+            ('soundness_->blame("a listener failed");', ""),
             ("listeners_.end() - order_listens", "listeners_.end()"),
         ],
     ),
@@ -233,6 +235,14 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "each.num_published = std::min(each.num_published, num_tokens / group.block_size);",
                 "",
             ),
+        ],
+    ),
+    (
+        MANAGER + "row_server.cpp",
+        "state_drafts manager",
+        [
+            ("if (max_drafts_ == 0) {  // otherwise", "if (true) {  // otherwise"),
+            ("r->num_undecided_before = static_cast<int32_t>(span.num_undecided);", ""),
         ],
     ),
     (

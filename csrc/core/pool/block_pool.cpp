@@ -76,14 +76,6 @@ uint8_t BlockPool::forget_hashes(BlockId id, uint32_t tag) {
   return flags;
 }
 
-void BlockPool::forget_details(const BlockId* ids, int64_t n) {
-  if (partial_.empty() && variants_.empty()) return;
-  for (int64_t i = 0; i < n; ++i) {
-    partial_.forget(ids[i]);
-    variants_.forget(ids[i]);
-  }
-}
-
 void BlockPool::take_oldest(int64_t n, BlockId* out) {
   // Traverses the list first, so that the blocks and the index entries of their hashes can be
   // prefetched.
@@ -108,7 +100,7 @@ bool BlockPool::allocate(int64_t n, BlockId* out) {
   if (n < 0) throw std::invalid_argument("n is " + std::to_string(n) + ": expected 0 or more");
   if (n > num_free_) return false;
   const Soundness::Change change = this->change("allocate");
-  flags(n);
+  reserve_flags(n);
   int64_t done = std::min<int64_t>(n, num_blocks_ - next_fresh_);
   std::iota(out, out + done, next_fresh_);
   next_fresh_ += static_cast<BlockId>(done);
@@ -214,7 +206,8 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
   check_publish(ids, n, group);
   const Soundness::Change change = this->change("publish");
   if (n == 0) return;
-  uint8_t* const is_first = flags(n);
+  reserve_flags(n);
+  uint8_t* const is_first = flags_.data();
   const uint32_t root = content.root ? short_tag_of(*content.root) : 0;
   uint64_t lineage = tag_of(*content.parent);
   const auto publish_one = [&](int64_t i) {
@@ -323,7 +316,7 @@ int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint8_t group, bool pre
 void BlockPool::evict(const BlockId* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) at(ids[i], "ids");
   const Soundness::Change change = this->change("evict");
-  flags(n);
+  reserve_flags(n);
   batch_.clear();
   for (int64_t i = 0; i < n; ++i) {
     const Block& block = blocks_[ids[i]];
@@ -339,9 +332,11 @@ void BlockPool::evict(const BlockId* ids, int64_t n) {
 }
 
 void BlockPool::evict_group(uint8_t group) {
+  std::vector<BlockId> ids;
   for (BlockId id = 1; id < next_fresh_; ++id) {
-    if (is_cached(blocks_[id]) && blocks_[id].group == group) evict(&id, 1);
+    if (is_cached(blocks_[id]) && blocks_[id].group == group) ids.push_back(id);
   }
+  evict(ids.data(), static_cast<int64_t>(ids.size()));
 }
 
 bool BlockPool::reset() {
@@ -354,10 +349,11 @@ bool BlockPool::reset() {
 void BlockPool::clear() {
   const Soundness::Change change = this->change("reset");
   batch_.clear();
+  if (!listeners_.empty()) reserve_flags(num_cached_);
   for (BlockId id = 1; !listeners_.empty() && id < next_fresh_; ++id) {
     if (!is_cached(blocks_[id])) continue;
+    flags_[batch_.size()] = is_indexed(blocks_[id]) ? Forgotten::kHasHash : 0;
     batch_.push_back(id);
-    flags(num_cached_)[batch_.size() - 1] = is_indexed(blocks_[id]) ? Forgotten::kHasHash : 0;
   }
   if (num_cached_ > 0) index_.clear();
   if (!is_plain_) clear_places();

@@ -137,7 +137,7 @@ class BlockPool {
   // them are allocated first. Uncached ids are ignored.
   void evict(const BlockId* ids, int64_t n);
 
-  void evict_group(uint8_t group);  // removes the hashes of all blocks of the group
+  void evict_group(uint8_t group);  // evicts all cached blocks of the group
   // Removes the hashes of all blocks that were computed with this adapter (ExtraKeys::adapter).
   // Blocks with partial content only remain.
   void evict_adapter(uint32_t adapter) {
@@ -232,22 +232,21 @@ class BlockPool {
   // its first blocks.
   void take_oldest(int64_t n, BlockId* out);
   void take_chosen(int64_t n, BlockId* out);
-  // Removes a block from the index, with all of its hashes. `tag`: the index's tag of its hash.
-  // Returns its flags for listeners. `forget_details` completes this after they were notified.
+  // Removes a block from the index. `tag`: the index's tag of its hash. Returns its flags for
+  // `tell_forgotten`, which completes this.
   uint8_t forget_hashes(BlockId id, uint32_t tag);
   // The same, and removes its place in the tree and its pins.
   uint8_t forget(BlockId id, bool evicted);
-  void forget_details(const BlockId* ids, int64_t n);
-  // Provides flags of n blocks, as scratch memory.
-  uint8_t* flags(int64_t n) {
+  // Makes `flags_` large enough for n blocks.
+  void reserve_flags(int64_t n) {
     if (flags_.size() < static_cast<size_t>(n)) flags_.resize(static_cast<size_t>(n));
-    return flags_.data();
   }
 
   // Defined in block_pool_listeners.cpp. An exception of a listener is kept until `finish`, which
   // throws it when the change is complete.
   template <class Event>
   void tell(void (BlockListener::*method)(const Event&), const Event& event);
+  // Also removes the partial hashes and the variants of the blocks. Their flags are in `flags_`.
   void tell_forgotten(Forgotten::Why why, const BlockId* ids, int64_t n);
   void tell_released(BlockId last_cached, BlockId last_uncached);
   void finish();
@@ -301,7 +300,7 @@ class BlockPool {
   bool is_notifying_ = false;
   std::exception_ptr failure_;
   std::vector<BlockId> batch_;  // scratch
-  std::vector<uint8_t> flags_;  // scratch
+  std::vector<uint8_t> flags_;  // scratch: flags of the blocks of a batch, for listeners
   PoolView view_;
   std::unique_ptr<Candidates> candidates_;
   std::vector<BlockId> changed_;  // scratch

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Notifies the listeners of a pool.
 #include <cmath>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -37,12 +38,22 @@ void BlockPool::tell(void (BlockListener::*method)(const Event&), const Event& e
 template void BlockPool::tell(void (BlockListener::*)(const Published&), const Published&);
 
 void BlockPool::finish() {
-  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+  if (!failure_) return;
+  try {
+    std::rethrow_exception(std::exchange(failure_, nullptr));
+  } catch (const std::bad_alloc&) {
+    throw;
+  } catch (...) {
+    soundness_->blame("a listener failed");
+    throw;
+  }
 }
 
 void BlockPool::tell_forgotten(Forgotten::Why why, const BlockId* ids, int64_t n) {
+  for (int64_t i = 0; i < n && !partial_.empty(); ++i) partial_.forget(ids[i]);
   tell(&BlockListener::on_forget, Forgotten{{ids, n}, why, flags_.data(), blocks_.data()});
-  forget_details(ids, n);
+  // Listeners that copy the blocks read their variants.
+  for (int64_t i = 0; i < n && !variants_.empty(); ++i) variants_.forget(ids[i]);
   finish();
 }
 
