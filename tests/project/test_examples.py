@@ -3,6 +3,7 @@
 
 import doctest
 import importlib
+import json
 
 import pytest
 
@@ -54,6 +55,21 @@ DOCUMENTED = [
 # Servers are tested elsewhere: prefill_decode_proxy.py in test_vllm_docs.py.
 SERVERS = {"prefill_decode_proxy.py"}
 EXAMPLES = [path for path in sorted((REPO / "examples").glob("*.py")) if path.name not in SERVERS]
+
+
+NOTEBOOKS = sorted((REPO / "examples").glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_run_and_are_stored_without_outputs(path, tmp_path):
+    pytest.importorskip("kvcache_lab")
+    cells = [each for each in json.loads(path.read_text())["cells"] if each["cell_type"] == "code"]
+    assert cells and all(not each["outputs"] for each in cells)
+    code, errors = run_code(
+        "\n".join("".join(each["source"]) for each in cells), tmp_path / "stderr"
+    )
+    assert code == 0, errors
 
 
 @pytest.mark.slow
