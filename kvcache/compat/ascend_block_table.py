@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcache.checks import listed
 from kvcache.compat import vllm_block_table as vllm
 from kvcache.compat.vllm_block_table import Tokens
 from kvcache.specs import ContextParallel
@@ -39,15 +40,10 @@ from kvcache.specs import ContextParallel
 class AscendBlockTable(vllm.BlockTable):
     """The block table of one group, as in vLLM's NPU variant.
 
+    Arguments that are not listed here are those of `vllm_block_table.BlockTable`.
+
     Args:
-        block_size: Tokens per allocation block.
-        max_num_reqs: Maximum number of requests, each with its own row.
-        max_num_blocks_per_req: Allocation blocks per row.
-        max_num_batched_tokens: Maximum number of tokens in a step.
-        pin_memory: Whether to pin the host side.
-        device: Device of the mirror.
         kernel_sizes: Candidates for the kernel block size. None or [0]: `block_size`.
-        cp_kv_cache_interleave_size: Consecutive tokens per context-parallel rank.
         num_speculative_tokens: Maximum number of draft tokens of a request in a step.
         kv_cache_group: An object with `kv_cache_spec`. If the spec is a `MambaSpec`, the group has no
             slots, and every context-parallel rank stores its states.
@@ -117,17 +113,12 @@ class AscendBlockTable(vllm.BlockTable):
 class AscendMultiGroupBlockTable(vllm.MultiGroupBlockTable):
     """The block tables of all groups, as in vLLM's NPU variant. Lists have one entry per group.
 
+    Arguments that are not listed here are those of `vllm_block_table.MultiGroupBlockTable`.
+
     Args:
-        max_num_reqs: Maximum number of requests, each with its own row.
-        max_model_len: Maximum number of tokens of a request.
-        max_num_batched_tokens: Maximum number of tokens in a step.
-        pin_memory: Whether to pin the host side.
-        device: Device of the mirror.
-        block_sizes: Tokens per allocation block.
         num_speculative_tokens: Maximum number of draft tokens of a request in a step.
         max_num_blocks: Allocation blocks per row. None: see `vllm_block_table.MultiGroupBlockTable`.
         kernel_sizes: Lists of candidates for the kernel block size. A single list applies to all groups.
-        cp_kv_cache_interleave_size: Consecutive tokens per context-parallel rank.
         kv_cache_groups: See `BlockTable`.
         **options: Other keywords of `vllm_block_table.MultiGroupBlockTable`.
 
@@ -161,7 +152,7 @@ class AscendMultiGroupBlockTable(vllm.MultiGroupBlockTable):
         **options: Any,
     ) -> None:
         if kv_cache_groups is not None:
-            has_states = [_has_states(group) for group in kv_cache_groups]
+            has_states = [*map(_has_states, listed(kv_cache_groups, "kv_cache_groups"))]
             slots = [not each for each in has_states]
             options = {"slot_mapping": slots, "replicated": has_states, **options}
         super().__init__(

@@ -175,6 +175,11 @@ def slots(*given, **named):
             "slot_mapping has 1 entries",
         ),
         (
+            lambda: NPU.MultiGroupBlockTable(*MULTI, kv_cache_groups=3),
+            TypeError,
+            "kv_cache_groups is 3",
+        ),
+        (
             lambda: GPU.MultiGroupBlockTable(*MULTI, [16]),
             ValueError,
             "kernel_block_sizes has 1 entries, but block_sizes has 2",
