@@ -294,3 +294,15 @@ NUM_CASES, CASES_PER_TEST = 12_000, 300
 )
 def test_no_step_releases_what_a_step_with_undecided_drafts_reads(first):
     run_seeds(run_drafts, range(first, first + CASES_PER_TEST))
+
+
+def test_the_first_token_of_the_last_step_is_certain():
+    """Rejected drafts cannot belong to the step before the last one, because that step had none."""
+    ring = GroupSpec("circular_window", 4, {"window": 6, "buffer": 13}, cached=False)  # 16 slots
+    manager = KVCacheManager.for_groups([ring], 60, 64, num_preallocate_tokens=0)
+    manager.step(new=[Request("a", range(6))])
+    late = {"token_ids": [], "num_token_ids": [0]}
+    for num_tokens in (1, 1, 4):  # no token becomes known; the last step has three drafts
+        manager.step([0], [num_tokens], **late)
+    # The step reads the five tokens before token 9, so 11 slots remain.
+    assert manager.step([0], [11], **late, num_rejected_tokens=[3]).num_tokens.tolist() == [11]

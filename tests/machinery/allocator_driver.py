@@ -51,6 +51,7 @@ class Running:
     by_step: bool
     start: int  # first token of the last step that served the row
     sure: int  # tokens before this one are not drafts
+    num_undecided: int = 0  # tokens before `start` that could be rejected at that time
     num_drafts: int = 0  # of the last step, if groups keep the states of drafts
     received: tuple[int, int] = (0, 0)  # hit length and number of external tokens in transfer
     is_disturbed: bool = False  # something was aborted or invalid since the row began to receive
@@ -251,7 +252,9 @@ class Driver:
         """Return how many of the first `start` tokens may still be rejected."""
         if self.max_drafts or num_known >= start:
             return 0  # with states of drafts, a step knows the result of earlier drafts
-        return min(max(self.computed(row) - self.rows[row].sure, 0), start)
+        each = self.rows[row]
+        num_certain = each.start - each.num_undecided + 1
+        return max(min(self.computed(row) - each.sure, start - num_certain), 0)
 
     def most_slots(self, start: int, undecided: int = 0) -> int:
         """Return the maximum number of slots, including lookahead, of a step from token `start`."""
@@ -282,9 +285,10 @@ class Driver:
         known = self.rows[row].request.num_tokens + num_ids
         return self.rows[row].num_drafts - back <= 0 or known >= self.computed(row) - back
 
-    def note_served(self, row: int, start: int, num_known: int) -> None:
+    def note_served(self, row: int, start: int, num_known: int, undecided: int = 0) -> None:
         """Record a step or call that has served a row from `start` on."""
         each = self.rows[row]
+        each.num_undecided = undecided
         each.start, each.sure = start, max(start + 1, num_known)
         each.num_drafts = max(self.computed(row) - each.sure, 0) if self.max_drafts else 0
 
@@ -295,7 +299,7 @@ class Driver:
             if each.request.request_id in affected:
                 assert self.computed(row) == affected[each.request.request_id]
                 each.start = each.sure = self.computed(row)
-                each.num_drafts = 0
+                each.num_drafts = each.num_undecided = 0
 
     # Operations ------------------------------------------------------------------------------------
 
@@ -377,7 +381,7 @@ class Driver:
             each, is_served = self.rows[row], status == Status.SERVED
             assert running.num_tokens[i] == counts[i] * is_served
             if is_served and counts[i]:
-                self.note_served(row, starts[i], known[i])
+                self.note_served(row, starts[i], known[i], undecided[i])
                 assert self.computed(row) == starts[i] + counts[i]
                 self.check_slots(row, starts[i], ahead[i], undecided[i], held[row])
                 self.check_same_ids(row, held)
@@ -504,7 +508,7 @@ class Driver:
         assert found == self.computed(row)  # a row that restarts may hit more than has arrived
         if count == most and not each.is_disturbed:
             assert found == num_hit + most
-        each.start = each.sure = found
+        each.start, each.sure, each.num_undecided = found, found, 0
         each.received = 0, 0
 
     def release_blocks(self) -> None:
@@ -610,7 +614,7 @@ class Driver:
         self.check_extended(row, start, count, ahead, undecided, held, found)
 
     def check_extended(self, row, start, count, ahead, undecided, held, found) -> None:
-        self.note_served(row, start, self.rows[row].request.num_tokens)
+        self.note_served(row, start, self.rows[row].request.num_tokens, undecided)
         assert self.computed(row) == start + count
         self.check_slots(row, start, ahead, undecided, held)
         self.check_published(row, start)

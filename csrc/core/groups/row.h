@@ -70,11 +70,13 @@ struct alignas(64) Row {
 
   // Returns how many of the first `stop` tokens, after which the row continues, may still be
   // rejected. Unless they are all known (`num_ids`: new known tokens), this is the number of drafts
-  // of the last step, because the rejections so far may belong to the step before it.
+  // of the last step, because the rejections so far may belong to the step before it, but no token
+  // up to the first one of the last step, which is certain.
   int64_t num_undecided(int64_t stop, int64_t num_ids = 0) const {
     const int64_t num_drafted = num_computed - std::max<int64_t>(int64_t{start} + 1, num_known);
     if (num_drafted <= 0 || chain->num_tokens() + num_ids >= stop) return 0;
-    return std::min(num_drafted, stop);
+    const int64_t num_certain = int64_t{start} - num_undecided_before + 1;
+    return std::clamp<int64_t>(stop - num_certain, 0, num_drafted);
   }
   // Removes the last n computed tokens, which were rejected drafts.
   void take_back(int64_t n) {

@@ -91,6 +91,7 @@ NO_TENSORS = {
         "Delta",
         "TokenLogprob",
         "TableShape",
+        "table_groups",
         "Generation",
         "Metrics",
         "NgramDrafter",
