@@ -9,7 +9,6 @@
 #include <fstream>
 #include <limits>
 #include <sstream>
-#include <string>
 
 namespace kvcache {
 

@@ -13,6 +13,7 @@
 #include <thread>
 #include <tuple>
 
+#include "core/errors.h"
 #include "core/eviction/registry.h"
 #include "core/hashing/block_hash.h"
 #include "core/hashing/extra_keys.h"
@@ -21,7 +22,6 @@
 #include "core/hashing/sha256.h"
 #include "core/hashing/token_chain.h"
 #include "core/hashing/xxh3.h"
-#include "core/limits.h"
 #include "core/pool/block_pool.h"
 #include "python/arrays.h"
 #include "python/construct.h"

@@ -8,7 +8,7 @@
 #include <optional>
 #include <utility>
 
-#include "core/limits.h"
+#include "core/errors.h"
 #include "python/arrays.h"
 #include "python/construct.h"
 #include "python/hashes.h"

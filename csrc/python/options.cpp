@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "core/errors.h"
 #include "core/eviction/registry.h"
-#include "core/limits.h"
 #include "python/arrays.h"
 #include "python/construct.h"
 

@@ -4,8 +4,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <vector>
-
 #include "core/manager/step_plan.h"
 
 namespace kvcache {

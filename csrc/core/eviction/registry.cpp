@@ -7,12 +7,12 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/errors.h"
 #include "core/eviction/last_access.h"
 #include "core/eviction/learned.h"
 #include "core/eviction/learned_copies.h"
 #include "core/eviction/least_recent.h"
 #include "core/eviction/priority.h"
-#include "core/limits.h"
 
 namespace kvcache {
 

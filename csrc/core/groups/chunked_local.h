@@ -2,8 +2,8 @@
 // Each token attends to the earlier tokens in its own chunk of the sequence.
 #pragma once
 
+#include "core/errors.h"
 #include "core/groups/attention_kind.h"
-#include "core/limits.h"
 
 namespace kvcache {
 

@@ -8,9 +8,9 @@
 
 #include <algorithm>
 
+#include "core/errors.h"
 #include "core/groups/attention_kind.h"
 #include "core/groups/rules/circular.h"
-#include "core/limits.h"
 
 namespace kvcache {
 

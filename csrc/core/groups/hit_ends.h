@@ -10,10 +10,10 @@
 #include <numeric>
 #include <vector>
 
+#include "core/errors.h"
 #include "core/groups/cache_group.h"
 #include "core/groups/rules/page_rules.h"
 #include "core/hashing/token_chain.h"
-#include "core/limits.h"
 
 namespace kvcache {
 

@@ -15,9 +15,9 @@
 
 #include <algorithm>
 
+#include "core/errors.h"
 #include "core/groups/attention_kind.h"
 #include "core/groups/rules/state.h"
-#include "core/limits.h"
 
 namespace kvcache {
 

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
+#include "core/errors.h"
 #include "core/groups/attention_kind.h"
-#include "core/limits.h"
 
 namespace kvcache {
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/hashing/hashed_tokens.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "core/errors.h"

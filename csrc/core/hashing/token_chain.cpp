@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/hashing/token_chain.h"
 
-#include <algorithm>
 #include <array>
-#include <optional>
 #include <stdexcept>
-#include <utility>
 
 #include "core/errors.h"
 #include "core/hashing/long_work.h"
-#include "core/limits.h"
 
 namespace kvcache {
 

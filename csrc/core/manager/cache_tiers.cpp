@@ -2,11 +2,10 @@
 #include "core/manager/cache_tiers.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 
+#include "core/errors.h"
 #include "core/eviction/learned.h"
 #include "core/eviction/registry.h"
 
@@ -42,10 +41,8 @@ bool has_side_groups(const std::vector<CacheGroup>& groups) {
 
 void compare(const BlockPool& pool, const PerBlock<int32_t>& counted, const char* what) {
   for (BlockId id = 1; id < pool.num_blocks(); ++id) {
-    if (counted[id] == pool.ref_count(id)) continue;
-    throw std::logic_error(std::string(what) + " " + std::to_string(id) + " has " +
-                           std::to_string(pool.ref_count(id)) + " references, but " +
-                           std::to_string(counted[id]) + " are held");
+    require(counted[id] == pool.ref_count(id), what, " ", id, " has ", pool.ref_count(id),
+            " references, but ", counted[id], " are held");
   }
 }
 

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 #include <iterator>
-#include <stdexcept>
-#include <string>
 #include <utility>
+
+#include "core/errors.h"
 
 namespace kvcache {
 
@@ -92,7 +92,7 @@ void DeferredFrees::check_invariants(PerBlock<int32_t>* references) const {
   PerBlock<int32_t> counted(pool_->num_blocks()), kept_of(pool_->num_blocks());
   int64_t num_waiting = 0, last = -1;
   for (const Fence& fence : fences_) {
-    if (fence.step_id < last) throw std::logic_error("fences are not in the order of their steps");
+    require(fence.step_id >= last, "fences are not in the order of their steps");
     last = fence.step_id;
     num_waiting += static_cast<int64_t>(fence.ids.size());
     for (BlockId id : fence.ids) {
@@ -112,15 +112,11 @@ void DeferredFrees::check_invariants(PerBlock<int32_t>* references) const {
     ++kept_of[id];
     ++(*references)[id];
   }
-  if (num_waiting != num_waiting_)
-    throw std::logic_error("num_waiting differs from the references of fences");
-  if (num_kept != num_kept_)
-    throw std::logic_error("num_kept differs from the references under names");
+  require(num_waiting == num_waiting_, "num_waiting differs from the references of fences");
+  require(num_kept == num_kept_, "num_kept differs from the references under names");
   for (BlockId id = 1; id < pool_->num_blocks(); ++id) {
-    if (counted[id] != waiting_[id] || kept_of[id] != kept_of_[id]) {
-      throw std::logic_error("the reference counts of block " + std::to_string(id) +
-                             " differ from the fences and names");
-    }
+    require(counted[id] == waiting_[id] && kept_of[id] == kept_of_[id],
+            "the reference counts of block ", id, " differ from the fences and names");
   }
 }
 

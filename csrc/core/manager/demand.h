@@ -6,7 +6,6 @@
 
 #include <array>
 #include <cstdint>
-#include <vector>
 
 #include "core/groups/cache_group.h"
 #include "core/groups/row_blocks.h"

@@ -2,9 +2,9 @@
 #include "core/manager/host_tier.h"
 
 #include <algorithm>
-#include <stdexcept>
 #include <utility>
 
+#include "core/errors.h"
 #include "core/eviction/learned.h"
 #include "core/eviction/learned_copies.h"
 
@@ -186,12 +186,9 @@ void HostTier::check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* ho
     ++counted[each.block];
   }
   for (BlockId id = 1; id < device_->num_blocks(); ++id) {
-    if (counted[id] == num_onboards_[id]) continue;
-    throw std::logic_error("the count of blocks held by onboards is wrong");
+    require(counted[id] == num_onboards_[id], "the count of blocks held by onboards is wrong");
   }
-  if (!offloads_.empty() || !offloading_.empty()) {
-    throw std::logic_error("a step has left offloads unpublished");
-  }
+  require(offloads_.empty() && offloading_.empty(), "a step has left offloads unpublished");
 }
 
 }  // namespace kvcache

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "core/errors.h"
-#include "core/limits.h"
 
 namespace kvcache {
 

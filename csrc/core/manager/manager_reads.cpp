@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "core/limits.h"
+#include "core/errors.h"
 
 namespace kvcache {
 

@@ -7,7 +7,6 @@
 #include "core/errors.h"
 #include "core/eviction/registry.h"
 #include "core/groups/rules/page_rules.h"
-#include "core/limits.h"
 
 namespace kvcache {
 

@@ -2,10 +2,10 @@
 #include "core/manager/plan_builder.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 #include <unordered_set>
 #include <utility>
+
+#include "core/errors.h"
 
 namespace kvcache {
 
@@ -118,36 +118,34 @@ std::vector<int32_t> PlanBuilder::take_resent() {
 }
 
 void PlanBuilder::check_invariants() const {
-  const auto require = [](bool ok, const char* what, int32_t id) {
-    if (!ok) throw std::logic_error(std::string(what) + " (" + std::to_string(id) + ")");
-  };
   for (const std::vector<int32_t>* rows : {&plan_.rows, &plan_.append_rows, &plan_.clear_rows}) {
     std::unordered_set<int32_t> seen;
-    for (int32_t row : *rows) require(row < 0 || seen.insert(row).second, "a row twice", row);
+    for (int32_t row : *rows) require(row < 0 || seen.insert(row).second, "a row twice: ", row);
   }
   std::unordered_set<int32_t> written, loaded, sources, host_written;
   for (size_t i = 0; i < plan_.copy.size(); i += 2) {
     sources.insert(plan_.copy[i]);
-    require(written.insert(plan_.copy[i + 1]).second, "a page is written twice", plan_.copy[i + 1]);
+    require(written.insert(plan_.copy[i + 1]).second,
+            "a page is written twice: ", plan_.copy[i + 1]);
   }
   for (const std::vector<int32_t>* pages : {&plan_.zero, &plan_.fresh}) {
     for (BlockId page : *pages) {
-      require(written.insert(page).second, "a page is written twice", page);
-      require(sources.count(page) == 0, "a page is copied before it is written", page);
+      require(written.insert(page).second, "a page is written twice: ", page);
+      require(sources.count(page) == 0, "a page is copied before it is written: ", page);
     }
   }
   for (size_t i = 0; i < plan_.swap_in.size(); i += 2) {
     const BlockId page = plan_.swap_in[i + 1];
-    require(written.insert(page).second, "a page is written twice", page);
-    require(sources.count(page) == 0, "a page is copied before it is loaded", page);
+    require(written.insert(page).second, "a page is written twice: ", page);
+    require(sources.count(page) == 0, "a page is copied before it is loaded: ", page);
     loaded.insert(plan_.swap_in[i]);
   }
   for (size_t i = 0; i < plan_.swap_out.size(); i += 2) {
     const BlockId page = plan_.swap_out[i + 1];
-    require(host_written.insert(page).second, "a host page is written twice", page);
-    require(loaded.count(page) == 0, "a host page is written and loaded", page);
+    require(host_written.insert(page).second, "a host page is written twice: ", page);
+    require(loaded.count(page) == 0, "a host page is written and loaded: ", page);
   }
-  require(is_step_ || held_.empty(), "blocks are held for a step that is over", 0);
+  require(is_step_ || held_.empty(), "blocks are held for a step that is over");
 }
 
 }  // namespace kvcache

@@ -2,7 +2,6 @@
 #include "core/manager/prefix_finder.h"
 
 #include <algorithm>
-#include <numeric>
 
 namespace kvcache {
 

@@ -2,8 +2,8 @@
 #include "core/manager/publisher.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
+
+#include "core/errors.h"
 
 namespace kvcache {
 
@@ -145,20 +145,16 @@ void Publisher::check_invariants() const {
   for (int32_t row = 0; row < c_.rows->size(); ++row) {
     if (!c_.rows->is_in_use(row)) continue;
     const Row& r = c_.row(row);
-    const auto fail = [&](const char* what) {
-      throw std::logic_error("row " + std::to_string(row) + " " + what);
-    };
-    if (r.is_stale && r.next_publish != kUnbounded) fail("would publish KV of an earlier epoch");
-    if (r.next_publish > next_publish(row)) fail("waits too long to publish");
+    require(!r.is_stale || r.next_publish == kUnbounded, "row ", row,
+            " would publish KV of an earlier epoch");
+    require(r.next_publish <= next_publish(row), "row ", row, " waits too long to publish");
     for (const CacheGroup& group : *c_.groups) {
       const RowBlocks& each = c_.held(row, group);
-      if (group.is_cached && each.num_published * group.block_size > r.num_computed) {
-        fail("has published blocks that are not full");
-      }
-      if (each.keeps_state &&
-          !(group.rules->traits.updates_in_place && r.num_computed % c_.hash_block_size == 0)) {
-        fail("keeps a state that is not at a hash boundary");
-      }
+      require(!group.is_cached || each.num_published * group.block_size <= r.num_computed, "row ",
+              row, " has published blocks that are not full");
+      require(!each.keeps_state || (group.rules->traits.updates_in_place &&
+                                    r.num_computed % c_.hash_block_size == 0),
+              "row ", row, " keeps a state that is not at a hash boundary");
     }
   }
 }

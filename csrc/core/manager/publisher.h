@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "core/groups/cache_group.h"
 #include "core/groups/rules/effects.h"

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/manager/request_checks.h"
 
-#include <algorithm>
 #include <optional>
-#include <string>
 
 namespace kvcache {
 

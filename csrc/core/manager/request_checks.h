@@ -12,7 +12,6 @@
 #include "core/errors.h"
 #include "core/groups/rules/page_rules.h"
 #include "core/hashing/token_chain.h"
-#include "core/limits.h"
 #include "core/manager/options.h"
 #include "core/manager/row_context.h"
 #include "core/manager/row_release.h"

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <stdexcept>
 
 #include "core/groups/rules/page_rules.h"
 
@@ -487,9 +486,7 @@ int64_t RowServer::num_common_prefix_blocks(int32_t row, int64_t num_running, in
 }
 
 void RowServer::check_invariants() const {
-  if (!growth_.left_states().empty()) {
-    throw std::logic_error("a step has not processed a state that leaves its page");
-  }
+  require(growth_.left_states().empty(), "a step has not processed a state that leaves its page");
 }
 
 }  // namespace kvcache

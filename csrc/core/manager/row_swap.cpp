@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <unordered_set>
-#include <utility>
 
 #include "core/groups/find_block.h"
 #include "core/groups/rules/page_rules.h"

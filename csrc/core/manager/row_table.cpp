@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/manager/row_table.h"
 
-#include <algorithm>
 #include <array>
-#include <stdexcept>
-#include <string>
 
 namespace kvcache {
 
@@ -150,29 +147,23 @@ void RowTable::check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* ho
   int64_t num_in_use = 0;
   for (int32_t row = 0; row < size(); ++row) {
     num_in_use += is_in_use(row);
-    if (quiet_until(row) > (is_in_use(row) ? next_quiet_until(row) : 0)) {
-      throw std::logic_error("row " + std::to_string(row) + " would miss a change of its blocks");
-    }
+    require(quiet_until(row) <= (is_in_use(row) ? next_quiet_until(row) : 0), "row ", row,
+            " would miss a change of its blocks");
     for (const CacheGroup& group : *groups_) {
       const RowBlocks& each = held(row, group);
-      if (group.rules->traits.updates_in_place &&
-          rows_[row].num_drafts >= std::max<int64_t>(each.num_alive(), 1)) {
-        throw std::logic_error("row " + std::to_string(row) + " has a draft without a page");
-      }
+      require(!group.rules->traits.updates_in_place ||
+                  rows_[row].num_drafts < std::max<int64_t>(each.num_alive(), 1),
+              "row ", row, " has a draft without a page");
       for (int64_t b = 0; b < each.size(); ++b) {
-        if ((each[b] == kNullBlock) != (b < each.num_dropped)) {
-          throw std::logic_error("row " + std::to_string(row) +
-                                 " has null blocks that num_dropped does not count");
-        }
+        require((each[b] == kNullBlock) == (b < each.num_dropped), "row ", row,
+                " has null blocks that num_dropped does not count");
         if (each[b] != kNullBlock) ++(*(rows_[row].is_on_host() ? host : device))[each[b]];
       }
     }
   }
-  if (num_in_use != num_in_use_)
-    throw std::logic_error("num_in_use is not the number of rows in use");
-  if (num_in_use + static_cast<int64_t>(free_.size()) != size()) {
-    throw std::logic_error("a row is neither in use nor free");
-  }
+  require(num_in_use == num_in_use_, "num_in_use is not the number of rows in use");
+  require(num_in_use + static_cast<int64_t>(free_.size()) == size(),
+          "a row is neither in use nor free");
 }
 
 }  // namespace kvcache

@@ -6,10 +6,8 @@
 // on the host. Serving a row up to its `quiet_until` changes no block.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <queue>
 #include <utility>
 #include <vector>

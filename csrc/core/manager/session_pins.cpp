@@ -4,8 +4,9 @@
 #include <algorithm>
 #include <iterator>
 #include <set>
-#include <stdexcept>
 #include <utility>
+
+#include "core/errors.h"
 
 namespace kvcache {
 
@@ -78,9 +79,8 @@ void SessionPins::check_invariants() const {
       if (is_alive(each)) alive.insert(each.id);
     }
   }
-  if (static_cast<int64_t>(alive.size()) > pool_->num_pinned()) {
-    throw std::logic_error("sessions hold pins that the pool does not know");
-  }
+  require(static_cast<int64_t>(alive.size()) <= pool_->num_pinned(),
+          "sessions hold pins that the pool does not know");
 }
 
 }  // namespace kvcache

@@ -2,7 +2,6 @@
 #include "core/manager/step_journal.h"
 
 #include <algorithm>
-#include <stdexcept>
 #include <utility>
 
 #include "core/errors.h"
@@ -124,14 +123,12 @@ void StepJournal::check_invariants() const {
   numbers_.check_invariants();
   int64_t before = numbers_.num_completed - 1;
   for (const Step& step : in_flight_) {
-    if (step.id <= before || step.id >= numbers_.num_steps) {
-      throw std::logic_error("the journal has a step that is done, or steps out of order");
-    }
+    require(step.id > before && step.id < numbers_.num_steps,
+            "the journal has a step that is done, or steps out of order");
     before = step.id;
   }
-  if (static_cast<int64_t>(in_flight_.size()) > kMaxStepsInFlight) {
-    throw std::logic_error("the journal has more steps than may be in flight");
-  }
+  require(static_cast<int64_t>(in_flight_.size()) <= kMaxStepsInFlight,
+          "the journal has more steps than may be in flight");
 }
 
 }  // namespace kvcache

@@ -4,7 +4,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <stdexcept>
+
+#include "core/errors.h"
 
 namespace kvcache {
 
@@ -19,8 +20,8 @@ struct StepNumbers {
   void abort_from(int64_t step_id) { last_issued = std::min(last_issued, step_id - 1); }
 
   void check_invariants() const {
-    if (last_issued < num_steps && num_completed <= num_steps) return;
-    throw std::logic_error("a step that was never created was issued or completed");
+    require(last_issued < num_steps && num_completed <= num_steps,
+            "a step that was never created was issued or completed");
   }
 };
 

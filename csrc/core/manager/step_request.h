@@ -8,8 +8,8 @@
 #include <string_view>
 #include <vector>
 
+#include "core/errors.h"
 #include "core/hashing/token_chain.h"
-#include "core/limits.h"
 
 namespace kvcache {
 

@@ -2,7 +2,8 @@
 #include "core/manager/steps.h"
 
 #include <array>
-#include <stdexcept>
+
+#include "core/errors.h"
 
 namespace kvcache {
 
@@ -29,7 +30,7 @@ void Steps::resend_tables(const RowTable& rows) {
 }
 
 void Steps::check_invariants() const {
-  if (plan_.is_step()) throw std::logic_error("a plan was started but not completed");
+  require(!plan_.is_step(), "a plan was started but not completed");
   plan_.check_invariants();
   journal_.check_invariants();  // throws if a step in the journal was not issued
 }

@@ -1,13 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/pool/block_pool.h"
 
-#include <algorithm>
 #include <numeric>
-#include <stdexcept>
-#include <string>
-#include <utility>
 
-#include "core/limits.h"
+#include "core/errors.h"
 #include "core/pool/tags_ahead.h"
 
 namespace kvcache {
@@ -17,10 +13,6 @@ namespace {
 // Number of blocks by which a batch loop prefetches ahead. Cache misses are hidden by the work on
 // earlier blocks.
 constexpr int64_t kPrefetchBlocks = 8;
-
-std::string named(const char* what, BlockId id) {
-  return std::string(what) + " holds block " + std::to_string(id);
-}
 
 }  // namespace
 
@@ -47,8 +39,7 @@ size_t BlockPool::num_bytes() const {
 
 const Block& BlockPool::at(BlockId id, const char* what) const {
   if (id <= kNullBlock || id >= num_blocks_) {
-    throw std::invalid_argument(named(what, id) + ": expected 1 to " +
-                                std::to_string(num_blocks_ - 1));
+    throw_invalid(what, " holds block ", id, ": expected 1 to ", num_blocks_ - 1);
   }
   return blocks_[id];
 }
@@ -97,7 +88,7 @@ void BlockPool::take_oldest(int64_t n, BlockId* out) {
 void BlockPool::note_use() { peak_used_ = std::max(peak_used_, num_total() - num_free_); }
 
 bool BlockPool::allocate(int64_t n, BlockId* out) {
-  if (n < 0) throw std::invalid_argument("n is " + std::to_string(n) + ": expected 0 or more");
+  if (n < 0) throw_invalid("n is ", n, ": expected 0 or more");
   if (n > num_free_) return false;
   const Soundness::Change change = this->change("allocate");
   reserve_flags(n);
@@ -128,8 +119,8 @@ void BlockPool::retain(const BlockId* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const Block& block = at(ids[i], "ids");
     if (block.ref_count == 0 && !is_cached(block)) {
-      throw std::invalid_argument(
-          named("ids", ids[i]) + ", which is free and not cached: expected a held or cached block");
+      throw_invalid("ids holds block ", ids[i],
+                    ", which is free and not cached: expected a held or cached block");
     }
   }
   const Soundness::Change change = this->change("retain");
@@ -167,8 +158,7 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
       --num_free_;
     }
     at(id, "ids");  // throws if the id is not in this pool
-    throw std::invalid_argument(named("ids", id) +
-                                " more often than it is held: it was already released");
+    throw_invalid("ids holds block ", id, " more often than it is held: it was already released");
   }
   if (is_plain_) return;
   const Soundness::Change change = this->change("release");
@@ -183,7 +173,7 @@ void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
     const BlockId id = ids[i];
     while (i-- > 0) blocks_[ids[i]].younger = kNullBlock;
     at(id, "ids");  // throws if the id is not in this pool
-    throw std::invalid_argument(named("ids", id) + what);
+    throw_invalid("ids holds block ", id, what);
   };
   for (; i < n; ++i) {
     if (ids[i] <= kNullBlock || ids[i] >= num_blocks_) fail("");
@@ -275,10 +265,10 @@ void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, 
                                 uint64_t variant) {
   const Block& block = at(id, "id");
   if (block.ref_count == 0) {
-    throw std::invalid_argument(named("id", id) + ", which is free: expected a held one");
+    throw_invalid("id holds block ", id, ", which is free: expected a held one");
   }
   if (is_cached(block) && block.group != group) {
-    throw std::invalid_argument(named("id", id) + ", which is published for another group");
+    throw_invalid("id holds block ", id, ", which is published for another group");
   }
   const Soundness::Change change = this->change("publish_partial");
   bool is_new = false;
@@ -369,46 +359,43 @@ void BlockPool::clear() {
 }
 
 void BlockPool::check_invariants() const {
-  const auto require = [](bool ok, const char* what, int64_t id) {
-    if (!ok) throw std::logic_error(std::string(what) + " (block " + std::to_string(id) + ")");
-  };
   std::vector<char> listed(static_cast<size_t>(num_blocks_), 0);
   int64_t num_listed = 0;
   for (const FreeList* list : {&uncached_free_, &cached_free_}) {
     BlockId before = kNullBlock;
     for (BlockId id = list->head(); id != kNullBlock; before = id, id = links_[id].next) {
-      require(!listed[id], "a block is in a free list twice", id);
+      require(!listed[id], "a block is in a free list twice: ", id);
       listed[id] = 1;
       ++num_listed;
-      require(links_[id].prev == before, "a free list is not linked backwards", id);
-      require(blocks_[id].ref_count == 0, "a block in a free list is held", id);
-      require(is_cached(blocks_[id]) == (list != &uncached_free_), "a block is in the wrong list",
-              id);
-      require(id < next_fresh_, "a fresh block is in a free list", id);
+      require(links_[id].prev == before, "a free list is not linked backwards: ", id);
+      require(blocks_[id].ref_count == 0, "a block in a free list is held: ", id);
+      require(is_cached(blocks_[id]) == (list != &uncached_free_),
+              "a block is in the wrong list: ", id);
+      require(id < next_fresh_, "a fresh block is in a free list: ", id);
     }
   }
-  require(num_free_ == num_listed + (num_blocks_ - next_fresh_), "num_free is wrong", 0);
-  require(blocks_[kNullBlock].ref_count == 0 && !is_cached(blocks_[kNullBlock]), "null block used",
-          0);
+  require(num_free_ == num_listed + (num_blocks_ - next_fresh_), "num_free is wrong");
+  require(blocks_[kNullBlock].ref_count == 0 && !is_cached(blocks_[kNullBlock]), "null block used");
   int64_t num_cached = 0;
   for (BlockId id = 1; id < num_blocks_; ++id) {
     const Block& block = blocks_[id];
-    require(block.ref_count >= 0, "a negative reference count", id);
-    require(id < next_fresh_ || (block.ref_count == 0 && !is_cached(block)), "a fresh block in use",
-            id);
-    require(id >= next_fresh_ || listed[id] == (block.ref_count == 0), "neither held nor free", id);
+    require(block.ref_count >= 0, "a negative reference count: ", id);
+    require(id < next_fresh_ || (block.ref_count == 0 && !is_cached(block)),
+            "a fresh block in use: ", id);
+    require(id >= next_fresh_ || listed[id] == (block.ref_count == 0),
+            "neither held nor free: ", id);
     if (!is_cached(block)) continue;
     ++num_cached;
-    require(is_indexed(block) || partial_.has(id), "a cached block is under no hash", id);
+    require(is_indexed(block) || partial_.has(id), "a cached block is under no hash: ", id);
     if (!is_indexed(block)) continue;
     // The block must be reachable from the index, which finds the oldest block of a ring.
     const BlockId oldest = index_.find(block.hash, block.group);
-    require(oldest != kNullBlock, "a cached block is not in the index", id);
+    require(oldest != kNullBlock, "a cached block is not in the index: ", id);
     BlockId other = oldest;
     while (other != id && blocks_[other].younger != oldest) other = blocks_[other].younger;
-    require(other == id, "a cached block is not in the ring of its hash", id);
+    require(other == id, "a cached block is not in the ring of its hash: ", id);
   }
-  require(num_cached == num_cached_, "num_cached is wrong", 0);
+  require(num_cached == num_cached_, "num_cached is wrong");
   check_places();
 }
 

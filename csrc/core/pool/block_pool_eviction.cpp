@@ -4,9 +4,7 @@
 // `cached_free_` contains all free cached blocks in release order, whether or not they are
 // candidates. Eviction passes the pinned blocks at its head only once, until one of them is
 // unpinned.
-#include <stdexcept>
-#include <string>
-
+#include "core/errors.h"
 #include "core/pool/block_pool.h"
 
 namespace kvcache {
@@ -14,7 +12,7 @@ namespace kvcache {
 namespace {
 
 [[noreturn]] void fail(BlockId id, const char* what) {
-  throw std::invalid_argument("ids holds block " + std::to_string(id) + ", which is " + what);
+  throw_invalid("ids holds block ", id, ", which is ", what);
 }
 
 }  // namespace
@@ -133,24 +131,22 @@ std::vector<CacheTree::Member> BlockPool::published() const {
 }
 
 void BlockPool::check_places() const {
-  const auto require = [](bool ok, const char* what, int64_t id) {
-    if (!ok) throw std::logic_error(std::string(what) + " (block " + std::to_string(id) + ")");
-  };
   require(is_plain_ == (!candidates_ && !pins_ && listeners_.empty()),
-          "a pool is wrongly marked as plain or not plain", 0);
+          "a pool is wrongly marked as plain or not plain");
   int64_t num_pinned = 0;
   for (BlockId id = 1; id < num_blocks_; ++id) {
     const Block& block = blocks_[id];
     num_pinned += has_pin(block);
-    require(!has_pin(block) || is_cached(block), "a block that is not cached is pinned", id);
+    require(!has_pin(block) || is_cached(block), "a block that is not cached is pinned: ", id);
     if (!candidates_) continue;
     const bool may_go = is_cached(block) && block.ref_count == 0 && !has_pin(block) &&
                         candidates_->tree().is_leaf(id);
-    require(candidates_->has(id) == may_go, "the order has the wrong candidates", id);
+    require(candidates_->has(id) == may_go, "the order has the wrong candidates: ", id);
   }
-  require(num_pinned == this->num_pinned(), "num_pinned is wrong", 0);
+  require(num_pinned == this->num_pinned(), "num_pinned is wrong");
   for (BlockId id = last_passed_; id != kNullBlock; id = links_[id].prev) {
-    require(has_pin(blocks_[id]) && blocks_[id].ref_count == 0, "passed over, but not pinned", id);
+    require(has_pin(blocks_[id]) && blocks_[id].ref_count == 0,
+            "passed over, but not pinned: ", id);
   }
   if (candidates_) candidates_->tree().check_invariants(published());
 }

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "core/errors.h"
 #include "core/pool/block_pool.h"
 
 namespace kvcache {
@@ -82,8 +83,7 @@ void BlockPool::notify(const Hit& hit) {
   for (const BlockId id : hit) {
     if (hit.by == Hit::By::kOtherTier) check_copy(id);
     if (is_cached(at(id, "ids"))) continue;
-    throw std::invalid_argument("ids holds block " + std::to_string(id) +
-                                ", which is not cached: expected a cached block");
+    throw_invalid("ids holds block ", id, ", which is not cached: expected a cached block");
   }
   const Soundness::Change change = this->change("hit");
   tell(&BlockListener::on_hit, hit);
@@ -105,32 +105,27 @@ void BlockPool::check_released(const Released& released) const {
   if (released.features == nullptr) return;
   const ReleaseFeatures& features = *released.features;
   if (features.tokens_per_block < 1) {
-    throw std::invalid_argument("tokens_per_block is " + std::to_string(features.tokens_per_block) +
-                                ": expected 1 or more");
+    throw_invalid("tokens_per_block is ", features.tokens_per_block, ": expected 1 or more");
   }
   for (int64_t i = 0; i < released.n; ++i) {
     if (released.prefix_tokens[i] > 0) continue;
-    throw std::invalid_argument("prefix_tokens[" + std::to_string(i) + "] is " +
-                                std::to_string(released.prefix_tokens[i]) + ": expected 1 or more");
+    throw_invalid("prefix_tokens[", i, "] is ", released.prefix_tokens[i], ": expected 1 or more");
   }
   for (int64_t i = 0; i < features.num_retention; ++i) {
     const Retention& each = features.retention[i];
-    const std::string name = "retention[" + std::to_string(i) + "]";
     if (each.first < 0 || each.stop < each.first) {
-      throw std::invalid_argument(name + " covers tokens " + std::to_string(each.first) + " to " +
-                                  std::to_string(each.stop) + ": expected 0 <= first <= stop");
+      throw_invalid("retention[", i, "] covers tokens ", each.first, " to ", each.stop,
+                    ": expected 0 <= first <= stop");
     }
     if (each.priority < 0 || each.priority > 100) {
-      throw std::invalid_argument(name + " has priority " + std::to_string(each.priority) +
-                                  ": expected 0 to 100");
+      throw_invalid("retention[", i, "] has priority ", each.priority, ": expected 0 to 100");
     }
   }
 }
 
 void BlockPool::check_copy(BlockId id) const {
   if (at(id, "id").ref_count > 0 && is_cached(id)) return;
-  throw std::invalid_argument("id is block " + std::to_string(id) +
-                              ", which is not both cached and held: expected one that is");
+  throw_invalid("id is block ", id, ", which is not both cached and held: expected one that is");
 }
 
 void BlockPool::copy_again(BlockId id, const Copied& copied) {
@@ -144,7 +139,7 @@ void BlockPool::copy_again(BlockId id, const Copied& copied) {
 
 Access BlockPool::begin_access(double now) {
   if (!std::isfinite(now)) {
-    throw std::invalid_argument("now is " + std::to_string(now) + ": expected a finite number");
+    throw_invalid("now is ", now, ": expected a finite number");
   }
   PoolClock& clock = view_.clock;
   clock.access_time = clock.num_accesses > 0 ? std::max(clock.access_time, now) : now;

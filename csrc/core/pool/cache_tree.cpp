@@ -2,7 +2,8 @@
 #include "core/pool/cache_tree.h"
 
 #include <map>
-#include <stdexcept>
+
+#include "core/errors.h"
 
 namespace kvcache {
 
@@ -110,9 +111,6 @@ size_t CacheTree::num_bytes() const {
 }
 
 void CacheTree::check_invariants(const std::vector<Member>& members) const {
-  const auto require = [](bool ok, const char* what) {
-    if (!ok) throw std::logic_error(what);
-  };
   std::map<uint64_t, int64_t> num_children, num_counted;
   for (const Member& each : members) {
     const uint8_t group = blocks_[each.id].group;

@@ -12,12 +12,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/errors.h"
 #include "core/groups/cache_group.h"
 #include "core/groups/row.h"
 #include "core/groups/row_blocks.h"
 #include "core/groups/shared_blocks.h"
 #include "core/hashing/token_chain.h"
-#include "core/limits.h"
 
 namespace kvcache {
 

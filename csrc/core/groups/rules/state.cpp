@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/groups/rules/state.h"
 
-#include <vector>
-
 #include "core/groups/rules/effects.h"
 
 namespace kvcache {
