@@ -363,13 +363,12 @@ py::list advance(Manager& self, const py::object& rows, const py::object& starts
     throw py::value_error("token_ids has " + std::to_string(ids.size()) + " entries: expected " +
                           std::to_string(num_named) + ", the sum of num_token_ids");
   }
-  self.take_in(all.data(), all.size());
+  const std::vector<Slots> slots = self.advance(all);
   const Soundness::Change change(&self.guard().soundness(), "advance");
-  py::list answers(all.size());
-  for (size_t i = 0; i < all.size(); ++i) {
-    const Slots slots = self.serve(all[i]);
-    if (slots.status == Status::kServed) {
-      answers[i] = as_lists(slots.new_blocks);
+  py::list answers(slots.size());
+  for (size_t i = 0; i < slots.size(); ++i) {
+    if (slots[i].status == Status::kServed) {
+      answers[i] = as_lists(slots[i].new_blocks);
     } else {
       answers[i] = py::none();
     }

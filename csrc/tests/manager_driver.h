@@ -184,10 +184,9 @@ class ManagerDriver {
           const RowAsk ask{row->first, 1 + below(room(row->first)), below(20)};
           if (below(2) == 0) {
             manager_.extend(ask);
-            break;
+          } else {
+            manager_.advance({ask});
           }
-          manager_.take_in(&ask, 1);
-          manager_.serve(ask);
         }
         break;
       case 5: {
@@ -382,7 +381,7 @@ class ManagerDriver {
     CHECK_THROWS(manager_.free(-1), "row -1 is not in use");
     const RowAsk ask{1000, 1};
     (void)manager_.take_copies();
-    CHECK_THROWS(manager_.take_in(&ask, 1), "row 1000 is not in use");
+    CHECK_THROWS(manager_.advance({ask}), "row 1000 is not in use");
     CHECK_THROWS(manager_.reads().num_common_prefix_blocks(1000, 1, 0), "row 1000 is not in use");
     CHECK_THROWS(manager_.reads().blocks(1000, 0), "row 1000 is not in use");
     const Request mine = make_request(1, 0, manager_.reads().hash_block_size());

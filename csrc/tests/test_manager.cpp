@@ -98,7 +98,7 @@ TEST(sizes_beyond_32_bits_are_rejected_and_the_largest_do_not_overflow) {
     CHECK_THROWS(step_new(&manager, {{request.chain, 1}}, size), "num_lookahead_tokens is ");
     CHECK_THROWS(manager.admit({request.chain, size}, {{}}), "num_tokens is ");
     const RowAsk ask{0, size};
-    CHECK_THROWS(manager.take_in(&ask, 1), "row 0 is not in use");
+    CHECK_THROWS(manager.advance({ask}), "row 0 is not in use");
     CHECK_THROWS(manager.extend(ask), "row 0 is not in use");
   }
   CHECK_EQ(step_new(&manager, {{request.chain, kLargest}}, 20).groups[0].append_ids.size(), 8);
@@ -198,21 +198,11 @@ TEST(a_call_that_is_interrupted_while_hashing_changes_nothing) {
       },
       [](TwoRows* t, const Request& fresh) { t->manager.admit({fresh.chain, 9}, {{}}); },
       [](TwoRows* t, const Request& fresh) { t->manager.lookup(*fresh.chain); },
-      [](TwoRows* t, const Request&) {
-        const RowAsk ask{1, 5};
-        t->manager.take_in(&ask, 1);
-        t->manager.serve(ask);
-      },
+      [](TwoRows* t, const Request&) { t->manager.advance({RowAsk{1, 5}}); },
       [](TwoRows* t, const Request&) { t->manager.free(1); },
+      [&](TwoRows* t, const Request&) { t->manager.advance({RowAsk{1, 5, 0, ids, 1, 4}}); },
       [&](TwoRows* t, const Request&) {
-        const RowAsk ask{1, 5, 0, ids, 1, 4};
-        t->manager.take_in(&ask, 1);
-        t->manager.serve(ask);
-      },
-      [&](TwoRows* t, const Request&) {
-        const RowAsk ask{1, 1, 0, ids, 1};
-        t->manager.take_in(&ask, 1);
-        t->manager.serve(ask, /*lists_new=*/false);
+        t->manager.extend({1, 1, 0, ids, 1}, /*lists_new=*/false);
       },
       [&](TwoRows* t, const Request&) { t->manager.extend({1, 5, 0, ids, 1, 4}); },
   };

@@ -119,4 +119,10 @@ inline bool are_uniform(const std::vector<CacheGroup>& groups) {
                      [](const CacheGroup& group) { return group.num_hashes == 1; });
 }
 
+// Whether any cached group keeps all tokens, so that hits follow its chains of blocks.
+inline bool has_chains(const std::vector<CacheGroup>& groups) {
+  return std::any_of(groups.begin(), groups.end(),
+                     [](const CacheGroup& group) { return group.is_cached && group.keeps_all; });
+}
+
 }  // namespace kvcache

@@ -21,10 +21,9 @@ namespace kvcache {
 // whole blocks.
 class HitEnds {
  public:
-  explicit HitEnds(const std::vector<CacheGroup>& groups) {
+  explicit HitEnds(const std::vector<CacheGroup>& groups) : keeps_any_(has_chains(groups)) {
     for (const CacheGroup& group : groups) {
       keeps_all_ &= group.keeps_all;
-      keeps_any_ |= group.keeps_all && group.is_cached;
     }
     for (const CacheGroup& group : groups) {
       const PageTraits& traits = group.rules->traits;
@@ -113,7 +112,7 @@ class HitEnds {
   const Kind& kind(bool with_partial) const { return with_partial ? partial_ : whole_; }
 
   Kind partial_, whole_;
-  bool keeps_all_ = true, keeps_any_ = false, has_states_ = false;
+  bool keeps_any_, keeps_all_ = true, has_states_ = false;
   int64_t state_unit_ = 1;  // tokens; the common block boundaries of all states
 };
 

@@ -207,6 +207,7 @@ class TokenChain::HashingPair {
 };
 
 void TokenChain::hash_all(TokenChain* const* chains, size_t n) {
+  if (n == 0) return;  // most decode steps fill no block
   static thread_local BlockHasher hasher;
   Pieces pieces;
   HashingPair pair(chains, n);

@@ -181,7 +181,7 @@ bool Invalidation::add_computed(int32_t row, int64_t limit) {
       const int64_t num_valid = group.rules->num_valid(group, b, limit);
       const BlockId id = r.is_on_host() ? kNullBlock : each[b];
       if (id != kNullBlock) {
-        changed |= add_invalid_block(id, num_valid);
+        changed |= add_block(id, num_valid);
         if (by_hash_) changed |= add_found(row, group, b, id, num_valid);
         if (by_hash_ && group.rules->traits.updates_in_place) {
           changed |= add_kept_states(row, group, b, num_valid);
@@ -194,7 +194,7 @@ bool Invalidation::add_computed(int32_t row, int64_t limit) {
   return changed;
 }
 
-bool Invalidation::add_invalid_block(BlockId id, int64_t num_valid) {
+bool Invalidation::add_block(BlockId id, int64_t num_valid) {
   const auto [known, is_new] = blocks_.emplace(id, num_valid);
   if (!is_new && known->second <= num_valid) return false;
   known->second = num_valid;
@@ -244,7 +244,7 @@ bool Invalidation::add_dropped(const TokenChain& chain, const CacheGroup& group,
        ++i) {
     const Hash& hash = chain.known_hash(i);
     const BlockId id = i == last ? c_.pool->find(hash, group.id) : kNullBlock;
-    if (id != kNullBlock) changed |= add_invalid_block(id, num_valid);
+    if (id != kNullBlock) changed |= add_block(id, num_valid);
     const bool is_found = id != kNullBlock || (i == last && page_of(hash, group.id) != kNullBlock);
     if (is_found || group.has_partial) changed |= add_hash(hash, {num_valid, group.block_size});
   }

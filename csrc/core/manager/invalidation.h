@@ -33,7 +33,8 @@ class Invalidation {
   void add_failed(const std::vector<BlockId>& blocks, const std::vector<BlockId>& pages);
   // Adds an invalid block. The first num_valid tokens of the prefix that ends with this block
   // remain valid.
-  void add_block(BlockId id, int64_t num_valid) { add_invalid_block(id, num_valid); }
+  // Returns whether this is new.
+  bool add_block(BlockId id, int64_t num_valid);
   // Limits the valid tokens of this row to num_tokens.
   void limit_row(int32_t row, int64_t num_tokens);
 
@@ -65,7 +66,6 @@ class Invalidation {
                    int64_t num_valid);
   void add_used(const TokenChain& chain, int64_t first_token);
   void add_hashes(const BlockPool& pool, BlockId id);
-  bool add_invalid_block(BlockId id, int64_t num_valid);
   bool add_hash(const Hash& hash, const InvalidHash& what);
   BlockId page_of(const Hash& hash, uint8_t group) const;
 

@@ -282,23 +282,26 @@ int64_t Manager::finish_receiving(int32_t row, int64_t num_tokens) {
   return rows_[row].num_computed;
 }
 
-void Manager::take_in(const RowAsk* asks, size_t n) {
-  const Call call(this);
-  take_in_all(asks, n);
-}
-
 Slots Manager::extend(const RowAsk& ask, bool lists_new) {
   const Call call(this);
-  take_in_all(&ask, 1);
-  return serve_one(ask, lists_new);
+  take_in(&ask, 1);
+  const Soundness::Change change = this->change("extend");
+  return serve(ask, lists_new);
 }
 
-Slots Manager::serve(const RowAsk& ask, bool lists_new) {
+std::vector<Slots> Manager::advance(const std::vector<RowAsk>& asks) {
   const Call call(this);
-  return serve_one(ask, lists_new);
+  take_in(asks.data(), asks.size());
+  const Soundness::Change change = this->change("advance");
+  std::vector<Slots> slots;
+  slots.reserve(asks.size());
+  for (const RowAsk& ask : asks) slots.push_back(serve(ask, /*lists_new=*/true));
+  return slots;
 }
 
-void Manager::take_in_all(const RowAsk* asks, size_t n) {
+// Checks the requests, appends their token ids to the chains, and computes the hashes of the blocks
+// that they fill.
+void Manager::take_in(const RowAsk* asks, size_t n) {
   check_copies_taken();
   rows_.begin_call();
   for (size_t i = 0; i < n; ++i) checks_.check_ask(asks[i]);
@@ -321,9 +324,9 @@ void Manager::take_in_all(const RowAsk* asks, size_t n) {
   }
 }
 
-Slots Manager::serve_one(const RowAsk& ask, bool lists_new) {
-  const Soundness::Change change = this->change("extend");
-  const Slots slots = server_.serve(ask, lists_new);
+// Removes the token ids of the row again if its slots do not fit.
+Slots Manager::serve(const RowAsk& ask, bool lists_new) {
+  Slots slots = server_.serve(ask, lists_new);
   if (slots.status != Status::kServed) give_back(ask);
   return slots;
 }

@@ -121,16 +121,12 @@ class Manager {
   // continues.
   int64_t finish_receiving(int32_t row, int64_t num_tokens);
 
-  // Serves rows created by `admit`, in two calls. First, `take_in` checks all requests (`RowAsk`)
-  // and appends their token ids to the chains. If one is rejected or hashing is interrupted, no
-  // chain changes. Then `serve` allocates the slots of one row. If they do not fit, it removes the
-  // row's token ids again and changes nothing else. Pass every RowAsk that will not be served to
-  // `give_back`. `lists_new`: whether the result lists the new blocks.
-  void take_in(const RowAsk* asks, size_t n);
-  Slots serve(const RowAsk& ask, bool lists_new = true);
-  // Combines `take_in` and `serve` for one row.
+  // Serves a row created by `admit`. If the request is rejected, hashing is interrupted, or the
+  // slots do not fit, nothing changes. `lists_new`: whether the result lists the new blocks.
   Slots extend(const RowAsk& ask, bool lists_new = true);
-  void give_back(const RowAsk& ask) { rows_[ask.row].chain->take_back(ask.num_ids); }
+  // The same for several rows, which are served in this order. If one of the requests is rejected
+  // or hashing is interrupted, no row changes.
+  std::vector<Slots> advance(const std::vector<RowAsk>& asks);
 
   // Removes the last num_tokens tokens of a row, which are rejected drafts. The next tokens of the
   // row reuse their slots.
@@ -204,8 +200,9 @@ class Manager {
   std::optional<PrefixHit> partial_hit(const NewRow& asked,
                                        const std::vector<std::vector<BlockId>>& computed);
   void check_copies_taken() const;
-  void take_in_all(const RowAsk* asks, size_t n);
-  Slots serve_one(const RowAsk& ask, bool lists_new);
+  void take_in(const RowAsk* asks, size_t n);
+  Slots serve(const RowAsk& ask, bool lists_new);
+  void give_back(const RowAsk& ask) { rows_[ask.row].chain->take_back(ask.num_ids); }
 
   // Guards a call that may change the manager or read data of its thread.
   struct Call {

@@ -11,9 +11,7 @@ namespace {
 
 // Whether a hit on the group's blocks always requires the chain of a group that keeps all tokens.
 bool serves_chains(const std::vector<CacheGroup>& groups, const CacheGroup& group) {
-  return !group.keeps_all && std::any_of(groups.begin(), groups.end(), [](const CacheGroup& each) {
-    return each.is_cached && each.keeps_all;
-  });
+  return !group.keeps_all && has_chains(groups);
 }
 
 }  // namespace

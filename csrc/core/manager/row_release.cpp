@@ -109,9 +109,7 @@ void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
     features.num_new_blocks +=
         std::max<int64_t>(c_.rows->num_written(row, group) - each.num_hits, 0);
   }
-  const bool has_chain =
-      std::any_of(c_.groups->begin(), c_.groups->end(),
-                  [](const CacheGroup& group) { return group.is_cached && group.keeps_all; });
+  const bool has_chain = has_chains(*c_.groups);
   if (has_chain) notify_release_ends(row);
   for (const bool is_chain : {false, true}) {
     features.is_chain = is_chain;
