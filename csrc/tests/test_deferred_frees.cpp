@@ -31,27 +31,27 @@ TEST(without_fences_blocks_are_freed_immediately) {
   steps.issue();
   DeferredFrees frees(&pool, &steps, /*is_enabled=*/false);
   const std::vector<BlockId> ids = take(&pool, 2);
-  frees.release_or_defer(ids.data(), 2);
+  frees.release_or_defer({ids.data(), 2});
   CHECK_EQ(pool.num_free(), 8);
   CHECK_EQ(frees.num_waiting_of(ids[0]), 0);
 }
 
 TEST(blocks_that_no_step_reads_are_freed_immediately) {
   Fixture f;
-  f.frees.release_or_defer(f.ids.data(), 1);  // no step was issued
+  f.frees.release_or_defer({f.ids.data(), 1});  // no step was issued
   CHECK_EQ(f.pool.num_free(), 5);
   f.steps.issue();
   f.steps.complete(0);
-  f.frees.release_or_defer(f.ids.data() + 1, 1);
+  f.frees.release_or_defer({f.ids.data() + 1, 1});
   CHECK_EQ(f.pool.num_free(), 6);
 }
 
 TEST(blocks_wait_for_the_report_on_their_step) {
   Fixture f;
   f.steps.issue();
-  f.frees.release_or_defer(f.ids.data(), 2);
+  f.frees.release_or_defer({f.ids.data(), 2});
   // Waits for the step that is being built.
-  f.frees.release_or_defer(f.ids.data() + 2, 1, /*step_id=*/1);
+  f.frees.release_or_defer({f.ids.data() + 2, 1}, /*step_id=*/1);
   CHECK_EQ(f.pool.num_free(), 4);
   CHECK_EQ(f.frees.num_waiting(), 3);
   CHECK_EQ(f.frees.num_waiting_of(f.ids[0]), 1);
@@ -73,7 +73,7 @@ TEST(explicitly_deferred_blocks_wait_with_and_without_fences) {
     const std::vector<BlockId> ids = take(&pool, 2);
     steps.issue();
     steps.issue();
-    frees.release_after(ids.data(), 2, 0);
+    frees.release_after({ids.data(), 2}, 0);
     CHECK_EQ(frees.num_waiting(), 2);
     steps.complete(0);
     frees.release_completed();
@@ -105,8 +105,8 @@ TEST(blocks_are_released_in_step_order) {
   Fixture f;
   publish_chain(&f.pool, f.ids, hashes_from(1, 4));
   f.steps.issue();
-  f.frees.release_or_defer(f.ids.data(), 1, 1);
-  f.frees.release_or_defer(f.ids.data() + 1, 1, 0);
+  f.frees.release_or_defer({f.ids.data(), 1}, 1);
+  f.frees.release_or_defer({f.ids.data() + 1, 1}, 0);
   f.steps.issue();
   f.steps.complete(1);
   f.frees.release_completed();
@@ -118,7 +118,7 @@ TEST(blocks_of_an_aborted_step_wait_for_the_previous_step) {
   Fixture f;
   f.steps.issue();
   f.steps.issue();
-  f.frees.release_or_defer(f.ids.data(), 1);
+  f.frees.release_or_defer({f.ids.data(), 1});
   f.steps.abort_from(1);
   f.frees.forget_aborted();
   f.steps.complete(0);

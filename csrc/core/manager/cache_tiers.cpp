@@ -104,9 +104,7 @@ void CacheTiers::offload_queued(size_t n) {
 }
 
 void CacheTiers::release_read() {
-  const std::vector<BlockId> held = steps_->plan().take_held();
-  frees_.release_or_defer(held.data(), static_cast<int64_t>(held.size()),
-                          steps_->numbers().num_steps);
+  frees_.release_or_defer(steps_->plan().take_held(), steps_->numbers().num_steps);
 }
 
 bool CacheTiers::any_held() const {

@@ -16,33 +16,33 @@ DeferredFrees::DeferredFrees(BlockPool* pool, const StepNumbers* steps, bool is_
       waiting_(pool->num_blocks()),
       kept_of_(pool->num_blocks()) {}
 
-void DeferredFrees::release_or_defer(const BlockId* ids, int64_t n, int64_t step_id) {
-  release(ids, n, step_id, defers(step_id));
+void DeferredFrees::release_or_defer(const Blocks& blocks, int64_t step_id) {
+  release(blocks, step_id, defers(step_id));
 }
 
-void DeferredFrees::release_after(const BlockId* ids, int64_t n, int64_t step_id) {
+void DeferredFrees::release_after(const Blocks& blocks, int64_t step_id) {
   if (is_enabled_) step_id = std::max(step_id, steps_->last_issued);
-  release(ids, n, step_id, step_id >= steps_->num_completed);
+  release(blocks, step_id, step_id >= steps_->num_completed);
 }
 
-void DeferredFrees::release(const BlockId* ids, int64_t n, int64_t step_id, bool is_deferred) {
-  if (n == 0) return;
-  pool_->notify(Released{{ids, n}});
+void DeferredFrees::release(const Blocks& blocks, int64_t step_id, bool is_deferred) {
+  if (blocks.n == 0) return;
+  pool_->notify(Released{blocks});
   if (is_deferred) {
-    add_fence(ids, n, step_id);
+    add_fence(blocks, step_id);
   } else {
-    pool_->release(ids, n);
+    pool_->release(blocks.ids, blocks.n);
   }
 }
 
-void DeferredFrees::add_fence(const BlockId* ids, int64_t n, int64_t step_id) {
+void DeferredFrees::add_fence(const Blocks& blocks, int64_t step_id) {
   // Fences are ordered by the step for which they wait. This order may differ from the order of the
   // releases.
   auto at = fences_.end();
   while (at != fences_.begin() && std::prev(at)->step_id > step_id) --at;
-  fences_.insert(at, {step_id, {ids, ids + n}});
-  for (int64_t i = 0; i < n; ++i) ++waiting_[ids[i]];
-  num_waiting_ += n;
+  fences_.insert(at, {step_id, {blocks.begin(), blocks.end()}});
+  for (const BlockId id : blocks) ++waiting_[id];
+  num_waiting_ += blocks.n;
 }
 
 void DeferredFrees::keep(const std::string& name, std::vector<BlockId> ids) {
@@ -57,7 +57,7 @@ void DeferredFrees::release_kept(const std::string& name) {
   kept_.erase(found);
   for (BlockId id : ids) --kept_of_[id];
   num_kept_ -= static_cast<int64_t>(ids.size());
-  release_or_defer(ids.data(), static_cast<int64_t>(ids.size()));
+  release_or_defer(ids);
 }
 
 void DeferredFrees::await_copies(const std::vector<BlockId>& pairs) {
@@ -70,7 +70,7 @@ std::vector<BlockId> DeferredFrees::take_copies() {
   for (BlockId id : pairs) --kept_of_[id];
   // Steps that are issued later run after the copies, so they cannot overwrite the blocks too
   // early.
-  release_or_defer(pairs.data(), static_cast<int64_t>(pairs.size()));
+  release_or_defer(pairs);
   return pairs;
 }
 

@@ -30,14 +30,12 @@ class DeferredFrees {
 
   // Removes one reference from each block, in the given order, immediately or when step `step_id`
   // is done.
-  void release_or_defer(const BlockId* ids, int64_t n, int64_t step_id);
+  void release_or_defer(const Blocks& blocks, int64_t step_id);
   // Releases blocks that no step after the last issued step reads.
-  void release_or_defer(const BlockId* ids, int64_t n) {
-    release_or_defer(ids, n, steps_->last_issued);
-  }
+  void release_or_defer(const Blocks& blocks) { release_or_defer(blocks, steps_->last_issued); }
 
   // Removes the references when step `step_id` is done, even if deferral is not enabled.
-  void release_after(const BlockId* ids, int64_t n, int64_t step_id);
+  void release_after(const Blocks& blocks, int64_t step_id);
 
   // Keeps one reference to each block under this name, which must be new, until release_kept is
   // called.
@@ -73,8 +71,8 @@ class DeferredFrees {
     std::vector<BlockId> ids;
   };
 
-  void release(const BlockId* ids, int64_t n, int64_t step_id, bool is_deferred);
-  void add_fence(const BlockId* ids, int64_t n, int64_t step_id);
+  void release(const Blocks& blocks, int64_t step_id, bool is_deferred);
+  void add_fence(const Blocks& blocks, int64_t step_id);
 
   BlockPool* pool_;
   const StepNumbers* steps_;

@@ -30,15 +30,14 @@ struct RowContext {
   RowBlocks& held(int32_t row, const CacheGroup& group) const { return rows->held(row, group); }
 
   // Records the row's last access to these blocks. Called before the row releases them.
-  void note_access(int32_t row, const BlockId* ids, int64_t n) const {
+  void note_access(int32_t row, const Blocks& blocks) const {
     const Access& access = rows->info(row).access;
-    if (access.number > 0) pool->notify(Released{{ids, n}, access});
+    if (access.number > 0) pool->notify(Released{blocks, access});
   }
   // Releases blocks that the row has dropped, in this order.
   void release(int32_t row, const std::vector<BlockId>& ids) const {
-    const auto n = static_cast<int64_t>(ids.size());
-    note_access(row, ids.data(), n);
-    frees->release_or_defer(ids.data(), n);
+    note_access(row, ids);
+    frees->release_or_defer(ids);
   }
 
   // Records in the journal that the row drops the block in this column.

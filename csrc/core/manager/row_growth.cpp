@@ -52,7 +52,7 @@ void RowGrowth::take_hit(ServedRow* served, const PrefixHit& hit) {
       take_hit_on_host(served->row, group, hit);
     } else {
       c_.pool->retain(each.blocks.data() + each.num_dropped, each.num_alive());
-      note_hits(each.blocks.data() + each.num_dropped, each.num_alive());
+      note_hits({each.blocks.data() + each.num_dropped, each.num_alive()});
     }
   }
   // At this point all blocks of the hit are held, so onboarding cannot evict any of them.
@@ -70,15 +70,14 @@ void RowGrowth::take_hit_on_host(int32_t row, const CacheGroup& group, const Pre
   }
   if (each.host_source != kNullBlock) pages.push_back(each.host_source);
   c_.pool->retain(ids.data(), static_cast<int64_t>(ids.size()));
-  note_hits(ids.data(), static_cast<int64_t>(ids.size()));
+  note_hits(ids);
   c_.host->pages().retain(pages.data(), static_cast<int64_t>(pages.size()));
-  c_.host->pages().notify(
-      Hit{{pages.data(), static_cast<int64_t>(pages.size())}, Hit::By::kRequest});
+  c_.host->pages().notify(Hit{pages, Hit::By::kRequest});
 }
 
-void RowGrowth::note_hits(const BlockId* ids, int64_t n) {
-  if (n == 0) return;
-  c_.pool->notify(Hit{{ids, n}, Hit::By::kRequest});
+void RowGrowth::note_hits(const Blocks& blocks) {
+  if (blocks.n == 0) return;
+  c_.pool->notify(Hit{blocks, Hit::By::kRequest});
 }
 
 // Allocates and loads blocks for the part of a hit that is on the host.
@@ -152,7 +151,7 @@ void RowGrowth::replace_shared(ServedRow* served, const CacheGroup& group, int64
   const int32_t row = served->row;
   RowBlocks& each = held(row, group);
   const BlockId shared = std::exchange(each[column], own);
-  c_.note_access(row, &shared, 1);
+  c_.note_access(row, {&shared, 1});
   each.lower_hits(column);
   if (copies) {
     note_dropped(row, group, column, shared);
@@ -164,7 +163,7 @@ void RowGrowth::replace_shared(ServedRow* served, const CacheGroup& group, int64
       return;
     }
   }
-  c_.frees->release_or_defer(&shared, 1);
+  c_.frees->release_or_defer({&shared, 1});
 }
 
 void RowGrowth::copy_source(ServedRow* served, const CacheGroup& group, BlockId own) {
@@ -186,16 +185,16 @@ void RowGrowth::accept_drafts(int32_t row, const Span& span) {
 void RowGrowth::release_left_states(bool engine_copies) {
   for (const LeftState& left : left_states_) {
     c_.journal->note_dropped(left.row, c_.row(left.row), left.first_token, left.page);
-    c_.note_access(left.row, &left.page, 1);
+    c_.note_access(left.row, {&left.page, 1});
     if (engine_copies) {
-      c_.frees->release_after(&left.page, 1, c_.journal->numbers().last_issued);
+      c_.frees->release_after({&left.page, 1}, c_.journal->numbers().last_issued);
       continue;
     }
     // The current step copies from the page. Outside of a step, steps that were already issued may
     // read the page.
     const StepNumbers& steps = c_.journal->numbers();
     const int64_t last = c_.plan->is_step() ? steps.num_steps : steps.last_issued;
-    c_.frees->release_or_defer(&left.page, 1, last);
+    c_.frees->release_or_defer({&left.page, 1}, last);
   }
   left_states_.clear();
 }

@@ -79,7 +79,7 @@ class RowGrowth final : public Growth {
   void evict(BlockId id) override { c_.pool->evict(&id, 1); }
 
  private:
-  void note_hits(const BlockId* ids, int64_t n);
+  void note_hits(const Blocks& blocks);
   void take_hit_on_host(int32_t row, const CacheGroup& group, const PrefixHit& hit);
   void onboard_hit(ServedRow* served, const PrefixHit& hit);
   void give_up(ServedRow* served, const Demand& demand);

@@ -129,10 +129,7 @@ void RowRelease::notify_release_of(int32_t row, const CacheGroup& group,
     ends.push_back(end * group.block_size);
   }
   features->tokens_per_block = group.block_size;
-  c_.pool->notify(Released{{ids.data(), static_cast<int64_t>(ids.size())},
-                           /*access=*/{},
-                           ends.data(),
-                           features});
+  c_.pool->notify(Released{ids, /*access=*/{}, ends.data(), features});
 }
 
 // The likely hits end where the request's own hit ended, at the retained ends, and at the end of
@@ -159,7 +156,7 @@ void RowRelease::notify_release_ends(int32_t row) const {
       ends.resize(ids.size(), hit);
     }
   }
-  Released released{{ids.data(), static_cast<int64_t>(ids.size())}};
+  Released released{ids};
   released.hit_ends = ends.data();
   c_.pool->notify(released);
 }

@@ -363,8 +363,7 @@ void RowServer::await_copies() {
   const std::vector<int32_t>& pairs = c_.plan->direct_pairs();
   c_.pool->retain(pairs.data(), static_cast<int64_t>(pairs.size()));
   c_.frees->await_copies(pairs);
-  const std::vector<BlockId> held = c_.plan->take_held();
-  c_.frees->release_or_defer(held.data(), static_cast<int64_t>(held.size()));
+  c_.frees->release_or_defer(c_.plan->take_held());
 }
 
 Slots RowServer::serve(const RowAsk& ask, bool lists_new) {

@@ -134,7 +134,7 @@ std::optional<std::vector<BlockId>> RowSwap::swap_in(const std::vector<int32_t>&
   // Shared blocks are held first, so that loading does not evict any of them.
   const auto num_shared = static_cast<int64_t>(shared.size());
   c_.pool->retain(shared.data(), num_shared);
-  c_.pool->notify(Hit{{shared.data(), num_shared}, Hit::By::kRequest});
+  c_.pool->notify(Hit{shared, Hit::By::kRequest});
   moved_ = std::move(twins);
   for (int32_t row : rows) load_all(row);
   c_.pool->release(shared.data(), num_shared);
@@ -222,11 +222,10 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
       each[b] = moved_.at(each[b]);
     }
   }
-  c_.note_access(row, released.data(), static_cast<int64_t>(released.size()));
+  c_.note_access(row, released);
   c_.rows->info(row).access = {};
   // The current plan reads these blocks.
-  c_.frees->release_or_defer(released.data(), static_cast<int64_t>(released.size()),
-                             c_.journal->numbers().num_steps);
+  c_.frees->release_or_defer(released, c_.journal->numbers().num_steps);
   c_.rows->disturb(row);
   c_.row(row).state = RowState::kOnHost;
   c_.row(row).num_drafts = 0;

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "core/hash.h"
 #include "core/pool/block.h"
@@ -55,6 +56,9 @@ enum class Tier : uint8_t { kDevice = 0, kHost = 1 };
 
 // Blocks of one pool.
 struct Blocks {
+  Blocks(const BlockId* first, int64_t num) : ids(first), n(num) {}
+  Blocks(const std::vector<BlockId>& all) : Blocks(all.data(), static_cast<int64_t>(all.size())) {}
+
   const BlockId* ids;
   int64_t n;
 

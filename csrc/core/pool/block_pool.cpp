@@ -111,7 +111,7 @@ bool BlockPool::allocate(int64_t n, BlockId* out) {
   }
   num_free_ -= n;
   note_use();
-  if (num_evicted > 0) tell_forgotten(Forgotten::Why::kEvicted, evicted, num_evicted);
+  if (num_evicted > 0) tell_forgotten(Forgotten::Why::kEvicted, {evicted, num_evicted});
   return true;
 }
 
@@ -318,7 +318,7 @@ void BlockPool::evict(const BlockId* ids, int64_t n) {
     flags_[batch_.size()] = forget(ids[i], /*evicted=*/false);
     batch_.push_back(ids[i]);
   }
-  tell_forgotten(Forgotten::Why::kRemoved, batch_.data(), static_cast<int64_t>(batch_.size()));
+  tell_forgotten(Forgotten::Why::kRemoved, batch_);
 }
 
 void BlockPool::evict_group(uint8_t group) {
@@ -355,7 +355,7 @@ void BlockPool::clear() {
   }
   partial_.clear();
   variants_.clear();
-  tell_forgotten(Forgotten::Why::kReset, batch_.data(), static_cast<int64_t>(batch_.size()));
+  tell_forgotten(Forgotten::Why::kReset, batch_);
 }
 
 void BlockPool::check_invariants() const {

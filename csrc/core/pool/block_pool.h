@@ -247,7 +247,7 @@ class BlockPool {
   template <class Event>
   void tell(void (BlockListener::*method)(const Event&), const Event& event);
   // Also removes the partial hashes and the variants of the blocks. Their flags are in `flags_`.
-  void tell_forgotten(Forgotten::Why why, const BlockId* ids, int64_t n);
+  void tell_forgotten(Forgotten::Why why, const Blocks& blocks);
   void tell_released(BlockId last_cached, BlockId last_uncached);
   void finish();
 

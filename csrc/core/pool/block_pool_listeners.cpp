@@ -50,11 +50,15 @@ void BlockPool::finish() {
   }
 }
 
-void BlockPool::tell_forgotten(Forgotten::Why why, const BlockId* ids, int64_t n) {
-  for (int64_t i = 0; i < n && !partial_.empty(); ++i) partial_.forget(ids[i]);
-  tell(&BlockListener::on_forget, Forgotten{{ids, n}, why, flags_.data(), blocks_.data()});
+void BlockPool::tell_forgotten(Forgotten::Why why, const Blocks& blocks) {
+  if (!partial_.empty()) {
+    for (const BlockId id : blocks) partial_.forget(id);
+  }
+  tell(&BlockListener::on_forget, Forgotten{blocks, why, flags_.data(), blocks_.data()});
   // Listeners that copy the blocks read their variants.
-  for (int64_t i = 0; i < n && !variants_.empty(); ++i) variants_.forget(ids[i]);
+  if (!variants_.empty()) {
+    for (const BlockId id : blocks) variants_.forget(id);
+  }
   finish();
 }
 
@@ -65,7 +69,7 @@ void BlockPool::tell_released(BlockId last_cached, BlockId last_uncached) {
     batch_.clear();
     BlockId id = last == kNullBlock ? list.head() : links_[last].next;
     for (; id != kNullBlock; id = links_[id].next) batch_.push_back(id);
-    return Blocks{batch_.data(), static_cast<int64_t>(batch_.size())};
+    return Blocks(batch_);
   };
   if (const Blocks freed = added(uncached_free_, last_uncached); freed.n > 0) {
     tell(&BlockListener::on_forget,
