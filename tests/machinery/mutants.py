@@ -239,7 +239,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         MANAGER + "row_server.cpp",
-        "state_drafts manager",
+        "state_drafts draft_steps manager",
         [
             ("if (max_drafts_ == 0) {  // otherwise", "if (true) {  // otherwise"),
             ("r->num_undecided_before = static_cast<int32_t>(span.num_undecided);", ""),
