@@ -12,6 +12,7 @@ A caller replaces `from vllm.v1.core.kv_cache_manager import` by
 | `get_computed_blocks(request)` | the same: blocks and tokens. The last token is never reported as computed |
 | `allocate_slots(request, num_tokens, computed_blocks)` | the same, also with `num_lookahead_tokens` |
 | `append_slots(request, num_tokens)` | the same |
+| `num_computed_tokens` of a request may fall | only by the tokens after its last full block: full blocks are cached, and not written again |
 | `KVCacheBlock`, an object with `block_id` | an integer that also has `block_id` |
 | `free(request)`, `get_num_common_prefix_blocks(request, num_running_requests)`, `reset_prefix_cache()` | the same |
 | `free_block_hashes(request)` | not needed: hashes end with the request object |
@@ -36,7 +37,7 @@ A caller replaces `from vllm.v1.core.kv_cache_manager import` by
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -190,13 +191,16 @@ class V1KVCacheManager:
         mine = self._with_blocks(request)
         ids, name = self._new_ids(request, mine), "request.num_computed_tokens"
         start = integer(_of(request, "num_computed_tokens"), name, 0, mine.num_tokens + len(ids))
-        (new,) = self._manager.advance(
-            [self._manager.row(mine)],
-            [start],
-            [start + num_tokens],
-            token_ids=ids,
-            num_token_ids=[len(ids)],
-        )
+        row = self._manager.row(mine)
+        try:
+            (new,) = self._manager.advance(
+                [row], [start], [start + num_tokens], token_ids=ids, num_token_ids=[len(ids)]
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"num_computed_tokens of request {mine.request_id!r} is {start}, num_tokens is "
+                f"{num_tokens}: {error}"
+            ) from error
         return None if new is None else _blocks(*new)
 
     def free(self, request: RequestLike) -> None:
@@ -281,10 +285,20 @@ def _blocks(ids: Sequence[int] | np.ndarray = ()) -> list[KVCacheBlock]:
 
 
 def _of(request: RequestLike, name: str = "request_id") -> Any:
+    value = _read(request, name, "request")
+    if name == "request_id" and not isinstance(value, str):
+        raise TypeError(f"request_id is {shown(value)}: expected a string")
+    return value
+
+
+def _read(of: object, name: str, what: str) -> Any:
+    """Return an attribute. Raises TypeError if there is none. Errors of its own code propagate."""
     try:
-        return getattr(request, name)
+        return getattr(of, name)
     except AttributeError:
-        raise TypeError(f"request is {shown(request)}: expected an object with {name}") from None
+        if hasattr(type(of), name):
+            raise
+        raise TypeError(f"{what} is {shown(of)}: expected an object with {name}") from None
 
 
 def _options(request: RequestLike) -> dict[str, object]:
@@ -292,11 +306,11 @@ def _options(request: RequestLike) -> dict[str, object]:
     lora, embeds = (getattr(request, name, None) for name in ("lora_request", "prompt_embeds"))
     logprobs = getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None)
     skips = getattr(request, "skip_reading_prefix_cache", None)
-    items = [(each.identifier, each.mm_position) for each in getattr(request, "mm_features", ())]
-    items += zip(getattr(request, "mm_hashes", ()), getattr(request, "mm_positions", ()))
+    if lora is not None:
+        lora = tuple(_read(lora, name, "lora_request") for name in ("lora_name", "lora_path"))
     return {
-        "lora": None if lora is None else (lora.lora_name, lora.lora_path),
-        "mm_items": [(name, _at(place, "offset"), _at(place, "length")) for name, place in items],
+        "lora": lora,
+        "mm_items": [*_mm_items(request)],
         "cache_salt": getattr(request, "cache_salt", None),
         "prompt_embeds": None if embeds is None else np.asarray(embeds),
         "read_cache": not skips and logprobs is None,
@@ -304,5 +318,31 @@ def _options(request: RequestLike) -> dict[str, object]:
     }
 
 
-def _at(place: object, name: str) -> int:
-    return place[name] if isinstance(place, dict) else getattr(place, name)
+def _mm_items(request: RequestLike) -> Iterator[tuple[str, int, int]]:
+    """Yield the hash, the offset and the length of each multimodal item."""
+    features, hashes, places = (
+        listed(found, name)
+        for name in ("mm_features", "mm_hashes", "mm_positions")
+        for found in [getattr(request, name, None) or ()]
+    )
+    if len(hashes) != len(places):
+        raise ValueError(
+            f"mm_positions has {len(places)} entries, but mm_hashes has {len(hashes)}: expected equal "
+            "lengths, because items without a hash cannot be told apart in the cache"
+        )
+    for i, each in enumerate(features):
+        what = f"mm_features[{i}]"
+        name, place = (_read(each, name, what) for name in ("identifier", "mm_position"))
+        yield name, *_span(place, f"{what}.mm_position")
+    for i, (name, place) in enumerate(zip(hashes, places)):
+        yield name, *_span(place, f"mm_positions[{i}]")
+
+
+def _span(place: object, what: str) -> tuple[int, int]:
+    """Return the offset and the length of an item, from an object or a dictionary."""
+    if not isinstance(place, dict):
+        return _read(place, "offset", what), _read(place, "length", what)
+    for name in ("offset", "length"):
+        if name not in place:
+            raise ValueError(f"{what} is {shown(place)}: expected a key {name!r}")
+    return place["offset"], place["length"]

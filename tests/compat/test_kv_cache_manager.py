@@ -379,3 +379,69 @@ def test_requests_that_contradict_themselves_are_refused():
     with pytest.raises(ValueError, match="status of request 'r1' is WAITING: expected RUNNING"):
         m.get_num_common_prefix_blocks(each, 1)
     assert m.append_slots(each, 1) == []
+
+
+def place(offset, length):
+    return SimpleNamespace(offset=offset, length=length)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "error", "message"),
+    [
+        ({"mm_positions": [place(0, 4)]}, ValueError, "mm_positions has 1 entries, but mm_hashes"),
+        ({"mm_hashes": ["a"]}, ValueError, "mm_positions has 0 entries, but mm_hashes has 1"),
+        ({"mm_hashes": 3}, TypeError, "mm_hashes is 3"),
+        ({"mm_features": [3]}, TypeError, r"mm_features\[0\] is 3: expected .* identifier"),
+        (
+            {"mm_features": [SimpleNamespace(identifier="a", mm_position=3)]},
+            TypeError,
+            r"mm_features\[0\].mm_position is 3: expected .* offset",
+        ),
+        (
+            {"mm_hashes": ["a"], "mm_positions": [{"offset": 0}]},
+            ValueError,
+            r"mm_positions\[0\] is {'offset': 0}: expected a key 'length'",
+        ),
+        ({"lora_request": 3}, TypeError, "lora_request is 3: expected .* lora_name"),
+        ({"request_id": 3}, TypeError, "request_id is 3: expected a string"),
+        ({"request_id": []}, TypeError, r"request_id is \[\]: expected a string"),
+    ],
+)
+def test_attributes_that_the_hashes_cannot_use_are_named(attributes, error, message):
+    each = request(length=40)
+    vars(each).update(attributes)
+    m = manager()
+    calls = [lambda: m.get_computed_blocks(each), lambda: m.allocate_slots(each, 40, ())]
+    if "request_id" in attributes:
+        calls += [lambda: m.append_slots(each, 1), lambda: m.free(each)]
+    for call in calls:
+        with pytest.raises(error, match=message):
+            call()
+    assert m.manager.pool.num_free == 8
+
+
+def test_attributes_that_are_none_are_absent():
+    each = request(length=40, mm_features=None, mm_hashes=None, mm_positions=None)
+    assert manager().allocate_slots(each, 40, ()) == [1, 2, 3]
+
+
+def test_an_error_of_a_requests_own_code_is_raised():
+    class Lazy(Some):
+        @property
+        def all_token_ids(self):
+            return self.prompt
+
+    with pytest.raises(AttributeError, match="prompt"):
+        manager().get_computed_blocks(Lazy(request_id="r1"))
+
+
+def test_tokens_of_full_blocks_are_not_computed_again():
+    m = manager()
+    each = admitted(m)
+    each.num_computed_tokens = 31
+    with pytest.raises(
+        ValueError, match="num_computed_tokens of request 'r1' is 31, num_tokens is 9"
+    ):
+        m.append_slots(each, 9)
+    each.num_computed_tokens = 32
+    assert m.append_slots(each, 8) == []
