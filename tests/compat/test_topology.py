@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from kvcache.compat import KVTopology, RemoteEngine
-from kvcache.transfer import AttentionBackend, heads_of_rank
+from kvcache.transfer import AttentionBackend, CacheDescription, heads_of_rank
+from kvcache.worker import KVStorage
 from tests.machinery.shared import spread
 
 SIZES = [1, 2, 4, 8]
@@ -494,3 +495,13 @@ def test_inconsistent_engine_backend_is_rejected():
         topology(backend=Disordered, tensor_shape=(1,) * 6)
     with pytest.raises(TypeError, match="backend is 3: expected a name"):
         topology(backend=3)
+
+
+def test_default_backend_is_that_of_a_storage():
+    storage = KVStorage(5, 16, num_kv_heads=4, head_size=8)
+    topology = KVTopology("a", 0, 1, total_num_kv_heads=4, tensor_shape=storage.kv_caches[0].shape)
+    assert topology.is_kv_layout_blocks_first and not topology.split_k_and_v
+    described = CacheDescription(
+        engine_id="a", num_layers=1, total_num_kv_heads=4, head_size=8, block_size=16
+    )
+    assert described.memory_order == storage.memory_order

@@ -119,7 +119,7 @@ class KVTopology:
         block_size: Tokens per block.
         total_num_kv_heads: Number of KV heads in the model, over all ranks.
         is_mla: Whether the model uses MLA.
-        backend: A registered name (None: "MLA" for MLA, otherwise "FLASH_ATTN"), an
+        backend: A registered name (None: "MLA" for MLA, otherwise "FLASHINFER"), an
             `AttentionBackend`, or any object with
             `get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)` (or `shape`) and, for
             packed layers, `get_kv_cache_stride_order(include_num_layers_dimension=True)`.
@@ -177,7 +177,7 @@ class KVTopology:
             self._check_remote(engine_id, remote)
         self._set("remotes", _Remotes(self.remotes))
         if self.backend is None:
-            self._set("backend", "MLA" if self.is_mla else "FLASH_ATTN")
+            self._set("backend", "MLA" if self.is_mla else "FLASHINFER")
         described = backend(self.backend) if isinstance(self.backend, str) else self.backend
         if isinstance(described, AttentionBackend) and described.is_mla != self.is_mla:
             raise ValueError(
