@@ -287,6 +287,20 @@ def test_the_search_ends_if_more_replicas_make_no_difference():
     assert simulated == [1, 2, 4, 8, 16, 32, 64]
 
 
+def test_the_search_goes_on_while_a_replica_is_overloaded():
+    """A router may send all long prompts to one of 1, 2, 4 or 8 replicas."""
+
+    def simulate(count):
+        is_fast = count > 8
+        return FleetReport(
+            {},
+            p99_ms_to_first_token=1.0 if is_fast else 9.0,
+            busiest_share=0.5 if is_fast else 2.5,
+        )
+
+    assert _smallest(simulate, 5.0, 1, 1024) == 9
+
+
 @pytest.mark.slow
 def test_the_smallest_of_several_tiers_is_recommended():
     plan = plan_fleet(

@@ -210,12 +210,14 @@ def _smallest(
     report_of: Callable[[int], FleetReport], p99_ms: float, first: int, most: int
 ) -> int | None:
     """Return the smallest sufficient count, found by doubling from `first` and bisection, or
-    None. Doubling ends if it has twice in a row made the fleet less than 1 % faster.
+    None. Doubling ends if it has twice in a row made the fleet less than 1 % faster, although no
+    replica is overloaded.
     """
     count, too_few, times = first, 0, list[float]()
     while not _is_fast(report := report_of(count), p99_ms):
         times.append(report.p99_ms_to_first_token)
-        is_limited = len(times) > 2 and times[-1] > 0.99 * times[-3]
+        # With more replicas, an overloaded one may still pass requests to others.
+        is_limited = len(times) > 2 and report.busiest_share <= 1 and times[-1] > 0.99 * times[-3]
         if count == most or report.rejected_requests or is_limited:
             return None  # more replicas would not help
         too_few, count = count, min(2 * count, most)
