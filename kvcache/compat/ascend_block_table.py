@@ -12,7 +12,9 @@ A caller replaces `from vllm_ascend.worker.block_table import` by
 | `compute_slot_mapping_draft(req_indices, positions)` uploads the slots | the same, with every candidate of `kernel_sizes`, not only the first one |
 | `physical_block_size`, `logical_block_size`, `blocks_per_phys_block` | the same |
 | `slot_mapping` is int32, and longer than `max_num_batched_tokens` | the same: `2 * pcp_world_size * max_num_reqs` more entries |
-| a group whose spec is a `MambaSpec` has no slots | the same, or `slot_mapping=False` |
+| a group whose spec is a `MambaSpec` has no slots, and with DCP rows for the blocks of all ranks | the same, or `slot_mapping=False` and `replicated=True` |
+| rows of a group with a `compress_ratio` are shorter | not shorter: pass `max_num_blocks` |
+| `use_fused_slot_mapping`, `enable_multistream_slot_mapping` | accepted, and not needed: all groups are computed in one call |
 | `get_dcp_group()`, a global of the process | `context_parallel=ContextParallel(...)`: a library has no such global |
 | with DCP and a kernel block below the block size, slots of a whole block are interleaved | interleaved within a kernel block, as in vLLM |
 
@@ -31,10 +33,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcache.checks import listed
+from kvcache.checks import flag, integer, listed
 from kvcache.compat import vllm_block_table as vllm
 from kvcache.compat.vllm_block_table import Tokens
-from kvcache.specs import ContextParallel
+from kvcache.specs import ContextParallel, checked_context_parallel
 
 
 class AscendBlockTable(vllm.BlockTable):
@@ -71,6 +73,9 @@ class AscendBlockTable(vllm.BlockTable):
     ) -> None:
         if _has_states(kv_cache_group):
             options = {"slot_mapping": False, "replicated": True, **options}
+            cp = checked_context_parallel(options.get("context_parallel"))
+            count = integer(max_num_blocks_per_req, "max_num_blocks_per_req", 1)
+            max_num_blocks_per_req = count * cp.world_size
         super().__init__(
             block_size,
             max_num_reqs,
@@ -133,6 +138,7 @@ class AscendMultiGroupBlockTable(vllm.MultiGroupBlockTable):
     """
 
     _table_type = AscendBlockTable
+    block_tables: list[AscendBlockTable]
 
     def __init__(
         self,
@@ -149,12 +155,25 @@ class AscendMultiGroupBlockTable(vllm.MultiGroupBlockTable):
         kv_cache_groups: Sequence[object] | None = None,
         *,
         context_parallel: ContextParallel | None = None,
+        use_fused_slot_mapping: bool = True,
+        enable_multistream_slot_mapping: bool = False,
         **options: Any,
     ) -> None:
+        flag(use_fused_slot_mapping, "use_fused_slot_mapping")
+        flag(enable_multistream_slot_mapping, "enable_multistream_slot_mapping")
         if kv_cache_groups is not None:
-            has_states = [*map(_has_states, listed(kv_cache_groups, "kv_cache_groups"))]
+            groups = listed(kv_cache_groups, "kv_cache_groups")
+            _check_one_per_group(groups, len(listed(block_sizes, "block_sizes")), "kv_cache_groups")
+            has_states = [*map(_has_states, groups)]
             slots = [not each for each in has_states]
             options = {"slot_mapping": slots, "replicated": has_states, **options}
+            if max_num_blocks is not None:
+                max_num_blocks = listed(max_num_blocks, "max_num_blocks")
+                world_size = checked_context_parallel(context_parallel).world_size
+                for g, (count, whole) in enumerate(zip(max_num_blocks, has_states)):
+                    if whole and count is not None:
+                        count = integer(count, f"max_num_blocks[{g}]", 1)
+                        max_num_blocks[g] = count * world_size
         super().__init__(
             max_num_reqs,
             max_model_len,
@@ -171,20 +190,35 @@ class AscendMultiGroupBlockTable(vllm.MultiGroupBlockTable):
         )
 
     def compute_slot_mapping(
-        self, req_indices: Tokens | int | None = None, *others: Any, **named: Any
+        self,
+        req_indices: Tokens | int | None = None,
+        *others: Any,
+        positions_compressed_list: Sequence[np.ndarray] | None = None,
+        req_indices_compressed_list: Sequence[np.ndarray] | None = None,
+        **named: Any,
     ) -> None:
-        """Compute the slots of all groups. See `vllm_block_table.BlockTable`. Two more arguments
-        are those of `compute_slot_mapping_draft`, which is then called.
+        """Compute the slots of all groups. See `vllm_block_table.BlockTable`. The two lists, which may
+        also follow three positional arguments, are those of `compute_slot_mapping_draft`, which is
+        called if both are given.
         """
-        if len(others) == 4 and all(others[2:]):
-            self.compute_slot_mapping_draft(req_indices, *others[1:])
+        lists = (positions_compressed_list, req_indices_compressed_list)
+        if len(others) > 2:
+            if len(others) > 4 or lists != (None, None):
+                raise TypeError(
+                    f"{1 + len(others)} positional arguments: expected (num_reqs, query_start_loc, "
+                    "positions, positions_compressed_list, req_indices_compressed_list), each once"
+                )
+            lists = (*others[2:], None)[:2]
+        rows = self._compressed(*lists)
+        if rows is not None:
+            self._compute_drafts(*rows)
         else:
             super().compute_slot_mapping(req_indices, *others[:2], **named)
 
     def compute_slot_mapping_draft(
         self,
-        req_indices: Tokens,
-        positions: Tokens,
+        req_indices: Tokens | None = None,
+        positions: Tokens | None = None,
         positions_compressed_list: Sequence[np.ndarray] | None = None,
         req_indices_compressed_list: Sequence[np.ndarray] | None = None,
     ) -> None:
@@ -196,15 +230,27 @@ class AscendMultiGroupBlockTable(vllm.MultiGroupBlockTable):
             positions_compressed_list: One array of positions per group, instead of `positions`.
             req_indices_compressed_list: One array of rows per group, instead of `req_indices`.
         """
-        for g, table in enumerate(self.block_tables):
-            if table.is_mamba_group:
-                continue
-            if positions_compressed_list and req_indices_compressed_list:
-                req_indices, positions = (
-                    req_indices_compressed_list[g],
-                    positions_compressed_list[g],
-                )
-            table.compute_slot_mapping_draft(req_indices, positions)
+        rows = self._compressed(positions_compressed_list, req_indices_compressed_list)
+        if rows is None:
+            rows = [positions] * len(self), [req_indices] * len(self)
+        self._compute_drafts(*rows)
+
+    def _compute_drafts(self, positions: list[Tokens], req_indices: list[Tokens]) -> None:
+        for table, where, rows in zip(self.block_tables, positions, req_indices):
+            if not table.is_mamba_group:
+                table.compute_slot_mapping_draft(rows, where)
+
+    def _compressed(
+        self, positions: Sequence[np.ndarray] | None, req_indices: Sequence[np.ndarray] | None
+    ) -> tuple[list[np.ndarray], list[np.ndarray]] | None:
+        """Return both lists. None unless both have entries."""
+        names = ("positions_compressed_list", "req_indices_compressed_list")
+        found = [listed(each or (), name) for each, name in zip((positions, req_indices), names)]
+        if not all(found):
+            return None
+        for each, name in zip(found, names):
+            _check_one_per_group(each, len(self), name)
+        return found[0], found[1]
 
 
 # The names of the interface.
@@ -216,3 +262,11 @@ def _has_states(group: object | None) -> bool:
     """Return whether the spec of an engine's group is a `MambaSpec`, whichever class that is."""
     spec = getattr(group, "kv_cache_spec", None)
     return any(each.__name__ == "MambaSpec" for each in type(spec).__mro__)
+
+
+def _check_one_per_group(values: Sequence[object], num_groups: int, name: str) -> None:
+    if len(values) != num_groups:
+        raise ValueError(
+            f"{name} has {len(values)} entries, but block_sizes has {num_groups}: expected equal "
+            "lengths"
+        )

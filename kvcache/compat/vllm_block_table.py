@@ -14,6 +14,7 @@ A caller replaces `from vllm.v1.worker.block_table import` by
 | `get_dcp_group()`, a global of the process | `context_parallel=ContextParallel(...)`: a library has no such global. A group that is not distributed is `replicated` |
 | widths are rounded up to 128 tokens in newer versions | not rounded: pass `max_num_blocks` |
 | `move_row` leaves the old row as it was | clears it, because stale rows have been read as live ones |
+| a position for which the row has no block gets a slot of block 0 | `ValueError` if slots are computed on the host |
 | a row that is too long is cut off, or NumPy raises an error | `ValueError`, and nothing is written |
 
 >>> table = BlockTable(16, 4, 8, 64, False, "cpu", 16, 1)
@@ -286,13 +287,16 @@ def _slot_arguments(
             "(num_reqs, query_start_loc, positions), and positions once"
         )
     if len(others) == 2:
+        for name, value in (("num_reqs", num_reqs), ("query_start_loc", query_start_loc)):
+            if value is not None:
+                raise TypeError(f"{name} is {shown(value)}: expected it once, by position")
         num_reqs, (query_start_loc, positions), first = first, others, None
         num_reqs = integer(num_reqs, "num_reqs")
     elif others:
         positions = others[0]
     if num_reqs is not None:
         count = integer(num_reqs, "num_reqs") + 1
-        if query_start_loc is None or len(query_start_loc) < count:
+        if not np.ndim(query_start_loc) or len(query_start_loc) < count:
             raise ValueError(
                 f"query_start_loc is {shown(query_start_loc)}: expected {count} entries, because "
                 f"num_reqs is {count - 1}"

@@ -2,6 +2,7 @@
 """Callers of vLLM's block tables and of those of its NPU variant, beside the slot formula."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -172,7 +173,7 @@ def slots(*given, **named):
         (
             lambda: NPU.MultiGroupBlockTable(*MULTI, kv_cache_groups=[SimpleNamespace()]),
             ValueError,
-            "slot_mapping has 1 entries",
+            "kv_cache_groups has 1 entries, but block_sizes has 2",
         ),
         (
             lambda: NPU.MultiGroupBlockTable(*MULTI, kv_cache_groups=3),
@@ -191,6 +192,17 @@ def slots(*given, **named):
         ),
         (lambda: slots(True, np.array([0, 1]), np.array([1])), TypeError, "num_reqs is True"),
         (lambda: slots(1, np.array([0, 1]), np.array([1]), 4), TypeError, "4 positional arguments"),
+        (lambda: slots(1, 5, np.array([1])), ValueError, "query_start_loc is 5"),
+        (
+            lambda: slots(1, np.array([0, 1]), np.array([1]), num_reqs=1),
+            TypeError,
+            "num_reqs is 1: expected it once",
+        ),
+        (
+            lambda: slots(1, np.array([0, 1]), np.array([1]), query_start_loc=np.array([0, 1])),
+            TypeError,
+            "query_start_loc .* once",
+        ),
         (lambda: slots(np.array([0])), TypeError, "positions is missing"),
         (
             lambda: slots(np.array([0]), np.array([1]), positions=np.array([1])),
@@ -211,3 +223,44 @@ def test_an_overflowing_row_changes_nothing():
         with pytest.raises(ValueError, match="row 1"):
             table.append_row([3] * 7, 1)
         assert (table.block_table.np == before).all() and table.num_blocks_per_row[1] == 8
+
+
+def groups_with_states(**options):
+    groups = [SimpleNamespace(kv_cache_spec=kind()) for kind in (object, type("MambaSpec", (), {}))]
+    return NPU.MultiGroupBlockTable(*MULTI, kv_cache_groups=groups, **options)
+
+
+def test_lists_of_compressed_groups_are_checked():
+    tables = groups_with_states()
+    tables.add_row(([4], [6]), 0)
+    begin, positions = np.array([0, 1], np.int32), np.array([3])
+    lists = [np.array([5]), np.array([0])], [np.array([0], np.int32)] * 2
+    names = ("positions_compressed_list", "req_indices_compressed_list")
+    tables.compute_slot_mapping(1, begin, positions, **dict(zip(names, lists)))
+    assert tables[0].slot_mapping.np[:2].tolist() == [4 * 16 + 5, -1]
+    tables.compute_slot_mapping(1, begin, positions, lists[0])  # without the other: not compressed
+    assert tables[0].slot_mapping.np[:2].tolist() == [4 * 16 + 3, -1]
+    for call in (tables.compute_slot_mapping_draft, partial(tables.compute_slot_mapping, 1)):
+        with pytest.raises(ValueError, match="positions_compressed_list has 1 entries"):
+            call(begin, positions, lists[0][:1], lists[1])
+    with pytest.raises(TypeError, match="6 positional arguments"):
+        tables.compute_slot_mapping(1, begin, positions, *lists, 3)
+    with pytest.raises(TypeError, match="4 positional arguments"):
+        tables.compute_slot_mapping(1, begin, positions, lists[0], **{names[1]: lists[1]})
+
+
+def test_rows_of_states_hold_the_blocks_of_all_ranks():
+    cp = ContextParallel(dcp_world_size=2)
+    tables = groups_with_states(max_num_blocks=[2, np.int64(2)], context_parallel=cp)
+    assert [table.max_num_blocks_per_req for table in tables] == [2, 4]
+    group = SimpleNamespace(kv_cache_spec=type("MambaSpec", (), {})())
+    one = NPU.BlockTable(64, 4, 2, 32, kv_cache_group=group, context_parallel=cp)
+    assert one.max_num_blocks_per_req == 4
+    with pytest.raises(TypeError, match=r"max_num_blocks\[1\] is True"):
+        groups_with_states(max_num_blocks=[2, True])
+
+
+def test_options_of_the_npu_launch_are_accepted():
+    assert len(groups_with_states(use_fused_slot_mapping=False)) == 2
+    with pytest.raises(TypeError, match="enable_multistream_slot_mapping is 1"):
+        groups_with_states(enable_multistream_slot_mapping=1)
