@@ -193,7 +193,8 @@ def build(
         plan: The plan.
         max_num_reqs: Maximum number of admitted requests.
         device: Device on which the pages are allocated.
-        backend: Attention backend, as in `KVStorage.for_plan`.
+        backend: Attention backend, as in `KVStorage.for_plan`. None: FLASHINFER, whose `kv_cache` is
+            [blocks, 2, block_size, num_kv_heads, head_size].
         layout: "NHD" or "HND".
         kernel_sizes: Candidates for the attention kernel's block size in tokens, in order of
             preference. If the plan's blocks are larger, the block tables and `kv_cache` split them
