@@ -15,6 +15,7 @@ A caller replaces `from vllm_ascend.worker.block_table import` by
 | a group whose spec is a `MambaSpec` has no slots, and with DCP rows for the blocks of all ranks | the same, or `slot_mapping=False` and `replicated=True` |
 | rows of a group with a `compress_ratio` are shorter | not shorter: pass `max_num_blocks` |
 | `use_fused_slot_mapping`, `enable_multistream_slot_mapping` | accepted, and not needed: all groups are computed in one call |
+| `slot_mapping_cpu`, `block_table_np` and the like of older versions | `slot_mapping.cpu`, `block_table.np`, as in newer versions |
 | `get_dcp_group()`, a global of the process | `context_parallel=ContextParallel(...)`: a library has no such global |
 | with DCP and a kernel block below the block size, slots of a whole block are interleaved | interleaved within a kernel block, as in vLLM |
 

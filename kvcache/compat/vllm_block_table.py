@@ -11,6 +11,7 @@ A caller replaces `from vllm.v1.worker.block_table import` by
 | `compute_slot_mapping(num_reqs, query_start_loc, positions)`, or in older versions `(req_indices, positions)` | the same; slots that were computed on the host are uploaded by `commit_slot_mapping`, as in older versions |
 | `map_to_kernel_blocks(ids, ratio, arange)` | the same; `arange` is not needed |
 | `block_size`, `max_num_blocks_per_req` of a table are in kernel blocks | the same; `shape` has the allocator's |
+| `slot_mapping_cpu`, `block_table_np` and the like of older versions | `slot_mapping.cpu`, `block_table.np`, as in newer versions |
 | `get_dcp_group()`, a global of the process | `context_parallel=ContextParallel(...)`: a library has no such global. A group that is not distributed is `replicated` |
 | widths are rounded up to 128 tokens in newer versions | not rounded: pass `max_num_blocks` |
 | `move_row` leaves the old row as it was | clears it, because stale rows have been read as live ones |

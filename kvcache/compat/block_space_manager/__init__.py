@@ -14,7 +14,8 @@ of `SequenceLike` and `SequenceGroupLike`.
 | `fork` of an unknown parent has no effect | `ValueError` |
 | the engine may choose the order of swaps and copies | the pairs must be processed in the order of the calls |
 | blocks become hits when they are full | when `mark_blocks_as_computed(seq_group, token_chunk_size)` says that they were computed |
-| `access_all_blocks_in_seq`, `get_common_computed_block_ids`, `get_num_cached_tokens`, `remove_seq_from_computed_blocks_tracker`, `get_prefix_cache_hit_rate`, `reset_prefix_cache`, `get_num_free_gpu_blocks`, `get_num_free_cpu_blocks` | the same |
+| `get_common_computed_block_ids` of decoding sequences includes the blocks that they have computed | only the blocks that were hits at the allocation |
+| `access_all_blocks_in_seq`, `get_num_cached_tokens`, `remove_seq_from_computed_blocks_tracker`, `get_prefix_cache_hit_rate`, `reset_prefix_cache`, `get_num_free_gpu_blocks`, `get_num_free_cpu_blocks` | the same |
 
 >>> manager = SelfAttnBlockSpaceManager(16, num_gpu_blocks=9, num_cpu_blocks=9)
 >>> manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()
