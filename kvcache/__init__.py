@@ -56,6 +56,7 @@ _IN_COMPAT = {
         *("kv_postprocess_blksize_and_layout_on_receive", "kv_postprocess_blksize_on_receive"),
         "kv_postprocess_layout_on_receive",
     ),
+    "kv_cache_manager": ("KVCacheBlock",),
     "block_space_manager": (
         *("AllocStatus", "BlockSpaceManager", "SelfAttnBlockSpaceManager", "SequenceGroupLike"),
         "SequenceLike",

@@ -53,6 +53,8 @@ def _fail_name(owner: type, name: str) -> NoReturn:
     message = f"{owner.__name__} has no attribute {name!r}"
     if name in _IN_COMPAT:
         message += f": expected KVCacheManager of kvcache.compat.kv_cache_manager, which has {name}"
+    elif not name.startswith("_") and hasattr(PrefixCache, name):
+        message += f": expected manager.cache.{name}"
     raise AttributeError(message, name=name)
 
 
@@ -627,12 +629,15 @@ class KVCacheManager(metaclass=_Names):
 
         Args:
             request: A request that `admit` admitted.
-            num_tokens: Number of tokens to compute, after the computed tokens.
+            num_tokens: Number of tokens to compute, after the computed tokens, at least 1.
             num_lookahead_tokens: Additional slots for drafts. Never cached.
 
         Returns:
             The new blocks, int32[k] (one array per group if there are several groups). Empty if no
             block is needed. None if the tokens do not fit.
+
+        Raises:
+            ValueError: The request was admitted by `step`, or a number is out of range.
         """
         ids = self._native.extend(self.row(request), num_tokens, num_lookahead_tokens)
         return None if ids is None else by_group(ids)

@@ -54,11 +54,17 @@ class BlockHashes(NamedTuple):
 
 
 class CachedPrefix(NamedTuple):
-    """The cached prefix of a request."""
+    """The cached prefix of a request.
 
-    block_ids: np.ndarray | list[np.ndarray]  # int32[k], or one array per group
+    Attributes:
+        block_ids: The blocks, int32[k], or one array per group if there are several groups.
+        num_tokens: Number of tokens of the prefix.
+        num_shared_tokens: Number of tokens that are cached in the groups that cache all tokens.
+    """
+
+    block_ids: np.ndarray | list[np.ndarray]
     num_tokens: int
-    num_shared_tokens: int  # tokens cached in the groups that cache all tokens
+    num_shared_tokens: int
 
 
 class PrefixCache:

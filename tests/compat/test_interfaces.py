@@ -219,6 +219,13 @@ def test_a_name_in_the_wrong_place_raises_an_error_that_names_its_module(of, nam
     assert not hasattr(of, name)
 
 
+@pytest.mark.parametrize("name", ["find_prefix", "reset", "drain_events", "stats", "hashes_of"])
+def test_a_name_of_the_prefix_cache_raises_an_error_that_names_it(name):
+    for of in (kvcache.KVCacheManager, kvcache.KVCacheManager(16, 9, 128)):
+        with pytest.raises(AttributeError, match=f"'{name}': expected manager.cache.{name}$"):
+            getattr(of, name)
+
+
 def test_an_import_from_the_wrong_place_names_the_module():
     with pytest.raises(
         ImportError, match=r"import from kvcache.compat.vllm_block_table or kvcache\."
