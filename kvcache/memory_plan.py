@@ -541,4 +541,6 @@ def _ceil_div(a: int, b: int) -> int:
 def _with_unit(num_bytes: int) -> str:
     if num_bytes >= 2**30:
         return f"{num_bytes} ({num_bytes / 2**30:.2f} GiB)"
-    return f"{num_bytes} ({num_bytes / 2**20:.2f} MiB)"
+    if num_bytes >= 2**20:
+        return f"{num_bytes} ({num_bytes / 2**20:.2f} MiB)"
+    return f"{num_bytes} ({num_bytes / 2**10:.2f} KiB)"
