@@ -325,9 +325,14 @@ class Worker:
             )
         if previous > last:
             was = f"step {last} was applied last" if last >= 0 else "no plan was applied yet"
+            missing = (
+                f"plan of step {previous} first, or abort this step"
+                if previous == last + 1
+                else f"plans of steps {last + 1} to {previous} first, or abort these steps"
+            )
             raise ValueError(
                 f"plan has step_id {plan.step_id} and follows step {previous}, but {was}: apply the "
-                f"plans of steps {last + 1} to {previous} first, or abort these steps"
+                f"{missing}"
             )
 
     def _has_no_moves(self) -> bool:

@@ -73,7 +73,7 @@ def test_plan_applied_too_early_is_rejected_and_changes_nothing(order):
     for i in order[:-1]:
         worker.apply(plans[i])
     before = tables_of(worker)
-    with pytest.raises(ValueError, match=r"apply the plans of steps \d to \d first, or abort"):
+    with pytest.raises(ValueError, match=r"apply the plan of step \d first, or abort this step"):
         worker.apply(plans[order[-1]])
     assert (tables_of(worker) == before).all()
 

@@ -586,9 +586,13 @@ def test_plan_after_a_lost_plan_is_rejected(num_lost):
     w.apply(manager.step(new=[request]))
     lost = [manager.step([0], [16]) for _ in range(num_lost)]
     later = manager.step([0], [40])
+    missing = {
+        1: "the plan of step 1 first, or abort this step",
+        3: "the plans of steps 1 to 3 first, or abort these steps",
+    }[num_lost]
     message = (
         rf"step_id {num_lost + 1} and follows step {num_lost}, but step 0 was applied last: apply "
-        rf"the plans of steps 1 to {num_lost} first, or abort these steps"
+        f"{missing}"
     )
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
