@@ -256,10 +256,11 @@ def _recommend(plan: FleetPlan) -> None:
             "replicas"
         )
         return
+    is_largest = best.fleet["replicas"] == max(each.fleet["replicas"] for each in plan.reports)
     plan.reason = (
         f"the fastest fleet, {fleet_size(best.fleet)}, has a p99 of "
-        f"{best.p99_ms_to_first_token:,.0f} ms: use more or faster replicas, or allow more than "
-        f"{plan.p99_ms:g} ms"
+        f"{best.p99_ms_to_first_token:,.0f} ms: use {'more or faster' if is_largest else 'faster'} "
+        f"replicas, or allow more than {plan.p99_ms:g} ms"
     )
 
 
