@@ -127,7 +127,7 @@ def slot_mapping(
     after the last token, are set to -1.
 
     Args:
-        tables: int32[...]. The tables of all groups, concatenated.
+        tables: int32[number of entries]. The tables of all groups, flattened and concatenated.
         groups: int64[num_groups, 8] on the CPU. For each group: offset of its table [num_rows, columns]
             in `tables`, columns, kernel block size, context-parallel world size, rank, interleave, window
             (0: none), and row in `num_blocks_per_row`.
@@ -152,8 +152,8 @@ def update_block_tables(tables: torch.Tensor, updates: torch.Tensor) -> None:
     """Apply a step's changes to the device tables of all groups, in one launch.
 
     Args:
-        tables: int32[...]. The tables.
-        updates: int32[...] in the format of `HostTables.pack`: the number of segments; then, for each
+        tables: int32[number of entries]. The tables.
+        updates: int32[length] in the format of `HostTables.pack`: the number of segments; then, for each
             segment, its start in `tables`, its length, and the position of its values in `updates`;
             then the values of all segments.
     """
