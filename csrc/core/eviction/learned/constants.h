@@ -20,7 +20,7 @@ inline constexpr double kAge = 600;  // ms
 inline constexpr double kAgeRatio = 1.5;
 // Samples of released blocks.
 inline constexpr int kRecords = 16'384;  // at most 65,535
-inline constexpr int kSamples = 4;       // per segment; half as many per shared segment
+inline constexpr int kSamples = 2;       // per segment; half as many per shared segment
 inline constexpr int kRecount = 32;      // recounts per kRecords samples
 // Probability of use per bucket before anything is known. Per millisecond, it decreases with age.
 inline constexpr double kPrior = .02;
@@ -29,10 +29,10 @@ inline constexpr double kClassWeight = 60;  // of a class
 inline constexpr double kGroupWeight = 60;  // of a level of a feature
 inline constexpr double kAllWeight = 30;    // of all classes together
 // Simulated pools have at least this many blocks, and less than twice as many.
-inline constexpr int64_t kSimulated = 1'500;
+inline constexpr int64_t kSimulated = 1'000;
 // The duel. C is the number of blocks of a simulated pool.
 inline constexpr double kStake = 1. / 8;  // of C: hits that may be lost to LRU
 inline constexpr double kShare = .004;    // of the hits of LRU: the same
-inline constexpr double kEvidence = .04;  // of C: hits gained in simulation that start a trial
+inline constexpr double kEvidence = .02;  // of C: hits gained in simulation that start a trial
 
 }  // namespace kvcache::learned

@@ -71,6 +71,7 @@ class SimulatedPool final : public SimulatedCache {
     num_present_ = 0;
     open_ = Segments::kNone;
   }
+  int64_t num_evicted() const { return num_evicted_; }
   size_t num_bytes() const {
     return segments_.num_bytes() + nodes_.capacity() * sizeof(Node) +
            heads_.capacity() * sizeof(BlockId);
@@ -133,6 +134,7 @@ class SimulatedPool final : public SimulatedCache {
       const uint32_t s = segments_.choose(order_, now_);
       if (s == Segments::kNone) return;
       remove_node(segments_[s].first);
+      ++num_evicted_;
     }
   }
 
@@ -142,7 +144,7 @@ class SimulatedPool final : public SimulatedCache {
   std::vector<Node> nodes_;  // node 0: none
   std::vector<BlockId> heads_;
   BlockId unused_ = kNullBlock;
-  int64_t num_present_ = 0, now_ = 0;
+  int64_t num_present_ = 0, now_ = 0, num_evicted_ = 0;
   uint32_t open_ = Segments::kNone, number_ = 0;
 };
 
@@ -214,14 +216,14 @@ class Duel {
     // While LRU is followed in an exact duel, at most C hits were lost since the end of the trial.
     if (!follows_lru_) {
       lead_ += is_hit - by_lru;
-    } else if (is_exact_) {
+    } else if (is_exact_ && lru_.num_evicted() - evicted_ < capacity_) {
       lead_ = std::clamp(lead_ + is_hit - by_lru, least_ - capacity_, least_);
     }
     const double left =
         static_cast<double>(lead_) + learned::kShare * static_cast<double>(num_lru_);
     if (follows_lru_) {
       evidence_ = std::max<int64_t>(evidence_ + by_value - by_lru, 0);
-      follows_lru_ = static_cast<double>(evidence_) < part(learned::kEvidence) ||
+      follows_lru_ = static_cast<double>(evidence_) < part(learned::kEvidence) + learned::kShare * static_cast<double>(num_lru_) ||
                      left < -part(learned::kStake) / 2;
       best_ = lead_;
       return;
@@ -230,6 +232,7 @@ class Duel {
     follows_lru_ = left <= -part(learned::kStake) || best_ - lead_ >= capacity_;
     evidence_ = 0;
     least_ = lead_;
+    evicted_ = lru_.num_evicted();
   }
 
   bool is_exact_, compares_requests_ = false;
@@ -239,6 +242,7 @@ class Duel {
   bool follows_lru_ = true;
   int64_t num_lru_ = 0;          // hits of LRU
   int64_t lead_ = 0, best_ = 0;  // hits gained over LRU, and most in this trial
+  int64_t evicted_ = 0;
   int64_t least_ = 0;            // lead at the end of the last trial
   int64_t evidence_ = 0;         // hits that the own order gained since it was furthest behind
 };

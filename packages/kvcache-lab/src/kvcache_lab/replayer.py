@@ -235,12 +235,13 @@ class Replayer:
         else:
             self._num_out_of_order += item.arrival_ms < self._last_arrival_ms
             self._last_arrival_ms = max(item.arrival_ms, self._last_arrival_ms)
-            # In workloads without times, one request arrives per second.
-            self._now_ms = max(item.arrival_ms, self._now_ms + 1000 * (item.arrival_ms == 0))
-            self.manager.cache.set_now(self._now_ms / 1000)
         self._num_requests += 1
         while len(self._running) >= self.concurrency:
             self._make_room()
+        if self._clock is None:
+            # In workloads without times, one request arrives per second.
+            self._now_ms = max(item.arrival_ms, self._now_ms + 1000 * (item.arrival_ms == 0))
+            self.manager.cache.set_now(self._now_ms / 1000)
         if request is None:
             request = Request(str(item.index), item.token_ids)
         start = perf_counter_ns()
