@@ -156,7 +156,6 @@ class Replayer:
             self.manager.cache.set_now(0.0)  # queries also need the time, so set it before any call
         self._first_arrival_ms: float | None = None
         self._last_arrival_ms = 0
-        self._now_ms = 0  # used only in untimed replays
         self._last_wait_ms = 0.0  # how long the last served request waited for its prefill
         self._computed_ms = 0.0  # total duration of all prefills
         # Times from arrival to first token, of all served requests.
@@ -238,10 +237,8 @@ class Replayer:
         self._num_requests += 1
         while len(self._running) >= self.concurrency:
             self._make_room()
-        if self._clock is None:
-            # In workloads without times, one request arrives per second.
-            self._now_ms = max(item.arrival_ms, self._now_ms + 1000 * (item.arrival_ms == 0))
-            self.manager.cache.set_now(self._now_ms / 1000)
+        if self._clock is None:  # the previous requests have ended before this one arrives
+            self.manager.cache.set_now(self._last_arrival_ms / 1000)
         if request is None:
             request = Request(str(item.index), item.token_ids)
         start = perf_counter_ns()
@@ -303,7 +300,7 @@ class Replayer:
     @property
     def now_ms(self) -> float:
         """The time of the replay in milliseconds, which may be after the last arrival."""
-        return self._now_ms if self._clock is None else self._clock.now_ms
+        return self._last_arrival_ms if self._clock is None else self._clock.now_ms
 
     @property
     def prefill_free_ms(self) -> float:
