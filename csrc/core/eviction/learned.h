@@ -69,14 +69,16 @@ class Learned : public EvictionOrder, public BlockListener {
   // pools.
   void simulate_all(int64_t num_host_blocks) {
     duel_ = std::make_unique<Duel>(num_blocks_ - 1 + num_host_blocks, &reuse_->hazards, false);
+    duel_->add_host(num_host_blocks);
   }
   void compare_requests(int64_t num_host_blocks) {
     duel_ = std::make_unique<Duel>(num_blocks_ - 1 + num_host_blocks, &reuse_->hazards);
+    duel_->add_host(num_host_blocks);
     segments_.finish_chosen();
   }
   Duel* duel() { return duel_.get(); }
-  void count_request(int64_t by_lru, int64_t by_value) {
-    duel_->count_request(by_lru, by_value);
+  void count_request(int64_t num_hit, int64_t by_lru, int64_t by_value) {
+    duel_->count(num_hit, by_lru, by_value);
     reuse_->follows_lru = falls_back();
   }
   // Whether the policy follows LRU.
@@ -120,6 +122,8 @@ class Learned : public EvictionOrder, public BlockListener {
   }
 
   void on_publish(const Published& batch) override {
+    for (int64_t i = 0; i < batch.n; ++i) num_keys_ += batch.hash(i) != nullptr;
+    duel_->raise_capacity(num_keys_);
     for (int64_t i = 0; i < batch.n; ++i) {
       if (batch.hash(i) == nullptr || batch.is_again) continue;
       const uint32_t key = Hazards::key_of(*batch.hash(i), batch.group);
@@ -184,7 +188,11 @@ class Learned : public EvictionOrder, public BlockListener {
   void on_forget(const Forgotten& batch) override {
     if (batch.why == Forgotten::Why::kFreed) return;
     if (batch.why == Forgotten::Why::kReset) return clear();
-    if (batch.why == Forgotten::Why::kEvicted) num_taken_ = {};
+    for (int64_t i = 0; i < batch.n; ++i) num_keys_ -= batch.hash(i) != nullptr;
+    if (batch.why == Forgotten::Why::kEvicted) {
+      num_taken_ = {};
+      duel_->set_capacity(num_keys_);
+    }
     for (int64_t i = 0; i < batch.n; ++i) {
       const BlockId id = batch.ids[i];
       if (batch.why == Forgotten::Why::kRemoved && batch.is_last(i)) {
@@ -242,6 +250,7 @@ class Learned : public EvictionOrder, public BlockListener {
     budget_.clear();
     duel_->clear();
     loose_ = Segments::kNone;
+    num_keys_ = 0;
   }
 
   // Whether the group consists of windows or states, which are used at the ends of hits only.
@@ -442,6 +451,7 @@ class Learned : public EvictionOrder, public BlockListener {
   uint32_t side_groups_ = 0;                             // one bit per group
   uint32_t loose_ = Segments::kNone, loose_number_ = 0;  // segment of the last block not told
   int64_t first_now_ = 0, num_releases_ = 0;
+  int64_t num_keys_ = 0;  // hashes under which blocks are cached
 };
 
 }  // namespace kvcache

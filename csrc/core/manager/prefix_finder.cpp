@@ -161,7 +161,7 @@ int64_t PrefixFinder::find_in(SimulatedCache* cache, const TokenChain& chain) {
       }
     }
   }
-  return compared_unit_ == 0 ? 0 : found.all / compared_unit_;
+  return found.all / compared_unit_;
 }
 
 // Iterates to a fixed point, because shortening the hit in one group shortens it in all groups.

@@ -88,6 +88,7 @@ class PrefixFinder {
   // notified of the uses at the end of the hit. Only whole blocks count, in the first cached group
   // that keeps all tokens or, without one, in the first cached group. Does not change the last hit.
   int64_t find_in(SimulatedCache* cache, const TokenChain& chain);
+  int64_t compared_unit() const { return compared_unit_; }  // the size of these blocks
 
  private:
   // Starts a search for whole or partial blocks of this chain, or for none unless `reads`.

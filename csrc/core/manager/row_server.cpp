@@ -260,7 +260,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   begin_row(row, asked, hit, by_step);
   advance(row, &c_.row(row), served->span);
   if (parts_.misses != nullptr) note_misses(row, asked, hit);
-  if (parts_.compared != nullptr && asked.reads()) compare_hit(*asked.chain);
+  if (parts_.compared != nullptr && asked.reads()) compare_hit(*asked.chain, hit.num_tokens);
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
   growth_.take_hit(served, hit);
   growth_.serve(served, demand);
@@ -298,10 +298,11 @@ void RowServer::note_misses(int32_t row, const NewRow& asked, const PrefixHit& h
 }
 
 // Reports the hits that a request has in the caches which the eviction policy simulates.
-void RowServer::compare_hit(const TokenChain& chain) {
+void RowServer::compare_hit(const TokenChain& chain, int64_t num_tokens) {
   Duel* duel = parts_.compared->duel();
   const int64_t by_lru = parts_.finder->find_in(duel->lru(), chain);
-  parts_.compared->count_request(by_lru, parts_.finder->find_in(duel->own(), chain));
+  const int64_t by_value = parts_.finder->find_in(duel->own(), chain);
+  parts_.compared->count_request(num_tokens / parts_.finder->compared_unit(), by_lru, by_value);
 }
 
 void RowServer::count_hit(int32_t row, const PrefixHit& hit) {

@@ -100,7 +100,7 @@ class RowServer {
   static Span span_of(const NewRow& asked, const PrefixHit& hit);
   Span span_of(const Row& r, int64_t num_rejected, int64_t num_tokens, int64_t num_lookahead) const;
   Demand demand_of_new(const NewRow& asked, const PrefixHit& hit, const Span& span);
-  void compare_hit(const TokenChain& chain);
+  void compare_hit(const TokenChain& chain, int64_t num_tokens);
   void count_hit(int32_t row, const PrefixHit& hit);
   Status admit(ServedRow* served, const NewRow& asked, const PrefixHit& hit, bool by_step);
   void begin_row(int32_t row, const NewRow& asked, const PrefixHit& hit, bool by_step);

@@ -19,7 +19,7 @@ namespace kvcache {
 class SimulatedPool final : public SimulatedCache {
  public:
   SimulatedPool(int64_t capacity, const Hazards* order)  // null: LRU
-      : capacity_(capacity), order_(order), segments_(most() + 1), nodes_(1) {
+      : most_(capacity + capacity / 4 + 64), full_(capacity), capacity_(capacity), order_(order), segments_(most_ + 1), nodes_(1) {
     size_t num_heads = 1;
     while (num_heads < static_cast<size_t>(capacity)) num_heads *= 2;
     heads_.assign(num_heads, 0);
@@ -32,14 +32,14 @@ class SimulatedPool final : public SimulatedCache {
       if (segments_.is_candidate(i)) segments_.remove(i);
       return true;
     }
-    if (num_present_ < most()) add(key);
+    if (num_present_ < most_) add(key);
     return false;
   }
   // Assigns a block that is no longer held, of a segment with this number, class and time.
   void idle(uint32_t key, uint32_t number, int reuse_class, int64_t time) {
     BlockId i = find(key);
     if (i == kNullBlock) {
-      if (num_present_ == most()) return;
+      if (num_present_ == most_) return;
       i = add(key);
     }
     place(i, number, reuse_class, time);
@@ -60,6 +60,8 @@ class SimulatedPool final : public SimulatedCache {
     const int before = segments_.segment_of(find(key)).reuse_class;
     assign(key, 0, ReuseClass::hit(before), now_);
   }
+  int64_t capacity() const { return capacity_; }
+  void set_capacity(int64_t capacity) { capacity_ = std::min(capacity, full_); }
   void remove(uint32_t key) {
     if (const BlockId i = find(key); i != kNullBlock) remove_node(i);
   }
@@ -94,7 +96,6 @@ class SimulatedPool final : public SimulatedCache {
     segments_.assign(i, open_);
     segments_.insert(i);
   }
-  int64_t most() const { return 2 * capacity_; }  // with held blocks
   size_t head_of(uint32_t key) const {
     return (key * uint64_t{0x9E3779B97F4A7C15} >> 32) & (heads_.size() - 1);
   }
@@ -138,7 +139,8 @@ class SimulatedPool final : public SimulatedCache {
     }
   }
 
-  int64_t capacity_;
+  int64_t most_;            // keys, including held ones
+  int64_t full_, capacity_;  // keys without held ones: at first, and now
   const Hazards* order_;
   Segments segments_;
   std::vector<Node> nodes_;  // node 0: none
@@ -164,9 +166,11 @@ class Duel {
   // `is_exact`: whether the hits of the pool itself are comparable with those of a simulated pool,
   // block by block.
   Duel(int64_t num_blocks, const Hazards* order, bool is_exact)
-      : Duel(std::max<int64_t>(num_blocks / learned::kSimulated, 1), num_blocks, order, is_exact) {}
+      : Duel((num_blocks + learned::kSimulated - 1) / learned::kSimulated, num_blocks, order, is_exact) {}
+  // Blocks that the other tier caches in addition.
+  void add_host(int64_t num_blocks) { num_host_ = num_blocks; }
   // Simulates all blocks, and counts the hits of requests.
-  Duel(int64_t num_blocks, const Hazards* order) : Duel(1, num_blocks, order, false) {
+  Duel(int64_t num_blocks, const Hazards* order) : Duel(1, num_blocks, order, true) {
     compares_requests_ = true;
     own_.finish_chosen();
   }
@@ -187,11 +191,43 @@ class Duel {
   void assign(uint32_t key, const Segments::Segment& segment) {
     own_.assign(key, segment.number, segment.reuse_class, segment.time);
   }
+  // The pool caches this many keys, and has no space for others. It may also have to store blocks
+  // without keys.
+  void set_capacity(int64_t num_keys) {
+    for (SimulatedPool* each : {&lru_, &own_}) each->set_capacity((num_keys + num_host_) / one_of_);
+  }
+  void raise_capacity(int64_t num_keys) {
+    if ((num_keys + num_host_) / one_of_ > lru_.capacity()) set_capacity(num_keys);
+  }
   bool compares_requests() const { return compares_requests_; }
   SimulatedCache* lru() { return &lru_; }
   SimulatedCache* own() { return &own_; }
-  // A request would hit these numbers of blocks in the simulated pools.
-  void count_request(int64_t by_lru, int64_t by_value) { count(by_value, by_lru, by_value); }
+  // `num_hit`: blocks that a request hits; the others: that it would hit in the simulated pools.
+  void count(int64_t num_hit, int64_t by_lru, int64_t by_value) {
+    num_lru_ += by_lru;
+    // While LRU is followed in an exact duel, at most C hits were lost since the end of the trial.
+    if (!follows_lru_) {
+      lead_ += num_hit - by_lru;
+    } else if (is_exact_ && lru_.num_evicted() - evicted_ < capacity_) {
+      lead_ = std::clamp(lead_ + num_hit - by_lru, least_ - capacity_, least_);
+    }
+    const double left =
+        static_cast<double>(lead_) + learned::kShare * static_cast<double>(num_lru_);
+    if (follows_lru_) {
+      evidence_ = std::max<int64_t>(evidence_ + by_value - by_lru, 0);
+      const double needed =
+          part(learned::kEvidence) + learned::kGain * static_cast<double>(num_lru_);
+      follows_lru_ =
+          static_cast<double>(evidence_) < needed || left < -part(learned::kStake) / 2;
+      best_ = lead_;
+      return;
+    }
+    best_ = std::max(best_, lead_);
+    follows_lru_ = left <= -part(learned::kStake) || best_ - lead_ >= capacity_;
+    evidence_ = 0;
+    least_ = lead_;
+    evicted_ = lru_.num_evicted();
+  }
   void remove(uint32_t key) {
     lru_.remove(key);
     own_.remove(key);
@@ -205,37 +241,15 @@ class Duel {
  private:
   Duel(int64_t one_of, int64_t num_blocks, const Hazards* order, bool is_exact)
       : is_exact_(is_exact),
+        one_of_(one_of),
         last_sampled_(static_cast<uint32_t>(UINT32_MAX / one_of)),
         capacity_(std::max<int64_t>(num_blocks / one_of, 1)),
         lru_(capacity_, nullptr),
         own_(capacity_, order) {}
 
   double part(double of) const { return std::max(of * static_cast<double>(capacity_), 1.0); }
-  void count(int64_t is_hit, int64_t by_lru, int64_t by_value) {
-    num_lru_ += by_lru;
-    // While LRU is followed in an exact duel, at most C hits were lost since the end of the trial.
-    if (!follows_lru_) {
-      lead_ += is_hit - by_lru;
-    } else if (is_exact_ && lru_.num_evicted() - evicted_ < capacity_) {
-      lead_ = std::clamp(lead_ + is_hit - by_lru, least_ - capacity_, least_);
-    }
-    const double left =
-        static_cast<double>(lead_) + learned::kShare * static_cast<double>(num_lru_);
-    if (follows_lru_) {
-      evidence_ = std::max<int64_t>(evidence_ + by_value - by_lru, 0);
-      follows_lru_ = static_cast<double>(evidence_) < part(learned::kEvidence) + learned::kShare * static_cast<double>(num_lru_) ||
-                     left < -part(learned::kStake) / 2;
-      best_ = lead_;
-      return;
-    }
-    best_ = std::max(best_, lead_);
-    follows_lru_ = left <= -part(learned::kStake) || best_ - lead_ >= capacity_;
-    evidence_ = 0;
-    least_ = lead_;
-    evicted_ = lru_.num_evicted();
-  }
-
   bool is_exact_, compares_requests_ = false;
+  int64_t one_of_, num_host_ = 0;
   uint32_t last_sampled_;  // keys up to this one are sampled
   int64_t capacity_;
   SimulatedPool lru_, own_;
