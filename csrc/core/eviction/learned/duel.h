@@ -215,8 +215,8 @@ class Duel {
         static_cast<double>(lead_) + learned::kShare * static_cast<double>(num_lru_);
     if (follows_lru_) {
       evidence_ = std::max<int64_t>(evidence_ + by_value - by_lru, 0);
-      const double needed =
-          part(learned::kEvidence) + learned::kGain * static_cast<double>(num_lru_);
+      const double needed = part(learned::kEvidence) +
+                            std::min(learned::kGain * static_cast<double>(num_lru_), part(.5));
       follows_lru_ =
           static_cast<double>(evidence_) < needed || left < -part(learned::kStake) / 2;
       best_ = lead_;
