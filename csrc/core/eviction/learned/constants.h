@@ -29,12 +29,12 @@ inline constexpr double kClassWeight = 60;  // of a class
 inline constexpr double kGroupWeight = 60;  // of a level of a feature
 inline constexpr double kAllWeight = 30;    // of all classes together
 // Simulated pools have at most this many blocks.
-inline constexpr int64_t kSimulated = 2'000;
+inline constexpr int64_t kSimulated = 2'500;
 // The duel. C is the number of blocks of a simulated pool.
 inline constexpr double kStake = 1. / 8;  // of C: hits that may be lost to LRU
 inline constexpr double kShare = .004;    // of the hits of LRU: the same
 // Hits gained in simulation that start a trial: a part of C, and a share of the hits of LRU.
-inline constexpr double kEvidence = .02;
-inline constexpr double kGain = .03;
+inline constexpr double kEvidence = .01;
+inline constexpr double kGain = .035;
 
 }  // namespace kvcache::learned
