@@ -19,7 +19,12 @@ namespace kvcache {
 class SimulatedPool final : public SimulatedCache {
  public:
   SimulatedPool(int64_t capacity, const Hazards* order)  // null: LRU
-      : most_(capacity + capacity / 4 + 64), full_(capacity), capacity_(capacity), order_(order), segments_(most_ + 1), nodes_(1) {
+      : most_(capacity + capacity / 4 + 64),
+        full_(capacity),
+        capacity_(capacity),
+        order_(order),
+        segments_(most_ + 1),
+        nodes_(1) {
     size_t num_heads = 1;
     while (num_heads < static_cast<size_t>(capacity)) num_heads *= 2;
     heads_.assign(num_heads, 0);
@@ -139,7 +144,7 @@ class SimulatedPool final : public SimulatedCache {
     }
   }
 
-  int64_t most_;            // keys, including held ones
+  int64_t most_;             // keys, including held ones
   int64_t full_, capacity_;  // keys without held ones: at first, and now
   const Hazards* order_;
   Segments segments_;
@@ -166,7 +171,8 @@ class Duel {
   // `is_exact`: whether the hits of the pool itself are comparable with those of a simulated pool,
   // block by block.
   Duel(int64_t num_blocks, const Hazards* order, bool is_exact)
-      : Duel((num_blocks + learned::kSimulated - 1) / learned::kSimulated, num_blocks, order, is_exact) {}
+      : Duel((num_blocks + learned::kSimulated - 1) / learned::kSimulated, num_blocks, order,
+             is_exact) {}
   // Blocks that the other tier caches in addition.
   void add_host(int64_t num_blocks) { num_host_ = num_blocks; }
   // Simulates all blocks, and counts the hits of requests.
@@ -217,8 +223,7 @@ class Duel {
       evidence_ = std::max<int64_t>(evidence_ + by_value - by_lru, 0);
       const double needed = part(learned::kEvidence) +
                             std::min(learned::kGain * static_cast<double>(num_lru_), part(.5));
-      follows_lru_ =
-          static_cast<double>(evidence_) < needed || left < -part(learned::kStake) / 2;
+      follows_lru_ = static_cast<double>(evidence_) < needed || left < -part(learned::kStake) / 2;
       best_ = lead_;
       return;
     }
@@ -257,8 +262,8 @@ class Duel {
   int64_t num_lru_ = 0;          // hits of LRU
   int64_t lead_ = 0, best_ = 0;  // hits gained over LRU, and most in this trial
   int64_t evicted_ = 0;
-  int64_t least_ = 0;            // lead at the end of the last trial
-  int64_t evidence_ = 0;         // hits that the own order gained since it was furthest behind
+  int64_t least_ = 0;     // lead at the end of the last trial
+  int64_t evidence_ = 0;  // hits that the own order gained since it was furthest behind
 };
 
 }  // namespace kvcache

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "core/eviction/learned/hazards.h"
@@ -15,8 +16,9 @@
 namespace kvcache {
 
 // A segment is a part of a chain, with one release time and one class. It exists while it contains
-// a block. Its candidates for eviction form a ring in the order of `insert`. Segments with
-// candidates are listed by class, oldest first.
+// a block. Its candidates for eviction form a ring in the order of `insert`; usually it has one,
+// the last block of its part of the chain. Segments with candidates are listed by class, oldest
+// first.
 class Segments {
  public:
   static constexpr uint32_t kNone = 0;
@@ -41,12 +43,12 @@ class Segments {
 
   Segment& operator[](uint32_t s) { return all_[s]; }
   const Segment& operator[](uint32_t s) const { return all_[s]; }
-  uint32_t of(BlockId id) const { return places_[id].segment & ~kFlags; }
+  uint32_t of(BlockId id) const { return places_[id] & ~kFlags; }
   const Segment& segment_of(BlockId id) const { return all_[of(id)]; }
-  bool is_candidate(BlockId id) const { return places_[id].next != kNullBlock; }
-  bool has(BlockId id, uint32_t flag) const { return (places_[id].segment & flag) != 0; }
-  void set(BlockId id, uint32_t flag) { places_[id].segment |= flag; }
-  void unset(BlockId id, uint32_t flag) { places_[id].segment &= ~flag; }
+  bool is_candidate(BlockId id) const { return has(id, kCandidate); }
+  bool has(BlockId id, uint32_t flag) const { return (places_[id] & flag) != 0; }
+  void set(BlockId id, uint32_t flag) { places_[id] |= flag; }
+  void unset(BlockId id, uint32_t flag) { places_[id] &= ~flag; }
   // Number of assigned blocks by tenant.
   const std::array<int64_t, 64>& num_of_tenants() const { return num_of_tenants_; }
   void prefetch(BlockId id) const { __builtin_prefetch(&places_[id], 1); }
@@ -70,7 +72,7 @@ class Segments {
   // Assigns a block that is not a candidate to a segment, or to none. Its flags end.
   void assign(BlockId id, uint32_t s) {
     const uint32_t before = of(id);
-    places_[id].segment = s;
+    places_[id] = s;
     if (s != kNone) {
       ++all_[s].num_blocks;
       ++num_of_tenants_[all_[s].tenant];
@@ -82,28 +84,35 @@ class Segments {
   void insert(BlockId id) {
     const uint32_t s = of(id);
     Segment& segment = all_[s];
+    set(id, kCandidate);
     if (segment.first == kNullBlock) {
-      places_[id].prev = places_[id].next = segment.first = id;
+      segment.first = id;
       if (!segment.is_listed) list(s);
       if (chosen_ != s && chosen_by_ == nullptr) chosen_ = kNone;
       return;
     }
-    const BlockId last = places_[segment.first].prev;
-    places_[id].prev = last;
-    places_[id].next = segment.first;
-    places_[last].next = places_[segment.first].prev = id;
+    if (!rings_) {
+      rings_ = std::make_unique<ZeroedArray<Neighbors>>(places_.num_bytes() / sizeof(uint32_t));
+    }
+    ZeroedArray<Neighbors>& ring = *rings_;
+    Neighbors& first = ring[segment.first];
+    if (first.next == kNullBlock) first = {segment.first, segment.first};
+    ring[id] = {first.prev, segment.first};
+    ring[first.prev].next = id;
+    first.prev = id;
   }
   void remove(BlockId id) {
     Segment& segment = all_[of(id)];
-    Place& place = places_[id];
-    if (place.next == id) {
+    unset(id, kCandidate);
+    const Neighbors at = rings_ ? (*rings_)[id] : Neighbors{};
+    if (rings_) (*rings_)[id] = {};
+    if (at.next == kNullBlock || at.next == id) {
       segment.first = kNullBlock;
-    } else {
-      places_[place.prev].next = place.next;
-      places_[place.next].prev = place.prev;
-      if (segment.first == id) segment.first = place.next;
+      return;
     }
-    place.prev = place.next = kNullBlock;
+    (*rings_)[at.prev].next = at.next;
+    (*rings_)[at.next].prev = at.prev;
+    if (segment.first == id) segment.first = at.next;
   }
   // Turns a segment into one that is released now, with another class.
   void renew(uint32_t s, int64_t time, int reuse_class) {
@@ -115,13 +124,17 @@ class Segments {
   }
   void clear() {
     places_.zero();
+    rings_.reset();
     all_.assign(1, {});
     lists_ = {};
     listed_ = {};
     num_of_tenants_ = {};
     unused_ = chosen_ = kNone;
   }
-  size_t num_bytes() const { return places_.num_bytes() + all_.capacity() * sizeof(Segment); }
+  size_t num_bytes() const {
+    return places_.num_bytes() + (rings_ ? rings_->num_bytes() : 0) +
+           all_.capacity() * sizeof(Segment);
+  }
 
   // Returns the segment with a candidate that is released first or, with hazards, that is worth
   // least: for each class, the oldest and the youngest segment are compared. The choice holds until
@@ -174,12 +187,12 @@ class Segments {
   }
 
  private:
-  static constexpr uint32_t kFlags = kTold | kKnown | kEnd;
-  struct Place {
-    uint32_t segment;    // and flags
-    BlockId prev, next;  // neighbors in the ring of candidates; null: not a candidate
+  static constexpr uint32_t kCandidate = 1U << 28;
+  static constexpr uint32_t kFlags = kTold | kKnown | kEnd | kCandidate;
+  // Neighbors in the ring of candidates of a segment; null: the only one, or not a candidate.
+  struct Neighbors {
+    BlockId prev, next;
   };
-  static_assert(sizeof(Place) == 12, "every byte here is paid once per block");
   struct List {
     uint32_t oldest, youngest;
   };
@@ -230,9 +243,10 @@ class Segments {
     if (chosen_ == s) chosen_ = kNone;
   }
 
-  ZeroedArray<Place> places_;
-  std::vector<Segment> all_;                                  // segment 0: none
-  std::array<List, ReuseClass::kNum + 1> lists_{};            // including kLoaded
+  ZeroedArray<uint32_t> places_;                    // segment and flags of each block
+  std::unique_ptr<ZeroedArray<Neighbors>> rings_;   // set when a segment has two candidates
+  std::vector<Segment> all_;                        // segment 0: none
+  std::array<List, ReuseClass::kNum + 1> lists_{};  // including kLoaded
   std::array<uint64_t, ReuseClass::kNum / 64 + 1> listed_{};  // classes with a list
   std::array<int64_t, 64> num_of_tenants_{};
   uint32_t unused_ = kNone, num_opened_ = 0;
