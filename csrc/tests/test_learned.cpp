@@ -198,7 +198,7 @@ TEST(a_policy_that_loses_all_hits_loses_at_most_the_bound) {
   constexpr int64_t kBlocks = 100;
   Hazards hazards;
   train(&hazards, 20'000);
-  Duel duel(kBlocks, &hazards, /*is_exact=*/true);
+  Duel duel(kBlocks, &hazards, Duel::By::kBlock);
   PlainLru lru(kBlocks);
   auto own = std::make_unique<PlainLru>(kBlocks);
   int64_t num_lru = 0, num_own = 0, now = 0, num_trials = 0;
@@ -244,7 +244,7 @@ TEST(a_policy_that_loses_all_hits_loses_at_most_the_bound) {
 TEST(a_policy_whose_own_order_gains_hits_stops_following_lru) {
   Hazards hazards;
   train(&hazards, 20'000);
-  Duel duel(100, &hazards, /*is_exact=*/false);
+  Duel duel(100, &hazards, Duel::By::kSimulation);
   CHECK(duel.follows_lru());
   Segments::Segment segment{};
   uint32_t fresh = 1'000;
@@ -259,6 +259,44 @@ TEST(a_policy_whose_own_order_gains_hits_stops_following_lru) {
     for (uint32_t key = 1; key <= 50; ++key) use(key, kShort);
     for (int k = 0; k < 100; ++k) use(++fresh, kLong);
   }
+  CHECK(!duel.follows_lru());
+}
+
+TEST(a_simulated_pool_evicts_when_its_capacity_shrinks) {
+  SimulatedPool pool(20, nullptr);
+  for (uint32_t key = 1; key <= 20; ++key) {
+    pool.hold(key);
+    pool.idle(key, key, kShort, key);
+  }
+  pool.set_capacity(10);
+  CHECK(!pool.hold(21));
+  CHECK(!pool.hold(1));
+  CHECK(pool.hold(20) && pool.hold(13));
+  pool.set_capacity(1'000);
+  CHECK_EQ(pool.capacity(), 20);
+}
+
+// After a trial has lost its stake, the pool misses one of many hits of the simulated LRU, as a
+// pool does that also stores blocks without hashes. That must not prevent trials forever.
+TEST(hits_that_following_lru_misses_do_not_prevent_trials_forever) {
+  Hazards hazards;
+  Duel duel(100, &hazards, Duel::By::kBlock);
+  Segments::Segment segment{};
+  const auto use = [&](uint32_t key, bool is_hit) {
+    duel.use(key, is_hit);
+    ++segment.number;
+    segment.time += 10;
+    duel.idle(key, segment);
+  };
+  duel.count(100, 0, 100);
+  CHECK(!duel.follows_lru());
+  while (!duel.follows_lru()) duel.count(0, 1, 0);
+  uint32_t fresh = 1'000;
+  for (int i = 0; i < 20'000; ++i) {
+    use(i % 40 + 1, i % 20 != 0);
+    use(++fresh, false);
+  }
+  duel.count(0, 0, 100);
   CHECK(!duel.follows_lru());
 }
 

@@ -199,7 +199,7 @@ GROUPS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [4, 14, 20, 22])
+@pytest.mark.parametrize("seed", [4, 14, 19, 22])
 @pytest.mark.parametrize("kind", ["device", *GROUPS])
 def test_few_hits_are_lost_when_the_workload_keeps_changing(kind, seed):
     """The bound permits larger losses, and does not apply to windows, states and the host."""
@@ -214,8 +214,7 @@ def test_few_hits_are_lost_when_the_workload_keeps_changing(kind, seed):
             **host if kind == "host" else {},
         )  # fmt: skip
         hits.append(replayer.run(prompts).hit_tokens)
-    # With states, a simulated pool differs most from a real one: seed 14 has 0.977.
-    assert hits[0] >= (0.97 if kind == "states" else 0.98) * hits[1]
+    assert hits[0] >= 0.988 * hits[1]
 
 
 def states_of(manager, prompts):
@@ -373,15 +372,14 @@ def test_equal_calls_at_equal_times_cause_equal_evictions():
 
 
 def test_memory_per_block():
-    """12 bytes per block and 32 per segment, in addition to the pool's tree of candidates."""
+    """4 bytes per block and 32 per segment, in addition to 8 in the pool's tree of candidates."""
 
     def num_bytes(num_blocks, eviction):
-        pool = BlockPool(num_blocks, eviction)
-        return pool.num_bytes
+        return BlockPool(num_blocks, eviction).num_bytes
 
     extra = [num_bytes(n, "learned") - num_bytes(n, "lru") for n in (100_001, 200_001)]
-    assert extra[1] - extra[0] < 21 * 100_000
-    assert extra[0] - 21 * 100_000 < 600_000
+    assert extra[1] - extra[0] == 12 * 100_000
+    assert extra[0] - 12 * 100_000 < 310_000
 
 
 @pytest.mark.slow

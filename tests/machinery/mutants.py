@@ -127,7 +127,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         EVICTION + "learned/segments.h",
         "learned",
         [
-            ("if (segment.first == id) segment.first = place.next;", ""),
+            ("if (segment.first == id) segment.first = at.next;", ""),
             ("if (--all_[before].num_blocks == 0) close(before);", "--all_[before].num_blocks;"),
         ],
     ),

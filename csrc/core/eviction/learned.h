@@ -58,22 +58,22 @@ class Learned : public EvictionOrder, public BlockListener {
         has_shares_(tenant_share < 1),
         segments_(num_blocks),
         budget_(num_blocks, state_share),
-        duel_(std::make_unique<Duel>(num_blocks - 1, &reuse_->hazards, /*is_exact=*/true)) {}
+        duel_(std::make_unique<Duel>(num_blocks - 1, &reuse_->hazards, Duel::By::kBlock)) {}
 
   // Shared with the policy of another tier, which then learns from the same releases.
   const std::shared_ptr<LearnedReuse>& reuse() const { return reuse_; }
   // At most one of these two is called, once and before all other calls. `simulate_all`: if all
   // evicted blocks are written to a host. Hits of single blocks are then not comparable with those
   // of a simulated pool, so the duel compares simulated pools only. `compare_requests`: if hits
-  // need windows or states. The manager then reports the hits of each request in the simulated
-  // pools.
+  // need windows or states. The manager then reports the hits of each request, also
+  // in the simulated pools.
   void simulate_all(int64_t num_host_blocks) {
-    duel_ = std::make_unique<Duel>(num_blocks_ - 1 + num_host_blocks, &reuse_->hazards, false);
-    duel_->add_host(num_host_blocks);
+    duel_ = std::make_unique<Duel>(num_blocks_ - 1, &reuse_->hazards, Duel::By::kSimulation,
+                                   num_host_blocks);
   }
   void compare_requests(int64_t num_host_blocks) {
-    duel_ = std::make_unique<Duel>(num_blocks_ - 1 + num_host_blocks, &reuse_->hazards);
-    duel_->add_host(num_host_blocks);
+    duel_ = std::make_unique<Duel>(num_blocks_ - 1, &reuse_->hazards, Duel::By::kRequest,
+                                   num_host_blocks);
     segments_.finish_chosen();
   }
   Duel* duel() { return duel_.get(); }
@@ -451,7 +451,7 @@ class Learned : public EvictionOrder, public BlockListener {
   uint32_t side_groups_ = 0;                             // one bit per group
   uint32_t loose_ = Segments::kNone, loose_number_ = 0;  // segment of the last block not told
   int64_t first_now_ = 0, num_releases_ = 0;
-  int64_t num_keys_ = 0;  // hashes under which blocks are cached
+  int64_t num_keys_ = 0;  // cached blocks that have a hash
 };
 
 }  // namespace kvcache

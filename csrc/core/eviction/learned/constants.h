@@ -33,8 +33,10 @@ inline constexpr int64_t kSimulated = 2'500;
 // The duel. C is the number of blocks of a simulated pool.
 inline constexpr double kStake = 1. / 8;  // of C: hits that may be lost to LRU
 inline constexpr double kShare = .004;    // of the hits of LRU: the same
-// Hits gained in simulation that start a trial: a part of C, and a share of the hits of LRU.
+// Hits gained in simulation that start a trial: a part of C, and a share of the hits of LRU, up to
+// another part of C.
 inline constexpr double kEvidence = .01;
 inline constexpr double kGain = .035;
+inline constexpr double kMostGain = .5;
 
 }  // namespace kvcache::learned

@@ -26,7 +26,7 @@ class SimulatedPool final : public SimulatedCache {
         segments_(most_ + 1),
         nodes_(1) {
     size_t num_heads = 1;
-    while (num_heads < static_cast<size_t>(capacity)) num_heads *= 2;
+    while (2 * num_heads < static_cast<size_t>(capacity)) num_heads *= 2;
     heads_.assign(num_heads, 0);
   }
 
@@ -156,8 +156,9 @@ class SimulatedPool final : public SimulatedCache {
 };
 
 // At first, the policy follows LRU. When its own order has gained enough hits over LRU in
-// simulation, a trial begins, in which the policy uses its own order. The policy has a stake: a
-// part of C, the number of blocks that LRU would hold, and a share of the hits of LRU so far. The
+// simulation, compared with the hits of LRU, a trial begins, in which the policy uses its own
+// order. The policy has a stake: a part of C, the number of blocks that LRU would hold, and a share
+// of the hits of LRU so far. The
 // trial ends when the policy has C hits less, compared with LRU, than at its best in the trial, or
 // when it has lost its stake: it then has as many hits fewer than LRU. No trial begins while more
 // than half of the fixed part of the stake is lost.
@@ -165,20 +166,25 @@ class SimulatedPool final : public SimulatedCache {
 // Bound: the policy has at most kShare of the hits of LRU + (1 + kStake) C + 1 hits fewer than LRU.
 // Proof and assumptions: docs/eviction.md.
 //
-// Blocks are sampled by key, so that each simulated pool has less than 2 * kSimulated blocks.
+// Blocks are sampled by key, so that each simulated pool has at most kSimulated blocks.
 class Duel {
  public:
-  // `is_exact`: whether the hits of the pool itself are comparable with those of a simulated pool,
-  // block by block.
-  Duel(int64_t num_blocks, const Hazards* order, bool is_exact)
-      : Duel((num_blocks + learned::kSimulated - 1) / learned::kSimulated, num_blocks, order,
-             is_exact) {}
-  // Blocks that the other tier caches in addition.
-  void add_host(int64_t num_blocks) { num_host_ = num_blocks; }
-  // Simulates all blocks, and counts the hits of requests.
-  Duel(int64_t num_blocks, const Hazards* order) : Duel(1, num_blocks, order, true) {
-    compares_requests_ = true;
-    own_.finish_chosen();
+  // What is compared with the hits of the simulated LRU: the hits of the pool itself, block by
+  // block or request by request, or those of the simulated pool that uses the policy's own order.
+  // To compare requests, all blocks are simulated.
+  enum class By : uint8_t { kBlock, kRequest, kSimulation };
+  // `num_host`: blocks that another tier caches in addition.
+  Duel(int64_t num_blocks, const Hazards* order, By by, int64_t num_host = 0)
+      : by_(by),
+        num_host_(num_host),
+        one_of_(by == By::kRequest
+                    ? 1
+                    : (num_blocks + num_host + learned::kSimulated - 1) / learned::kSimulated),
+        last_sampled_(static_cast<uint32_t>(UINT32_MAX / one_of_)),
+        capacity_(std::max<int64_t>((num_blocks + num_host) / one_of_, 1)),
+        lru_(capacity_, nullptr),
+        own_(capacity_, order) {
+    if (by == By::kRequest) own_.finish_chosen();
   }
 
   bool follows_lru() const { return follows_lru_; }
@@ -187,7 +193,8 @@ class Duel {
   // whether the use counts as a hit or miss of a request.
   void use(uint32_t key, bool is_hit, bool counts = true) {
     const bool by_lru = lru_.hold(key), by_value = own_.hold(key);
-    if (counts && !compares_requests_) count(is_exact_ ? is_hit : by_value, by_lru, by_value);
+    if (!counts || compares_requests()) return;
+    count(by_ == By::kBlock ? is_hit : by_value, by_lru, by_value);
   }
   void idle(uint32_t key, const Segments::Segment& segment) {
     lru_.idle(key, segment.number, segment.reuse_class, segment.time);
@@ -197,32 +204,34 @@ class Duel {
   void assign(uint32_t key, const Segments::Segment& segment) {
     own_.assign(key, segment.number, segment.reuse_class, segment.time);
   }
-  // The pool caches this many keys, and has no space for others. It may also have to store blocks
-  // without keys.
+  // The pool caches this many blocks with keys, and has no space for others: the rest of its blocks
+  // have no keys. While that is so, the simulated pools have no more space either.
   void set_capacity(int64_t num_keys) {
     for (SimulatedPool* each : {&lru_, &own_}) each->set_capacity((num_keys + num_host_) / one_of_);
   }
   void raise_capacity(int64_t num_keys) {
     if ((num_keys + num_host_) / one_of_ > lru_.capacity()) set_capacity(num_keys);
   }
-  bool compares_requests() const { return compares_requests_; }
+  bool compares_requests() const { return by_ == By::kRequest; }
   SimulatedCache* lru() { return &lru_; }
   SimulatedCache* own() { return &own_; }
   // `num_hit`: blocks that a request hits; the others: that it would hit in the simulated pools.
   void count(int64_t num_hit, int64_t by_lru, int64_t by_value) {
     num_lru_ += by_lru;
-    // While LRU is followed in an exact duel, at most C hits were lost since the end of the trial.
+    // Returning to LRU loses at most C hits, and none after the simulated LRU has evicted the C
+    // blocks that it held at the return.
     if (!follows_lru_) {
       lead_ += num_hit - by_lru;
-    } else if (is_exact_ && lru_.num_evicted() - evicted_ < capacity_) {
+    } else if (by_ != By::kSimulation && lru_.num_evicted() - evicted_ < capacity_) {
       lead_ = std::clamp(lead_ + num_hit - by_lru, least_ - capacity_, least_);
     }
     const double left =
         static_cast<double>(lead_) + learned::kShare * static_cast<double>(num_lru_);
     if (follows_lru_) {
       evidence_ = std::max<int64_t>(evidence_ + by_value - by_lru, 0);
-      const double needed = part(learned::kEvidence) +
-                            std::min(learned::kGain * static_cast<double>(num_lru_), part(.5));
+      const double needed =
+          part(learned::kEvidence) +
+          std::min(learned::kGain * static_cast<double>(num_lru_), part(learned::kMostGain));
       follows_lru_ = static_cast<double>(evidence_) < needed || left < -part(learned::kStake) / 2;
       best_ = lead_;
       return;
@@ -244,26 +253,19 @@ class Duel {
   size_t num_bytes() const { return lru_.num_bytes() + own_.num_bytes(); }
 
  private:
-  Duel(int64_t one_of, int64_t num_blocks, const Hazards* order, bool is_exact)
-      : is_exact_(is_exact),
-        one_of_(one_of),
-        last_sampled_(static_cast<uint32_t>(UINT32_MAX / one_of)),
-        capacity_(std::max<int64_t>(num_blocks / one_of, 1)),
-        lru_(capacity_, nullptr),
-        own_(capacity_, order) {}
-
   double part(double of) const { return std::max(of * static_cast<double>(capacity_), 1.0); }
-  bool is_exact_, compares_requests_ = false;
-  int64_t one_of_, num_host_ = 0;
+
+  By by_;
+  int64_t num_host_, one_of_;
   uint32_t last_sampled_;  // keys up to this one are sampled
   int64_t capacity_;
   SimulatedPool lru_, own_;
   bool follows_lru_ = true;
   int64_t num_lru_ = 0;          // hits of LRU
   int64_t lead_ = 0, best_ = 0;  // hits gained over LRU, and most in this trial
-  int64_t evicted_ = 0;
-  int64_t least_ = 0;     // lead at the end of the last trial
-  int64_t evidence_ = 0;  // hits that the own order gained since it was furthest behind
+  int64_t least_ = 0;            // lead at the end of the last trial
+  int64_t evicted_ = 0;          // blocks that the simulated LRU had evicted by then
+  int64_t evidence_ = 0;         // hits that the own order gained since it was furthest behind
 };
 
 }  // namespace kvcache

@@ -37,7 +37,7 @@ class Hazards {
   };
   static_assert(sizeof(Record) == 12 && ReuseClass::kNum <= 128);
 
-  Hazards() : records_(learned::kRecords), heads_(learned::kRecords, kNone) {
+  Hazards() : records_(learned::kRecords), heads_(learned::kRecords / 2, kNone) {
     double begin = 0;
     for (int b = 0; b <= kBuckets; ++b) {
       begin_[b] = begin;
