@@ -261,11 +261,11 @@ class Duel {
   int64_t capacity_;
   SimulatedPool lru_, own_;
   bool follows_lru_ = true;
-  int64_t num_lru_ = 0;          // hits of LRU
-  int64_t lead_ = 0, best_ = 0;  // hits gained over LRU, and most in this trial
-  int64_t least_ = 0;            // lead at the end of the last trial
-  int64_t evicted_ = 0;          // blocks that the simulated LRU had evicted by then
-  int64_t evidence_ = 0;         // hits that the own order gained since it was furthest behind
+  int64_t num_lru_ = 0;           // hits of LRU
+  int64_t lead_ = 0, best_ = 0;   // hits gained over LRU, and most in this trial
+  int64_t least_ = 0;             // lead at the end of the last trial
+  int64_t evicted_ = -capacity_;  // blocks that the simulated LRU had evicted by then
+  int64_t evidence_ = 0;          // hits that the own order gained since it was furthest behind
 };
 
 }  // namespace kvcache
