@@ -669,3 +669,20 @@ def test_request_of_the_wrong_type_does_not_move_the_clock():
     with pytest.raises(TypeError, match="request is 'a': expected a Request"):
         replayer.arrive(item, "a")
     assert replayer.now_ms == 0
+
+
+def test_requests_of_an_untimed_replay_end_before_the_clock_moves(monkeypatch):
+    """The clock follows the arrivals, also while they are at 0."""
+    calls = []
+    replayer = Replayer(block_size=16, num_blocks=9)
+    free, set_now = replayer.manager.free, replayer.manager.cache.set_now
+    monkeypatch.setattr(
+        replayer.manager, "free", lambda *a, **k: (calls.append("free"), free(*a, **k))
+    )
+    monkeypatch.setattr(
+        replayer.manager.cache, "set_now", lambda now: (calls.append(now), set_now(now))
+    )
+    for i, arrival_ms in enumerate((0, 0, 5_000)):
+        tokens = np.arange(16, dtype=np.int32)
+        replayer.arrive(WorkloadRequest(i, arrival_ms, tokens, 1, prefix_keys(tokens)))
+    assert calls == [0, "free", 0, "free", 5]
