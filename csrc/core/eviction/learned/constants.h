@@ -34,9 +34,8 @@ inline constexpr int64_t kSimulated = 2'500;
 inline constexpr double kStake = 1. / 8;  // of C: hits that may be lost to LRU
 inline constexpr double kShare = .004;    // of the hits of LRU: the same
 // Hits gained in simulation that start a trial: a part of C, and a share of the hits of LRU, up to
-// another part of C.
+// four times the stake.
 inline constexpr double kEvidence = .01;
 inline constexpr double kGain = .035;
-inline constexpr double kMostGain = .5;
 
 }  // namespace kvcache::learned

@@ -231,7 +231,7 @@ class Duel {
       evidence_ = std::max<int64_t>(evidence_ + by_value - by_lru, 0);
       const double needed =
           part(learned::kEvidence) +
-          std::min(learned::kGain * static_cast<double>(num_lru_), part(learned::kMostGain));
+          std::min(learned::kGain * static_cast<double>(num_lru_), part(4 * learned::kStake));
       follows_lru_ = static_cast<double>(evidence_) < needed || left < -part(learned::kStake) / 2;
       best_ = lead_;
       return;
