@@ -47,24 +47,8 @@ _HOME = {
     "TableShape": "kvcache.worker",
     "Worker": "kvcache.worker",
 }
-# Names of other engines that users look for here.
-_IN_COMPAT = {
-    "vllm_block_table or kvcache.compat.ascend_block_table": ("BlockTable", "MultiGroupBlockTable"),
-    "kv_transfer": (
-        *("KVCacheEvents", "KVConnectorOutput", "KVOutputAggregator", "KVTopology", "RemoteEngine"),
-        *("TpKVTopology", "copy_kv_blocks", "get_kv_connector_cache_layout", "yield_req_data"),
-        *("kv_postprocess_blksize_and_layout_on_receive", "kv_postprocess_blksize_on_receive"),
-        "kv_postprocess_layout_on_receive",
-    ),
-    "kv_cache_manager": ("KVCacheBlock",),
-    "block_space_manager": (
-        *("AllocStatus", "BlockSpaceManager", "SelfAttnBlockSpaceManager", "SequenceGroupLike"),
-        "SequenceLike",
-    ),
-}
-_ELSEWHERE = {n: f"kvcache.compat.{module}" for module, names in _IN_COMPAT.items() for n in names}
 _MODULES = ("ops", "worker", "transfer", "sources", "allocator", "layouts", "step", "events")
 
 __all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
 
-__getattr__, __dir__ = lazy_names(__name__, _HOME, _MODULES, _ELSEWHERE)
+__getattr__, __dir__ = lazy_names(__name__, _HOME, _MODULES)

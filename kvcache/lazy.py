@@ -8,12 +8,31 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
+# Names of other engines that users look for in any package.
+_IN_COMPAT = {
+    "vllm_block_table or kvcache.compat.ascend_block_table": ("BlockTable", "MultiGroupBlockTable"),
+    "kv_transfer": (
+        *("KVCacheEvents", "KVConnectorOutput", "KVOutputAggregator", "KVTopology", "RemoteEngine"),
+        *("TpKVTopology", "copy_kv_blocks", "get_kv_connector_cache_layout", "yield_req_data"),
+        *("kv_postprocess_blksize_and_layout_on_receive", "kv_postprocess_blksize_on_receive"),
+        "kv_postprocess_layout_on_receive",
+    ),
+    "kv_cache_manager": ("KVCacheBlock",),
+    "block_space_manager": (
+        *("AllocStatus", "BlockSpaceManager", "SelfAttnBlockSpaceManager", "SequenceGroupLike"),
+        "SequenceLike",
+    ),
+}
+IN_COMPAT = MappingProxyType(
+    {n: f"kvcache.compat.{module}" for module, names in _IN_COMPAT.items() for n in names}
+)
+
 
 def lazy_names(
     package: str,
     home: Mapping[str, str],
     modules: Collection[str] = (),
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
+    elsewhere: Mapping[str, str] = IN_COMPAT,
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for a package that imports its public names lazily.
 
@@ -21,7 +40,8 @@ def lazy_names(
         package: Name of the package.
         home: Mapping from each public name to the module that defines it.
         modules: Public modules of the package.
-        elsewhere: Mapping from names that users look for in this package to the modules that have them.
+        elsewhere: Mapping from names that users look for in this package to the modules that have
+            them.
 
     Example:
         >>> import kvcache.transfer

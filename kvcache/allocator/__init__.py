@@ -15,6 +15,7 @@ from kvcache.allocator.prefix_cache import (
 )
 from kvcache.allocator.request import Request, RequestState
 from kvcache.allocator.stats import PrefixCacheStats
+from kvcache.lazy import lazy_names
 from kvcache.native.load import core
 
 BlockPool = core.BlockPool
@@ -45,3 +46,5 @@ __all__ = [
     "hash_blocks",
     "host_eviction_names",
 ]
+
+__getattr__, _ = lazy_names(__name__, {})  # names of other engines

@@ -44,16 +44,33 @@ Ids = np.ndarray | Sequence[int]
 
 # Names that users of other engines look for here.
 _IN_COMPAT = {
-    *("get_computed_blocks", "allocate_slots", "append_slots", "get_num_common_prefix_blocks"),
-    "reset_prefix_cache",
+    "KVCacheManager of kvcache.compat.kv_cache_manager": (
+        *("get_computed_blocks", "allocate_slots", "append_slots", "get_num_common_prefix_blocks"),
+        "reset_prefix_cache",
+    ),
+    "BlockSpaceManager of kvcache.compat.block_space_manager": (
+        *(
+            "can_allocate",
+            "allocate",
+            "can_append_slots",
+            "can_swap_out",
+            "can_swap_in",
+            "swap_out",
+        ),
+        *("swap_in", "get_block_table", "get_cross_block_table", "access_all_blocks_in_seq"),
+        *("mark_blocks_as_computed", "get_common_computed_block_ids", "get_num_cached_tokens"),
+        *("remove_seq_from_computed_blocks_tracker", "get_prefix_cache_hit_rate"),
+        *("get_num_free_gpu_blocks", "get_num_free_cpu_blocks"),
+    ),
 }
 
 
 def _fail_name(owner: type, name: str) -> NoReturn:
     message = f"{owner.__name__} has no attribute {name!r}"
-    if name in _IN_COMPAT:
-        message += f": expected KVCacheManager of kvcache.compat.kv_cache_manager, which has {name}"
-    elif not name.startswith("_") and hasattr(PrefixCache, name):
+    for manager, names in _IN_COMPAT.items():
+        if name in names:
+            message += f": expected {manager}, which has {name}"
+    if not name.startswith("_") and hasattr(PrefixCache, name):
         message += f": expected manager.cache.{name}"
     raise AttributeError(message, name=name)
 

@@ -34,11 +34,8 @@ _NAMES = {
     ),
 }
 _HOME = {name: f"kvcache.compat.{module}" for module, names in _NAMES.items() for name in names}
-_TABLES = "kvcache.compat.vllm_block_table or kvcache.compat.ascend_block_table"
-_ELSEWHERE = {"BlockTable": _TABLES, "MultiGroupBlockTable": _TABLES}
-
 _MODULES = ("vllm_block_table", "ascend_block_table", *_NAMES)
 
 __all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
 
-__getattr__, __dir__ = lazy_names(__name__, _HOME, _MODULES, _ELSEWHERE)
+__getattr__, __dir__ = lazy_names(__name__, _HOME, _MODULES)

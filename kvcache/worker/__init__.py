@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data plane: block tables, storage and page copies. It needs torch."""
 
+from typing import TYPE_CHECKING
+
+from kvcache.lazy import lazy_names
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.storage import KVStorage
 from kvcache.worker.swap.engine import SwapEngine
@@ -34,3 +37,6 @@ __all__ = [
     "Worker",
     "table_groups",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, _ = lazy_names(__name__, {})  # names of other engines

@@ -201,6 +201,10 @@ def test_arguments_are_in_the_order_of_the_original(name):
     [
         *((kvcache, name, "kv_transfer") for name in kv_transfer.__all__),
         *((kvcache, name, "block_space_manager") for name in block_space_manager.__all__),
+        (kvcache.worker, "BlockTable", "vllm_block_table or kvcache.compat.ascend_block_table"),
+        (kvcache.transfer, "KVTopology", "kv_transfer"),
+        (kvcache.allocator, "BlockSpaceManager", "block_space_manager"),
+        (kv_transfer, "MultiGroupBlockTable", "vllm_block_table"),
         (kvcache, "BlockTable", "vllm_block_table or kvcache.compat.ascend_block_table"),
         (kvcache, "MultiGroupBlockTable", "vllm_block_table"),
         (compat, "BlockTable", "vllm_block_table or kvcache.compat.ascend_block_table"),
@@ -211,6 +215,12 @@ def test_arguments_are_in_the_order_of_the_original(name):
         (kvcache.KVCacheManager(16, 9, 128), "get_computed_blocks", "kv_cache_manager"),
         (kvcache.KVCacheManager, "get_num_common_prefix_blocks", "kv_cache_manager"),
         (kvcache.KVCacheManager, "reset_prefix_cache", "kv_cache_manager"),
+        *(
+            (kvcache.KVCacheManager(16, 9, 128), name, "block_space_manager")
+            for line in ("E2", "E5", "E7")
+            for name in WALK[line][2].split()
+            if name not in ("free", "reset_prefix_cache", "watermark_blocks")
+        ),
     ],
 )
 def test_a_name_in_the_wrong_place_raises_an_error_that_names_its_module(of, name, module):
