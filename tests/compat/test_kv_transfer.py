@@ -144,6 +144,7 @@ BLOCKS = {"a": 16, "b": 32}
         ((0, SIZES, True, 8, "FLASH_ATTN", "a", BLOCKS), ValueError, "is_mla is True"),
         ((0, SIZES, False, 7, "FLASH_ATTN", "a", BLOCKS), ValueError, "7"),
         ((0, SIZES, False, 8, "NONE", "a", BLOCKS), ValueError, "NONE"),
+        ((0, SIZES, False, 8, [], "a", BLOCKS), ValueError, "attn_backend is empty"),
         ((0, SIZES, False, 8, "FLASH_ATTN", "a", BLOCKS, (2, 3)), ValueError, "tensor_shape is"),
     ],
 )
@@ -183,3 +184,9 @@ def test_wrong_id_lists_copy_nothing():
         with pytest.raises(ValueError, match=message):
             kv_transfer.copy_kv_blocks(src, dst, *given)
     assert not dst["a"].any()
+
+
+def test_a_step_without_cached_requests_is_named():
+    step = Some(scheduled_new_reqs=[], scheduled_cached_reqs=None)
+    with pytest.raises(TypeError, match=r"scheduled_cached_reqs is None: expected .* req_ids"):
+        kv_transfer.yield_req_data(step)

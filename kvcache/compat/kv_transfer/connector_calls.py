@@ -80,6 +80,11 @@ def yield_req_data(
             f"scheduler_output is {shown(scheduler_output)}: expected an object with "
             "scheduled_new_reqs and scheduled_cached_reqs"
         ) from error
+    for name in ("req_ids", "new_block_ids"):
+        if not hasattr(cached, name):
+            raise TypeError(
+                f"scheduled_cached_reqs is {shown(cached)}: expected an object with {name}"
+            )
     if len(cached.req_ids) != len(cached.new_block_ids):
         raise ValueError(
             f"req_ids of scheduled_cached_reqs has {len(cached.req_ids)} entries, but new_block_ids "

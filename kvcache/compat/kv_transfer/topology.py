@@ -462,6 +462,9 @@ class TpKVTopology(KVTopology):
         TypeError, ValueError: An argument is invalid. See `KVTopology`.
     """
 
+    remote_tp_size: Mapping[str, int]
+    remote_block_size: Mapping[str, int]
+
     def __init__(
         self,
         tp_rank: int,
@@ -478,6 +481,10 @@ class TpKVTopology(KVTopology):
             instance(each, Mapping, name)
             if engine_id not in each:
                 raise ValueError(f"{name} is {shown(each)}: expected the engine {engine_id!r}, too")
+        if isinstance(attn_backend, list | tuple):
+            if not attn_backend:
+                raise ValueError("attn_backend is empty: expected one backend or more")
+            attn_backend = attn_backend[0]
         super().__init__(
             engine_id,
             tp_rank,
@@ -485,7 +492,7 @@ class TpKVTopology(KVTopology):
             block_size=remote_block_size[engine_id],
             total_num_kv_heads=total_num_kv_heads,
             is_mla=is_mla,
-            backend=attn_backend[0] if isinstance(attn_backend, list | tuple) else attn_backend,
+            backend=attn_backend,
             tensor_shape=tensor_shape,
         )
         self._set("remote_tp_size", remote_tp_size)
