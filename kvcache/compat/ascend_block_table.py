@@ -29,7 +29,7 @@ A caller replaces `from vllm_ascend.worker.block_table import` by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -140,6 +140,10 @@ class AscendMultiGroupBlockTable(vllm.MultiGroupBlockTable):
 
     _table_type = AscendBlockTable
     block_tables: list[AscendBlockTable]
+
+    if TYPE_CHECKING:
+
+        def __getitem__(self, group: int) -> AscendBlockTable: ...
 
     def __init__(
         self,

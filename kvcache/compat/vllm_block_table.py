@@ -28,6 +28,7 @@ array([115, 145,  -1])
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -179,6 +180,10 @@ class MultiGroupBlockTable(BlockTables):
 
     _table_type: type[BlockTable] = BlockTable
     block_tables: list[BlockTable]
+
+    if TYPE_CHECKING:
+
+        def __getitem__(self, group: int) -> BlockTable: ...
 
     def __init__(
         self,

@@ -22,8 +22,9 @@ from kvcache import (
     hash_blocks,
     plan_cache,
 )
-from kvcache.compat import BlockSpaceManager
+from kvcache.compat import BlockSpaceManager, ascend_block_table, vllm_block_table
 from kvcache.compat import KVCacheManager as RequestManager
+from kvcache.compat.kv_transfer import TpKVTopology
 from kvcache.transfer import CacheDescription, plan_transfer
 
 
@@ -88,3 +89,23 @@ def others() -> None:
     blocks, count = RequestManager(16, 9, 128).get_computed_blocks(EngineRequest("r", [1, 2]))
     block_id: int = blocks[0].block_id + count
     del block_id
+
+
+def block_tables() -> None:
+    sizes = (4, 64, 32, False, "cpu", [16])
+    begin, positions = torch.tensor([0, 1]), torch.tensor([3])
+    tables = vllm_block_table.MultiGroupBlockTable(*sizes, [16], 0, 1)
+    tables.compute_slot_mapping(1, begin, positions)
+    tables[0].compute_slot_mapping(1, begin, positions)
+    is_split: bool = tables[0].use_hybrid_blocks
+    del is_split
+    for table in tables.block_tables:
+        table.compute_slot_mapping(1, begin, positions)
+    npu = ascend_block_table.MultiGroupBlockTable(*sizes, 0, [4], [[16]], 1)
+    npu[0].compute_slot_mapping_draft(np.array([0]), np.array([0]))
+    sizes_of: tuple[int, int] = npu[0].blocks_per_phys_block, npu[0].logical_block_size
+    del sizes_of
+
+
+def topology_size(topology: TpKVTopology) -> int:
+    return topology.remote_tp_size["a"]
