@@ -320,10 +320,10 @@ def _options(request: RequestLike) -> dict[str, object]:
 
 def _mm_items(request: RequestLike) -> Iterator[tuple[str, int, int]]:
     """Yield the hash, the offset and the length of each multimodal item."""
+    names = ("mm_features", "mm_hashes", "mm_positions")
+    given = [getattr(request, name, None) for name in names]
     features, hashes, places = (
-        listed(found, name)
-        for name in ("mm_features", "mm_hashes", "mm_positions")
-        for found in [getattr(request, name, None) or ()]
+        [] if each is None else listed(each, name) for each, name in zip(given, names)
     )
     if len(hashes) != len(places):
         raise ValueError(

@@ -408,7 +408,7 @@ def place(offset, length):
     ],
 )
 def test_attributes_that_the_hashes_cannot_use_are_named(attributes, error, message):
-    each = request(length=40)
+    each = request()
     vars(each).update(attributes)
     m = manager()
     calls = [lambda: m.get_computed_blocks(each), lambda: m.allocate_slots(each, 40, ())]
@@ -421,8 +421,17 @@ def test_attributes_that_the_hashes_cannot_use_are_named(attributes, error, mess
 
 
 def test_attributes_that_are_none_are_absent():
-    each = request(length=40, mm_features=None, mm_hashes=None, mm_positions=None)
+    each = request(mm_features=None, mm_hashes=None, mm_positions=None)
     assert manager().allocate_slots(each, 40, ()) == [1, 2, 3]
+
+
+def test_multimodal_items_may_be_arrays_and_dictionaries():
+    m = manager()
+    each = request(mm_hashes=np.array(["a", "b"]), mm_positions=[place(0, 4), place(20, 4)])
+    assert m.allocate_slots(each, 40, ()) == [1, 2, 3]
+    spans = [{"offset": 0, "length": 4}, {"offset": 20, "length": 4}]
+    assert m.get_computed_blocks(request("r2", mm_hashes=["a", "b"], mm_positions=spans))[1] == 32
+    assert m.get_computed_blocks(request("r3", mm_hashes=["a", "c"], mm_positions=spans))[1] == 16
 
 
 def test_an_error_of_a_requests_own_code_is_raised():
