@@ -98,7 +98,7 @@ class AscendBlockTable(vllm.BlockTable):
     @property
     def logical_block_size(self) -> int:
         """Tokens per block of the attention kernel."""
-        return self.kernel_block_size
+        return self.block_size
 
     @property
     def blocks_per_phys_block(self) -> int:
@@ -237,10 +237,11 @@ class AscendMultiGroupBlockTable(vllm.MultiGroupBlockTable):
         """
         rows = self._compressed(positions_compressed_list, req_indices_compressed_list)
         if rows is None:
-            rows = [positions] * len(self), [req_indices] * len(self)
-        self._compute_drafts(*rows)
+            self._compute_drafts([positions] * len(self), [req_indices] * len(self))
+        else:
+            self._compute_drafts(*rows)
 
-    def _compute_drafts(self, positions: list[Tokens], req_indices: list[Tokens]) -> None:
+    def _compute_drafts(self, positions: Sequence[Any], req_indices: Sequence[Any]) -> None:
         for table, where, rows in zip(self.block_tables, positions, req_indices):
             if not table.is_mamba_group:
                 table.compute_slot_mapping_draft(rows, where)

@@ -37,7 +37,7 @@ A caller replaces `from vllm.v1.core.kv_cache_manager import` by
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -123,7 +123,7 @@ class V1KVCacheManager:
         )
         self._admitted: dict[str, Request] = {}
         # The engine's requests, which are not kept alive, and the kernel's, with hashes.
-        self._seen: dict[str, tuple[weakref.ref, Request]] = {}
+        self._seen: dict[str, tuple[weakref.ref[Any], Request]] = {}
 
     @property
     def manager(self) -> allocator.KVCacheManager:
@@ -240,11 +240,12 @@ class V1KVCacheManager:
     def _read(self, request: RequestLike) -> Request:
         """Return the kernel's request, with all tokens that are known now."""
         request_id = _of(request)
-        engine, mine = self._seen.get(request_id, (None, None))
-        admitted = self._admitted.get(request_id)
+        seen, admitted = self._seen.get(request_id), self._admitted.get(request_id)
         if admitted is not None and self._has_row(admitted):
             mine = admitted
-        elif engine is None or engine() is not request:
+        elif seen is not None and seen[0]() is request:
+            mine = seen[1]
+        else:
             mine = Request(request_id, _of(request, "all_token_ids"), **_options(request))
             try:
                 engine = weakref.ref(request, partial(_forget, self._seen, request_id))
@@ -269,18 +270,21 @@ class V1KVCacheManager:
                 f"all_token_ids of request {mine.request_id!r} has {len(ids)} tokens: expected "
                 f"{num_known} or more, because tokens are only appended"
             )
-        return ids[num_known:]
+        new: Sequence[int] = ids[num_known:]
+        return new
 
 
 KVCacheManager = V1KVCacheManager  # the name of the interface
 
 
-def _forget(seen: dict[str, tuple], request_id: str, engine: weakref.ref) -> None:
+def _forget(
+    seen: dict[str, tuple[weakref.ref[Any], Request]], request_id: str, engine: weakref.ref[Any]
+) -> None:
     if request_id in seen and seen[request_id][0] is engine:
         del seen[request_id]
 
 
-def _blocks(ids: Sequence[int] | np.ndarray = ()) -> list[KVCacheBlock]:
+def _blocks(ids: Iterable[Any] = ()) -> list[KVCacheBlock]:
     return [*map(KVCacheBlock, ids)]
 
 
@@ -301,7 +305,7 @@ def _read(of: object, name: str, what: str) -> Any:
         raise TypeError(f"{what} is {shown(of)}: expected an object with {name}") from None
 
 
-def _options(request: RequestLike) -> dict[str, object]:
+def _options(request: RequestLike) -> dict[str, Any]:
     """Return what else the KV of a request depends on, and whether it uses the cache."""
     lora, embeds = (getattr(request, name, None) for name in ("lora_request", "prompt_embeds"))
     logprobs = getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None)

@@ -28,7 +28,7 @@ array([115, 145,  -1])
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -311,7 +311,9 @@ def _slot_arguments(
     return first, positions, query_start_loc
 
 
-def _per_group(name: str, values: Sequence | None, default: object, num_groups: int) -> Sequence:
+def _per_group(
+    name: str, values: Sequence[Any] | None, default: object, num_groups: int
+) -> Sequence[Any]:
     if values is None:
         return [default] * num_groups
     if not _is_list(values):

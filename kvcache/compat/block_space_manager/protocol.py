@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from enum import Enum, auto
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from kvcache.checks import integer, listed, shown
 
@@ -67,7 +67,7 @@ class SequenceGroupLike(Protocol):
         """Return the encoder's sequence. Only its length is read."""
 
 
-def _read(of: object, name: str) -> object:
+def _read(of: object, name: str) -> Any:
     """Return an attribute. Raises TypeError if there is none. Errors of the attribute's own code
     propagate.
     """
@@ -168,7 +168,7 @@ def encoder_length(seq_group: SequenceGroupLike, max_model_len: int) -> int:
 
 def token_ids_of(seq: SequenceLike) -> Sequence[int]:
     """Return a sequence's token ids. Raises TypeError if they are no sequence."""
-    ids = _read(seq, "get_token_ids")()
+    ids: Sequence[int] = _read(seq, "get_token_ids")()
     try:
         len(ids)
         return ids

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from kvcache.allocator.hashing import token_sequence
@@ -28,8 +30,13 @@ class TokenSource:
     def read(self, seq: SequenceLike) -> Request:
         """Return all tokens of a sequence. If its request was kept, only new tokens are read."""
         extra, num_tokens = extra_hash(seq), length_of(seq)
-        owner, kept = self._kept.get(id_of(seq), (None, None))
-        if owner is seq and kept.cache_salt == extra and kept.num_tokens <= num_tokens:
+        owner, kept = self._kept.get(id_of(seq)) or (None, None)
+        if (
+            owner is seq
+            and kept is not None
+            and kept.cache_salt == extra
+            and kept.num_tokens <= num_tokens
+        ):
             if kept.num_tokens < num_tokens:
                 kept.append_tokens(_tokens_from(seq, kept.num_tokens, num_tokens))
             return kept
@@ -84,9 +91,11 @@ class TokenSource:
         self._kept.pop(seq_id, None)
 
 
-def _tokens_from(seq: SequenceLike, first: int, num_tokens: int) -> np.ndarray | list | tuple:
-    ids = token_ids_of(seq)
-    ids = token_sequence(ids[first:] if first else ids)
+def _tokens_from(
+    seq: SequenceLike, first: int, num_tokens: int
+) -> np.ndarray | list[Any] | tuple[Any, ...]:
+    all_ids = token_ids_of(seq)
+    ids = token_sequence(all_ids[first:] if first else all_ids)
     if len(ids) != num_tokens - first:
         fail_ids(seq, first + len(ids), num_tokens)
     return ids

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from kvcache.checks import instances, shown
 from kvcache.layouts import choose_layout
@@ -43,8 +44,8 @@ def get_kv_connector_cache_layout(connector: object = None, vllm_config: object 
 
 
 def yield_req_data(
-    scheduler_output: object, groups: Sequence[GroupSpec] | None = None
-) -> Iterator[tuple]:
+    scheduler_output: Any, groups: Sequence[GroupSpec] | None = None
+) -> Iterator[tuple[Any, Any, bool]]:
     """Yield the new block ids of every request in a step. New requests are yielded first.
 
     Args:
@@ -96,14 +97,16 @@ def yield_req_data(
     return ((req_id, _transferred(ids, groups), resumed) for req_id, ids, resumed in entries)
 
 
-def _entries(new: object, cached: object) -> Iterator[tuple]:
+def _entries(new: Any, cached: Any) -> Iterator[tuple[Any, Any, bool]]:
     for request in new:
         yield request.req_id, request.block_ids, False
     for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
         yield req_id, block_ids, req_id in cached.resumed_req_ids
 
 
-def _transferred(block_ids: Sequence | None, groups: Sequence[GroupSpec]) -> tuple | None:
+def _transferred(
+    block_ids: Sequence[Any] | None, groups: Sequence[GroupSpec]
+) -> tuple[Any, ...] | None:
     if block_ids is None:
         return None
     if len(block_ids) != len(groups):

@@ -82,7 +82,7 @@ class RemoteEngine:
         return tuple(stage.tp_size for stage in self.stages)
 
 
-class _Remotes(Mapping):
+class _Remotes(Mapping[str, RemoteEngine]):
     """A read-only mapping that can be pickled, unlike `types.MappingProxyType`."""
 
     __slots__ = ("_by_id",)
