@@ -222,8 +222,8 @@ class AscendMultiGroupBlockTable(vllm.MultiGroupBlockTable):
 
     def compute_slot_mapping_draft(
         self,
-        req_indices: Tokens | None = None,
-        positions: Tokens | None = None,
+        req_indices: Tokens,
+        positions: Tokens,
         positions_compressed_list: Sequence[np.ndarray] | None = None,
         req_indices_compressed_list: Sequence[np.ndarray] | None = None,
     ) -> None:
