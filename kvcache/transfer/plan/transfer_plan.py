@@ -101,11 +101,11 @@ class PatternPlan:
             ...     block_size=4)
             >>> plan = plan_transfer(cache, cache, 0)
             >>> runs = plan.apply(np.array([[7], [8], [3]]), np.array([[1], [2], [9]]))
-            >>> runs = runs.by_rank[0]  # page 3, and the merged pages 7 and 8, in four regions
+            >>> runs = runs.by_rank[0]  # page 3, and the merged pages 7 and 8, in two regions
             >>> runs.local_offset.tolist(), runs.remote_offset.tolist(), runs.length.tolist()
-            ([384, 896], [1152, 128], [128, 256])
+            ([768, 1792], [2304, 256], [256, 512])
             >>> runs.descriptors[:, [0, 2]].tolist()
-            [[0, 0], [1, 1], [2, 2], [3, 3]]
+            [[0, 0], [1, 1]]
         """
         local_used, remote_used = self._used
         local_ids = page_ids(local_pages, local_used, "local_pages")
