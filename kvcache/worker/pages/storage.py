@@ -78,7 +78,7 @@ class KVStorage:
     Example:
         >>> storage = KVStorage(num_blocks=4, block_size=16, num_kv_heads=2, head_size=8, layout="HND")
         >>> storage.key_cache(0).shape, storage.key_cache(0).stride()
-        (torch.Size([4, 16, 2, 8]), (256, 8, 128, 1))
+        (torch.Size([4, 16, 2, 8]), (512, 8, 128, 1))
         >>> packed = KVStorage(4, 16, 2, 8, num_layers=3, backend="FLASHINFER", cross_layers=True)
         >>> packed.kv_caches[1].shape, packed.kv_caches[1].stride()
         (torch.Size([4, 2, 16, 2, 8]), (1536, 256, 16, 8, 1))
