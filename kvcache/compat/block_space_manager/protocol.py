@@ -63,7 +63,7 @@ class SequenceGroupLike(Protocol):
     def is_encoder_decoder(self) -> bool:
         """Return whether the group has an encoder (`get_encoder_seq`)."""
 
-    def get_encoder_seq(self) -> SequenceLike:
+    def get_encoder_seq(self) -> SequenceLike | None:
         """Return the encoder's sequence. Only its length is read."""
 
 

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvcache.checks import integer, listed, shown
 from kvcache.compat.kv_transfer.cache_events import KVCacheEvents
@@ -119,7 +120,7 @@ class KVOutputAggregator:
         """Ids of failed requests for which reports from some workers are still missing."""
         return set(self._state.failed_recving)
 
-    def aggregate(self, outputs: Sequence[object], output_rank: int = 0) -> object | None:
+    def aggregate(self, outputs: Sequence[object], output_rank: int = 0) -> Any:
         """Merge the reports of all workers into the output of one worker.
 
         - A request appears in the merged `finished_sending` (`finished_recving`) in the call that
