@@ -51,6 +51,15 @@ inline void store_big_endian(uint32_t word, uint8_t* p) {
 
 inline uint32_t rotate_right(uint32_t word, int n) { return word >> n | word << (32 - n); }
 
+// The functions of FIPS 180-4, section 4.1.2.
+inline uint32_t ch(uint32_t x, uint32_t y, uint32_t z) { return z ^ (x & (y ^ z)); }
+inline uint32_t maj(uint32_t x, uint32_t y, uint32_t z) { return y ^ ((x ^ y) & (y ^ z)); }
+inline uint32_t rotations(uint32_t x, int i, int j, int k) {
+  return rotate_right(x, i) ^ rotate_right(x, j) ^ rotate_right(x, k);
+}
+inline uint32_t sigma0(uint32_t x) { return rotate_right(x, 7) ^ rotate_right(x, 18) ^ x >> 3; }
+inline uint32_t sigma1(uint32_t x) { return rotate_right(x, 17) ^ rotate_right(x, 19) ^ x >> 10; }
+
 // Returns a chunk of a message. The first chunk of a linked message is assembled in `linked`.
 inline const uint8_t* chunk_of(const Sha256Message& message, size_t i, uint8_t* linked) {
   const uint8_t* const chunk = message.chunks + i * kChunkBytes;
@@ -75,16 +84,13 @@ void digest_portable(const Sha256Message& message, size_t num_chunks) {
       for (int i = 0; i < 16; ++i) {
         const auto word = [&](int n) -> uint32_t& { return words[(n - i + 16) % 8]; };
         const uint32_t a = word(0), b = word(1), c = word(2), e = word(4), f = word(5), g = word(6);
-        const uint32_t sum = word(7) + kConstants[first + i] + schedule[i] + (g ^ (e & (f ^ g))) +
-                             (rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25));
-        word(3) += sum;
-        word(7) = sum + (b ^ ((a ^ b) & (b ^ c))) +
-                  (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22));
+        const uint32_t t1 =
+            word(7) + rotations(e, 6, 11, 25) + ch(e, f, g) + kConstants[first + i] + schedule[i];
+        word(3) += t1;
+        word(7) = t1 + rotations(a, 2, 13, 22) + maj(a, b, c);
         if (first + 16 == kNumRounds) continue;  // no later round needs more words
-        const uint32_t near = schedule[(i + 14) % 16], far = schedule[(i + 1) % 16];
-        schedule[i] += schedule[(i + 9) % 16] +
-                       (rotate_right(near, 17) ^ rotate_right(near, 19) ^ near >> 10) +
-                       (rotate_right(far, 7) ^ rotate_right(far, 18) ^ far >> 3);
+        schedule[i] += sigma1(schedule[(i + 14) % 16]) + schedule[(i + 9) % 16] +
+                       sigma0(schedule[(i + 1) % 16]);
       }
     }
     for (int i = 0; i < 8; ++i) state[i] += words[i];

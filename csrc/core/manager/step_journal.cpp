@@ -61,20 +61,22 @@ void StepJournal::note_forgotten(const Left& left, int64_t first_token, BlockId 
   in_flight_.back().dropped.push_back({left.row, id, left.admission, first_token, left.chain});
 }
 
-void StepJournal::inherit(int32_t row, const Row& r, int32_t child, const Row& c) {
+void StepJournal::inherit(int32_t parent, const Row& of_parent, int32_t child,
+                          const Row& of_child) {
+  const auto copy = [&](auto* notes) {
+    const size_t num_before = notes->size();  // the copies are appended
+    for (size_t i = 0; i < num_before; ++i) {
+      if ((*notes)[i].row != parent || (*notes)[i].admission != of_parent.admission) continue;
+      auto note = (*notes)[i];
+      note.row = child;
+      note.admission = of_child.admission;
+      notes->push_back(std::move(note));
+    }
+  };
   for (Step& step : in_flight_) {
-    const auto copy = [&](auto& entries) {
-      for (size_t i = 0, n = entries.size(); i < n; ++i) {
-        if (entries[i].row != row || entries[i].admission != r.admission) continue;
-        auto entry = entries[i];
-        entry.row = child;
-        entry.admission = c.admission;
-        entries.push_back(std::move(entry));
-      }
-    };
-    copy(step.rows);
-    copy(step.swapped);
-    copy(step.dropped);
+    copy(&step.rows);
+    copy(&step.swapped);
+    copy(&step.dropped);
   }
 }
 

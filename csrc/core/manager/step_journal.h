@@ -95,7 +95,7 @@ class StepJournal {
   // Whether notes on this row are recorded.
   bool notes(const Row& r) const { return !in_flight_.empty() && r.by_step(); }
   // Copies the notes of the parent to a child, which holds the same blocks.
-  void inherit(int32_t row, const Row& r, int32_t child, const Row& c);
+  void inherit(int32_t parent, const Row& of_parent, int32_t child, const Row& of_child);
 
   // These functions throw std::invalid_argument for a step that does not exist or can no longer be
   // aborted.

@@ -188,7 +188,7 @@ class BlockPool {
   void notify(const Hit& hit);
   void notify(const Released& released);
   // The content of this cached and held copy was released and evicted once more in the other pool.
-  void copy_again(BlockId id, const Copied& copied);
+  void notify_copied_again(BlockId id, const Copied& copied);
 
   // Sets the clock of the order. It never goes back.
   void set_now(int64_t ms) { view_.clock.now_ms = std::max(view_.clock.now_ms, ms); }

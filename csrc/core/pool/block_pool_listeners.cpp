@@ -132,12 +132,14 @@ void BlockPool::check_copy(BlockId id) const {
   throw_invalid("id is block ", id, ", which is not both cached and held: expected one that is");
 }
 
-void BlockPool::copy_again(BlockId id, const Copied& copied) {
+void BlockPool::notify_copied_again(BlockId id, const Copied& copied) {
   check_copy(id);
-  const Soundness::Change change = this->change("copy_again");
-  const uint8_t is_first = 0;
-  tell(&BlockListener::on_publish,
-       Published{{&id, 1}, copied.group, &is_first, /*content=*/nullptr, &copied, true});
+  const Soundness::Change change = this->change("notify_copied_again");
+  const uint8_t is_first = 0;  // it is already cached under its hash
+  Published published{{&id, 1}, copied.group, &is_first};
+  published.copied = &copied;
+  published.is_again = true;
+  tell(&BlockListener::on_publish, published);
   finish();
 }
 

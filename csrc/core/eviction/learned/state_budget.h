@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <iterator>
 #include <map>
 #include <vector>
 
@@ -48,21 +49,16 @@ class StateBudget {
   template <class Worth>
   BlockId victim(Worth worth) {
     if (!is_limited_ || num_listed_ <= most_) return kNullBlock;
+    drop_stale_ends();
     BlockId found = kNullBlock;
     double least = 0;
-    for (auto at = lists_.begin(); at != lists_.end();) {
-      std::deque<Entry>& list = at->second;
-      for (; !list.empty() && is_stale(list.front()); --num_entries_) list.pop_front();
-      for (; !list.empty() && is_stale(list.back()); --num_entries_) list.pop_back();
-      if (list.empty()) {
-        at = lists_.erase(at);
-        continue;
-      }
+    for (const auto& [reuse_class, list] : lists_) {
       for (const BlockId id : {list.front().id, list.back().id}) {
         const double worth_of_id = worth(id, of(id).num_hit);
-        if (found == kNullBlock || worth_of_id < least) found = id, least = worth_of_id;
+        if (found != kNullBlock && worth_of_id >= least) continue;
+        found = id;
+        least = worth_of_id;
       }
-      ++at;
     }
     return found;
   }
@@ -83,6 +79,17 @@ class StateBudget {
   PerBlock& of(BlockId id) { return blocks_[static_cast<size_t>(id)]; }
   bool is_stale(const Entry& entry) const {
     return blocks_[static_cast<size_t>(entry.id)].listed_as != entry.number;
+  }
+  // Drops stale entries at both ends of each list, and lists without any other entries.
+  void drop_stale_ends() {
+    for (auto at = lists_.begin(); at != lists_.end();) {
+      std::deque<Entry>& list = at->second;
+      const size_t num_before = list.size();
+      while (!list.empty() && is_stale(list.front())) list.pop_front();
+      while (!list.empty() && is_stale(list.back())) list.pop_back();
+      num_entries_ -= static_cast<int64_t>(num_before - list.size());
+      at = list.empty() ? lists_.erase(at) : std::next(at);
+    }
   }
   void drop_stale() {
     num_entries_ = 0;

@@ -202,13 +202,17 @@ void StateRules::publish(Publishing* publishing, int32_t row, const CacheGroup& 
                          int64_t /*num_hashed*/) const {
   const Row& r = publishing->row(row);
   const RowBlocks& each = publishing->held(row, group);
+  const int64_t num_certain = r.num_computed - r.num_drafts, size = group.block_size;
+  // The first page has the state after the last token that is not a draft, and each page after it
+  // the state after one more draft.
+  const auto publish_after = [&](int64_t num_tokens) {
+    const BlockId page = each[each.num_dropped + (num_tokens - num_certain)];
+    publish_left(publishing, row, group, num_tokens, page);
+  };
   if (each.num_alive() > 0) {
-    const int64_t first = r.num_computed - r.num_drafts;
-    publish_left(publishing, row, group, first, each[each.num_dropped]);
-    for (int64_t n = (first / group.block_size + 1) * group.block_size; n <= r.num_computed;
-         n += group.block_size) {
-      publish_left(publishing, row, group, n, each[each.num_dropped + n - first]);
-    }
+    publish_after(num_certain);
+    const int64_t next_boundary = (num_certain / size + 1) * size;
+    for (int64_t n = next_boundary; n <= r.num_computed; n += size) publish_after(n);
   }
   if (group.has_partial) keep(publishing, row, group);
 }
