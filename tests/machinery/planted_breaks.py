@@ -157,7 +157,7 @@ DEFECTS = [
     Defect(
         "step journal",
         MANAGER + "step_journal.cpp",
-        "copy(step.dropped);",
+        "copy(&step.dropped);",
         "",  # a fork does not inherit the parent's dropped blocks
         "forks allocator_random",
     ),

@@ -66,8 +66,10 @@ class KVIdentity:
     def of_manager(cls, manager: KVCacheManager, model: Mapping[str, Any]) -> KVIdentity:
         """Return the identity of a manager's blocks, without the contents of pages.
 
-        Raises TypeError or ValueError if `model` cannot be represented in JSON.
+        Raises TypeError or ValueError if `manager` is not a manager, or if `model` cannot be
+        represented in JSON.
         """
+        instance(manager, KVCacheManager, "manager")
         try:  # as another engine receives the values
             model = json.loads(json.dumps(model, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
