@@ -1198,6 +1198,24 @@ def test_longest_prefix_of_an_access_is_evicted_first():
     assert manager.get_num_cached_tokens(seq("t", 13)) == 8
 
 
+def test_blocks_that_a_sequence_takes_after_an_access_were_not_accessed():
+    manager = make(num_gpu_blocks=5, enable_caching=True)
+    first, second = (admitted(manager, 4, name, first=n) for name, n in (("a", 10), ("b", 20)))
+    manager.access_all_blocks_in_seq(first.seqs[0], 1.0)
+    for token in range(14, 18):  # takes a second block
+        first.seqs[0].tokens.append(token)
+        manager.append_slots(first.seqs[0], 0)
+    manager.mark_blocks_as_computed(first, 8)
+    manager.mark_blocks_as_computed(second, 4)
+    manager.access_all_blocks_in_seq(second.seqs[0], 2.0)
+    for group in (first, second):
+        manager.free(group.seqs[0])
+    # A release at time 2 counts as later than an access at time 2.
+    admitted(manager, 8, "c", first=30)  # one uncached block and one cached block
+    assert manager.get_num_cached_tokens(seq("d", 9, first=10)) == 8
+    assert manager.get_num_cached_tokens(seq("e", 5, first=20)) == 0
+
+
 def test_access_times_must_be_numbers():
     manager = make(enable_caching=True)
     group = admitted(manager)

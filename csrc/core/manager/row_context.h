@@ -34,6 +34,13 @@ struct RowContext {
     const Access& access = rows->info(row).access;
     if (access.number > 0) pool->notify(Released{blocks, access});
   }
+  // Records the row's last access to all of its blocks. Called before the row takes other blocks,
+  // which were not accessed.
+  void settle_access(int32_t row) const {
+    if (rows->info(row).access.number == 0) return;
+    note_access(row, rows->tail_first(row, /*with_all=*/true));
+    rows->info(row).access = {};
+  }
   // Releases blocks that the row has dropped, in this order.
   void release(int32_t row, const std::vector<BlockId>& ids) const {
     note_access(row, ids);

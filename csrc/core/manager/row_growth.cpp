@@ -118,6 +118,7 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
     num_taken += take.num_new + take.num_shared;
   }
   if (num_taken == 0 && served->span.num_accepted == 0) return;
+  c_.settle_access(served->row);
   taken_.resize(static_cast<size_t>(num_taken));
   c_.pool->allocate(num_taken, taken_.data());
   c_.plan->give(taken_.data(), num_taken);
