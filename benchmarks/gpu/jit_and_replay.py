@@ -12,7 +12,6 @@ from pathlib import Path
 
 from benchmarks.gpu import process, say
 from benchmarks.gpu.sizes import REHEARSAL
-from benchmarks.gpu.stages import module
 
 _ALL, _CUDA = ("_core", "libkvcache_cpu", "libkvcache_cuda"), "libkvcache_cuda"
 
@@ -40,6 +39,16 @@ assert all(how[name].startswith("JIT") for name in {names!r}), how
 """
 
 
+# `kvcache replay`, which is found by an entry point only where kvcache-lab is installed.
+_REPLAY = """
+import argparse, sys
+from kvcache_lab.cli.replay import COMMAND
+parser = argparse.ArgumentParser()
+COMMAND.add_options(parser)
+sys.exit(COMMAND.run(parser.parse_args()))
+"""
+
+
 def main(arguments: list[str]) -> int:
     if arguments == ["replay"]:
         with say.attempt("replay --verify"):
@@ -52,7 +61,7 @@ def main(arguments: list[str]) -> int:
 
 def replay() -> None:
     """Replay interleaved chats with a small cache and a host tier, and verify every token."""
-    command = module("kvcache", "replay", "--verify", "--json", "--device", "cuda")
+    command = (sys.executable, "-c", _REPLAY, "--verify", "--json", "--device", "cuda")
     command += ("--num-blocks", "301", "--host-blocks", "4001", "--concurrency", "4")
     if REHEARSAL:
         command += ("--requests", "20")
