@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
 
 # Names of other engines that users look for in any package.
 _IN_COMPAT = {
@@ -23,16 +22,11 @@ _IN_COMPAT = {
         "SequenceLike",
     ),
 }
-IN_COMPAT = MappingProxyType(
-    {n: f"kvcache.compat.{module}" for module, names in _IN_COMPAT.items() for n in names}
-)
+_ELSEWHERE = {n: f"kvcache.compat.{module}" for module, names in _IN_COMPAT.items() for n in names}
 
 
 def lazy_names(
-    package: str,
-    home: Mapping[str, str],
-    modules: Collection[str] = (),
-    elsewhere: Mapping[str, str] = IN_COMPAT,
+    package: str, home: Mapping[str, str], modules: Collection[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for a package that imports its public names lazily.
 
@@ -40,8 +34,6 @@ def lazy_names(
         package: Name of the package.
         home: Mapping from each public name to the module that defines it.
         modules: Public modules of the package.
-        elsewhere: Mapping from names that users look for in this package to the modules that have
-            them.
 
     Example:
         >>> import kvcache.transfer
@@ -54,9 +46,9 @@ def lazy_names(
             return importlib.import_module(f"{package}.{name}")
         if name not in home:
             message = f"module {package!r} has no attribute {name!r}"
-            if name not in elsewhere:
+            if name not in _ELSEWHERE:
                 raise AttributeError(message)
-            message += f": expected an import from {elsewhere[name]}"
+            message += f": expected an import from {_ELSEWHERE[name]}"
             # `from package import name` replaces the message of an AttributeError.
             is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"
             raise (ImportError if is_import else AttributeError)(message, name=name)

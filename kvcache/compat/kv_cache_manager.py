@@ -122,7 +122,7 @@ class V1KVCacheManager:
             **options,
         )
         self._admitted: dict[str, Request] = {}
-        # The engine's requests, which are not kept alive, and the kernel's, with hashes.
+        # For each request of the engine (held weakly), the kernel's request with its block hashes.
         self._seen: dict[str, tuple[weakref.ref[Any], Request]] = {}
 
     @property

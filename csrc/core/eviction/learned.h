@@ -65,8 +65,8 @@ class Learned : public EvictionOrder, public BlockListener {
   // At most one of these two is called, once and before all other calls. `simulate_all`: if all
   // evicted blocks are written to a host. Hits of single blocks are then not comparable with those
   // of a simulated pool, so the duel compares simulated pools only. `compare_requests`: if hits
-  // need windows or states. The manager then reports the hits of each request, also
-  // in the simulated pools.
+  // need windows or states. The manager then reports the hits of each request, also in the
+  // simulated pools.
   void simulate_all(int64_t num_host_blocks) {
     duel_ = std::make_unique<Duel>(num_blocks_ - 1, &reuse_->hazards, Duel::By::kSimulation,
                                    num_host_blocks);

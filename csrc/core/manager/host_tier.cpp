@@ -114,8 +114,9 @@ std::vector<BlockId> HostTier::publish_offloaded() {
   std::vector<BlockId> written;
   for (const Offload& each : offloads_) {
     if (each.is_there) {
-      if (pages_->hash_of(each.page) != nullptr)
+      if (pages_->hash_of(each.page) != nullptr) {
         pages_->notify_copied_again(each.page, each.content);
+      }
     } else {
       pages_->publish_copy(each.page, each.content);
       written.push_back(each.page);

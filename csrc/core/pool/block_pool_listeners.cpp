@@ -55,7 +55,7 @@ void BlockPool::tell_forgotten(Forgotten::Why why, const Blocks& blocks) {
     for (const BlockId id : blocks) partial_.forget(id);
   }
   tell(&BlockListener::on_forget, Forgotten{blocks, why, flags_.data(), blocks_.data()});
-  // Listeners that copy the blocks read their variants.
+  // Forgotten after the notification, because listeners that copy the blocks read their variants.
   if (!variants_.empty()) {
     for (const BlockId id : blocks) variants_.forget(id);
   }

@@ -156,12 +156,11 @@ class SimulatedPool final : public SimulatedCache {
 };
 
 // At first, the policy follows LRU. When its own order has gained enough hits over LRU in
-// simulation, compared with the hits of LRU, a trial begins, in which the policy uses its own
-// order. The policy has a stake: a part of C, the number of blocks that LRU would hold, and a share
-// of the hits of LRU so far. The
-// trial ends when the policy has C hits less, compared with LRU, than at its best in the trial, or
-// when it has lost its stake: it then has as many hits fewer than LRU. No trial begins while more
-// than half of the fixed part of the stake is lost.
+// simulation, in proportion to the hits of LRU, a trial begins, in which the policy uses its own
+// order. The policy has a stake, a number of hits: a part of C, the number of blocks that LRU would
+// hold, and a share of the hits of LRU so far. The trial ends when the lead over LRU has fallen by
+// C hits from its maximum in the trial, or when the stake is lost, because the policy has that many
+// hits fewer than LRU. No trial begins while more than half of the fixed part of the stake is lost.
 //
 // Bound: the policy has at most kShare of the hits of LRU + (1 + kStake) C + 1 hits fewer than LRU.
 // Proof and assumptions: docs/eviction.md.
@@ -204,8 +203,9 @@ class Duel {
   void assign(uint32_t key, const Segments::Segment& segment) {
     own_.assign(key, segment.number, segment.reuse_class, segment.time);
   }
-  // The pool caches this many blocks with keys, and has no space for others: the rest of its blocks
-  // have no keys. While that is so, the simulated pools have no more space either.
+  // The pool is full: it caches `num_keys` blocks with keys, and all its other blocks have none.
+  // The simulated pools, which contain only blocks with keys, shrink to this capacity until it
+  // grows.
   void set_capacity(int64_t num_keys) {
     for (SimulatedPool* each : {&lru_, &own_}) each->set_capacity((num_keys + num_host_) / one_of_);
   }
