@@ -1,0 +1,1035 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine of the simulator: a cache with real bytes, its requests, and random operations on them.
+
+The engine knows what a caller knows: its requests, their tokens and the answers of calls. It does not
+predict blocks. If a call is rejected, nothing may have changed; otherwise, every byte that the next
+steps read must be right.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kvcache import (
+    Admit,
+    CacheOptions,
+    External,
+    KVCacheManager,
+    LayerSpec,
+    Request,
+    Status,
+    StepReport,
+    build,
+    eviction_names,
+    host_eviction_names,
+    plan_cache,
+)
+from kvcache.allocator import RequestState, check_invariants
+from kvcache.events import AllBlocksCleared, BlockRemoved
+from kvcache.kinds import make_kind
+from tests.simulator import walk
+from tests.simulator.content import HEAD_SIZE, extended, mix, owner_of, values_of
+
+LONGEST, MOST_IN_FLIGHT = 40, 4
+SESSIONS = ("one", "two")
+
+# (kind, block size, options) of the layers. Equal layers form one group.
+MIXES = [
+    [("full_attention", 4, {})],
+    [("sliding_window", 4, {"window": 6})],
+    [("full_attention", 4, {}), ("sliding_window", 4, {"window": 6})],
+    [("full_attention", 4, {}), ("sliding_window", 2, {"window": 5}), ("chunked_local", 4, {"chunk_size": 10})],
+    [("full_attention", 4, {}), ("recurrent", 4, {})],
+    [("recurrent", 4, {}), ("sliding_window", 2, {"window": 9})],
+    [("full_attention", 4, {}), ("recurrent", 2, {"num_speculative_blocks": 3})],
+    [("full_attention", 4, {}), ("cross_attention", 4, {})],
+    [("full_attention", 4, {}), ("circular_window", 4, {"window": 6, "buffer": 24})],
+    [("chunked_local", 8, {"chunk_size": 12}), ("sliding_window", 8, {"window": 7})],
+    [("full_attention", 8, {}), ("full_attention", 4, {}), ("recurrent", 4, {})],
+    [("full_attention", 4, {}), ("full_attention", 4, {}), ("full_attention", 4, {})],
+]  # fmt: skip
+
+# Values of options and parameters that need more than their type.
+NAMES: dict[str, Callable[[random.Random], object]] = {
+    "CacheOptions.eviction": lambda r: r.choice(eviction_names()),
+    "CacheOptions.host_eviction": lambda r: r.choice(host_eviction_names()),
+    "CacheOptions.eviction_options": lambda r: None,
+    "CacheOptions.host_eviction_options": lambda r: None,
+    "CacheOptions.host_write": lambda r: r.choice(["back", "through"]),
+    "CacheOptions.hash_algorithm": lambda r: r.choice(["sha256_cbor", "xxh3_128_cbor"]),
+    "CacheOptions.hash_bytes": lambda r: None,
+    "CacheOptions.num_hash_lookahead_tokens": lambda r: 0,
+    "CacheOptions.hash_block_size": lambda r: r.choice([None, 2, 4]),
+    "CacheOptions.retention_interval": lambda r: r.choice([None, 0, 4, 8, 12]),
+    "CacheOptions.explain_misses": lambda r: r.choice([None, 1, 2]),
+    "CacheOptions.watermark": lambda r: r.choice([0.0, 0.1]),
+    "CacheOptions.max_num_reqs": lambda r: r.choice([2, 5]),
+    "CacheOptions.num_host_blocks": lambda r: r.choice([0, 6, 12, 40]),
+    "CacheOptions.num_preallocate_tokens": lambda r: r.choice([0, 5, 64]),
+    "CacheOptions.enable_caching": lambda r: r.random() < 0.9,
+    "CacheOptions.min_gain_to_write": lambda r: r.choice([None, 0.0, 0.05]),
+}
+
+
+class Wrong(AssertionError):
+    """Raised if the system has done something wrong."""
+
+
+@dataclass(eq=False)
+class Row:
+    """What the caller knows of a request that it has created."""
+
+    request: Request
+    tokens: list[int]  # that the request will ever have
+    units: list[int]  # the same, with images where they replace tokens
+    num_sampled: int
+    by_step: bool = True
+    row: int = -1  # -1: not admitted
+    # Digests of the KV in the row's slots. None: a rejected draft, or garbage.
+    contents: list[int | None] = field(default_factory=list)
+    num_rejected: int = 0  # drafts that the manager does not know to be rejected
+    # First tokens whose KV groups that are not cached, and groups that are not transferred, store.
+    begins: tuple[int, int] = (0, 0)
+    external: tuple[int, int] = (0, 0)
+    is_receiving: bool = False
+    encoder: int = 0  # digest of the encoder's output
+
+    @property
+    def name(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_valid(self) -> int:
+        return next((i for i, each in enumerate(self.contents) if each is None), len(self.contents))
+
+    def late(self) -> list[int]:
+        return self.tokens[self.request.num_tokens : self.num_sampled]
+
+
+class Engine:
+    """An engine. The world calls `operate` with a generator per operation."""
+
+    def __init__(self, name: str, rng: random.Random, log: Callable[[str], None]) -> None:
+        self.name, self.log, self.rng = name, log, rng
+        self.version, self.generations = "", {}
+        self.layers = self._layers(rng)
+        options = walk.options_of(rng, CacheOptions, NAMES, 0.4, {"enable_events": True})
+        self.plan, self.cache = self._build(rng, options)
+        self.manager: KVCacheManager = self.cache.manager
+        specs = self.manager.groups
+        self.kinds = [make_kind(each.kind, each.options) for each in specs]
+        self.layer_numbers = [
+            [[each.name for each in self.layers].index(name) for name in spec.layers] for spec in specs
+        ]
+        self.has_state = any(not kind.pages.has_slots for kind in self.kinds)
+        self.has_encoder = any(kind.pages.of_encoder for kind in self.kinds)
+        spec_drafts = [k.num_speculative_blocks for k in self.kinds if not k.pages.has_slots]
+        self.most_drafts = min(spec_drafts, default=4)
+        self.takes_external = not any(
+            spec.cached and not spec.transferred and kind.pages.is_transferable
+            for spec, kind in zip(specs, self.kinds)
+        )
+        self.rows: dict[int, Row] = {}
+        self.idle: list[Row] = []
+        self.kept: list[tuple[Row, list[tuple[int, list[int]]]]] = []
+        self.in_flight: list[int] = []  # steps that were carried out and not reported
+        self.view: set[tuple] = set()  # what events say is cached
+        self.count = self.num_refused = self.num_checked = self.num_hits = 0
+        self.operations = [
+            *(10 * [self.step] + 3 * [self.free] + 3 * [self.report] + 2 * [self.fork]),
+            *(2 * [self.finish_receiving] + [self.release_blocks, self.abort, self.lose_plan]),
+            *([self.lose_page, self.change, self.change, self.weights] + 2 * [self.reads]),
+            *(2 * [self.wrong_call] + [self.append_tokens, self.reject]),
+        ]
+        if not self.has_state:
+            self.operations += 2 * [self.admit] + 2 * [self.extend] + [self.advance]
+
+    # Setup -----------------------------------------------------------------------------------------
+
+    def _layers(self, rng: random.Random) -> list[LayerSpec]:
+        layers = []
+        for i, (kind, size, options) in enumerate(rng.choice(MIXES)):
+            more: dict = {"state_bytes": 2 * HEAD_SIZE}
+            if kind != "recurrent":
+                more = {"num_kv_heads": 1, "head_size": HEAD_SIZE}
+            if kind == "circular_window":
+                more |= {"cached": False, "transferred": False}
+            elif kind in ("full_attention", "sliding_window", "chunked_local"):
+                more |= {"drafts": rng.random() < 0.1, "transferred": rng.random() < 0.9}
+                more |= {"cached": i == 0 or rng.random() < 0.8}
+            if kind == "cross_attention":
+                more["transferred"] = False
+            for j in range(rng.choice([1, 1, 2])):
+                layers.append(LayerSpec(f"{i}.{j}", kind, size, dtype="uint8", options=options, **more))
+        return layers
+
+    def _build(self, rng: random.Random, options: dict):
+        self.most_batched = 16
+        plan = plan_cache(
+            self.layers,
+            1 << 20,
+            max_model_len=LONGEST,
+            max_num_batched_tokens=self.most_batched,
+            max_encoder_tokens=6 if any(each.kind == "cross_attention" for each in self.layers) else None,
+        )
+        pages = rng.choice([1.0, 1.5, 3.0, 6.0]) * plan.pages_per_request(LONGEST)
+        plan = plan_cache(
+            self.layers,
+            (int(pages) + 2) * plan.page_bytes,
+            max_model_len=LONGEST,
+            max_num_batched_tokens=self.most_batched,
+            max_encoder_tokens=plan.max_encoder_tokens or None,
+        )
+        options |= {"max_num_reqs": options.get("max_num_reqs") or 4, "enable_events": True}
+        kernel_sizes = rng.choice([None, None, [2], [1]])
+        while True:  # an option that the others do not allow is named, and left out
+            try:
+                cache = build(plan, kernel_sizes=kernel_sizes, **options)
+                self.log(f"{self.name} = build(plan, kernel_sizes={kernel_sizes}, **{options})  # {[(g.kind, g.block_size, dict(g.options)) for g in plan.groups]}, {plan.num_pages} pages")
+                return plan, cache
+            except (ValueError, TypeError) as error:
+                named = [each for each in options if each in str(error) and each != "max_num_reqs"]
+                if not named and kernel_sizes is None:
+                    raise
+                if not named:
+                    kernel_sizes = None
+                for each in named:
+                    del options[each]
+                options["enable_events"] = True
+
+    def owner(self, request: Request) -> int:
+        lora = request.lora and (*request.lora, self.generations.get(request.lora[0], 0))
+        return owner_of(self.version, lora, request.cache_salt)
+
+    def new_row(self) -> Row:
+        rng = self.rng
+        free = [each for each in self.idle if each.request.num_tokens < LONGEST]
+        if free and rng.random() < 0.5:
+            row = rng.choice(free)
+            self.idle.remove(row)
+            row.contents, row.num_rejected, row.external = [], 0, (0, 0)
+            return row
+        self.count += 1
+        first, differs = rng.choice([0, 0, 100]), rng.choice([0, 3, 6, 9, 14, 99, 99])
+        tokens = [first + i + (1000 * rng.randint(1, 2) if i >= differs else 0) for i in range(LONGEST + 1)]
+        units = [*tokens]
+        num_prompt = rng.randint(1, 30)
+        options = {
+            "lora": rng.choice([None] * 6 + [("alpha", "/a"), ("beta", "/b", "1")]),
+            "cache_salt": rng.choice([None] * 6 + ["salt"]),
+            "session": rng.choice([None, "one"]),
+            "read_cache": rng.random() < 0.95,
+            "write_cache": rng.random() < 0.95,
+        }
+        if rng.random() < 0.1:
+            at, n, image = rng.randint(0, 20), rng.randint(1, 8), rng.choice(["cat", "dog"])
+            options["mm_items"] = [(image, at, n)]
+            for p in range(at, min(at + n, LONGEST + 1)):
+                units[p] = mix(owner_of(image, p - at), tokens[p]) >> 1
+        if self.has_encoder and rng.random() < 0.5:
+            options["num_encoder_tokens"] = rng.choice([3, 5])
+        request = Request(f"{self.name}.{self.count}", tokens[:num_prompt], **options)
+        return Row(request, tokens, units, num_prompt, encoder=owner_of(self.name, self.count))
+
+    # Calls -----------------------------------------------------------------------------------------
+
+    def call(self, function: Callable, *args, **kwargs):
+        """Make a call of the script. A rejected call must have changed nothing, and returns None."""
+        text = [*map(walk.shown, args), *(f"{k}={walk.shown(v)}" for k, v in kwargs.items())]
+        self.log(f"{self.name}.{getattr(function, '__qualname__', function)}({', '.join(text)})")
+        before = self.snapshot()
+        try:
+            return function(*args, **kwargs)
+        except (ValueError, TypeError) as error:
+            self.num_refused += 1
+            self.log(f"    {type(error).__name__}: {error}")
+            if (after := self.snapshot()) != before:
+                raise Wrong(f"a rejected call has changed the engine: {differing(before, after)}") from error
+            return None
+
+    def snapshot(self) -> dict:
+        """Return what a caller can see without changing anything."""
+        manager, found = self.manager, {}
+        for row, each in self.rows.items():
+            request = each.request
+            state = manager.state(request)
+            found[each.name] = row, state, manager.num_computed_tokens(request), request.num_tokens
+            if state is not RequestState.SWAPPED_OUT:
+                found[each.name, "blocks"] = [
+                    manager.block_ids(request, g).tolist() for g in range(len(self.kinds))
+                ]
+        for name, pool in (("pool", manager.pool), ("host", manager.host_pool)):
+            if pool is not None:
+                found[name] = pool.num_free, pool.num_cached, pool.num_total
+        found["step"], found["epoch"] = manager.last_step_id, manager.cache.epoch
+        found["kept"], found["pinned"] = manager.pool.num_kept, manager.pool.num_pinned
+        return found
+
+    def state(self, each: Row) -> RequestState:
+        return self.manager.state(each.request)
+
+    def computed(self, each: Row) -> int:
+        return self.manager.num_computed_tokens(each.request)
+
+    def on_device(self, by_step: bool | None = None) -> list[Row]:
+        return [
+            each
+            for each in self.rows.values()
+            if self.state(each) is RequestState.RUNNING and by_step in (None, each.by_step)
+        ]
+
+    # Operations ------------------------------------------------------------------------------------
+
+    def operate(self, rng: random.Random) -> None:
+        self.rng = rng
+        rng.choice(self.operations)()
+        self.follow_events()
+        if rng.random() < 0.15:
+            check_invariants(self.manager)
+            self.check_cached()
+
+    def step(self) -> None:
+        rng = self.rng
+        able = [each for each in self.rows.values() if each.by_step and not each.is_receiving]
+        able = [each for each in able if rng.random() < 0.7]
+        rng.shuffle(able)
+        rows, counts, ids, rejected, ahead, leaving = [], [], [], [], [], []
+        left = self.most_batched
+        for each in able:
+            is_out = self.state(each) is RequestState.SWAPPED_OUT
+            if self.manager.host_pool is not None and not is_out and rng.random() < 0.15:
+                self.decide(each)
+                leaving.append(each)
+                continue
+            tells = rng.random() < 0.9
+            start = self.computed(each) - (each.num_rejected if tells else 0)
+            missing = min(each.num_sampled, LONGEST) - start
+            if missing <= 0 or left <= 0:
+                continue
+            count = rng.randint(1, min(missing, left))
+            if rng.random() < 0.4:
+                count = min(self.manager.checkpoint_tokens(each.request, count), count) or count
+            if count == missing and rng.random() < 0.5:
+                count = min(count + rng.randint(0, self.most_drafts), LONGEST - start, left)
+            left -= count
+            is_told = rng.random() < 0.7 or self.has_state
+            rows.append(each)
+            counts.append(count)
+            ids.append(each.late() if is_told else [])
+            rejected.append(each.num_rejected if tells else 0)
+            ahead.append(rng.choice([0, 0, 0, 2]) if LONGEST - start - count > 2 else 0)
+        new = [self.new_admit(left) for _ in range(rng.choice([0, 0, 1, 1, 2])) if left > 0]
+        if not rows and not leaving and not new and rng.random() < 0.8:
+            return
+        plan = self.call(
+            self.manager.step,
+            [each.row for each in rows],
+            counts,
+            new=[ask for _, ask in new],
+            token_ids=[token for each in ids for token in each],
+            num_token_ids=[len(each) for each in ids],
+            num_rejected_tokens=rejected,
+            num_lookahead_tokens=[*ahead, *(0 for _ in new)][: len(rows)] if rows else 0,
+            swap_out=[each.row for each in leaving],
+        )
+        if plan is None:
+            for each, _ in new:
+                self.put_back(each)
+            for each in rows:  # a row whose steps are all rejected ends
+                if rng.random() < 0.2:
+                    self.end(each)
+            return
+        self.carry_out(plan, rows, rejected, leaving, [each for each, _ in new])
+
+    def new_admit(self, left: int) -> tuple[Row, Admit]:
+        rng, each = self.rng, self.new_row()
+        request = each.request
+        options = {
+            name: walk.drawn(rng, "Admit", name, kind, ADMIT_NAMES)
+            for name, kind in Admit.__annotations__.items()
+            if name not in ("request", "num_tokens", "external") and rng.random() < 0.2
+        }
+        count = rng.choice([left, left, rng.randint(1, left)])
+        cached = self.manager.cache.cached_tokens(request, read_cache=options.get("read_cache"))
+        is_near = cached.num_host_blocks > options.get("max_host_blocks", 1 << 30)
+        hit = cached.on_device if is_near else cached.with_host
+        most = request.num_tokens - 1 - hit
+        reads = request.read_cache if options.get("read_cache") is None else options["read_cache"]
+        if self.takes_external and most > 0 and reads and not request.num_encoder_tokens and rng.random() < 0.25:
+            n, each.is_receiving = rng.randint(1, most), rng.random() < 0.6
+            each.external = hit, hit + n
+            return each, Admit(request, 0 if each.is_receiving else count, External(n, each.is_receiving), **options)
+        each.external, each.is_receiving = (0, 0), False
+        return each, Admit(request, count, **options)
+
+    def put_back(self, each: Row) -> None:
+        each.is_receiving, each.external, each.row = False, (0, 0), -1
+        self.idle.append(each)
+        del self.idle[:-12]
+
+    def carry_out(self, plan, rows: list[Row], rejected: list[int], leaving: list[Row], new: list[Row]) -> None:
+        """Apply a plan with the worker, compute its tokens, and check all reads."""
+        self.in_flight.append(plan.step_id)
+        self.cache.worker.apply(plan)
+        answers, jobs = plan.answers, []
+        for each, back, status, start in zip(rows, rejected, answers.rows.status, answers.rows.num_computed_tokens):
+            if status == Status.SERVED:
+                if back:
+                    each.num_rejected = 0
+                del each.contents[int(start) :]
+                jobs.append((each, int(start)))
+        for each, status in zip(leaving, answers.swap_out.status):
+            if (self.state(each) is RequestState.SWAPPED_OUT) != (status == Status.SERVED):
+                raise Wrong(f"{each.name} has status {status}, and its state is {self.state(each)}")
+        for i, each in enumerate(new):
+            row, status, start = (int(x[i]) for x in answers.new[:3])
+            if status != Status.SERVED:
+                self.put_back(each)
+                continue
+            each.row, each.by_step = row, True
+            self.rows[row] = each
+            self.admitted(each, start)
+            if not each.is_receiving:
+                jobs.append((each, start))
+        self.compute(jobs)
+
+    def admitted(self, each: Row, start: int) -> None:
+        first, stop = each.external
+        if stop > first and start != stop:
+            raise Wrong(f"{each.name} continues from {start}: expected {stop}, the end of its external tokens")
+        hit = first if stop > first else start
+        self.num_hits += hit > 0
+        each.begins, each.num_rejected = (hit, start), 0
+        each.contents = extended([], each.units[:start], self.owner(each.request))
+
+    def compute(self, jobs: list[tuple[Row, int]]) -> None:
+        """Compute tokens of rows: read, write, and read again what the step has written."""
+        spans = []
+        for each, start in jobs:
+            end = self.computed(each)
+            sure = end
+            if self.has_state and self.most_drafts:
+                sure = min(end, max(start + 1, each.request.num_tokens))
+            first, stop = each.external
+            if start == 0:
+                self.write_encoder(each)
+            if stop > first:
+                self.receive(each, first, stop, stop, sure)
+                each.external = (0, 0)
+            spans.append((each, start, end, sure))
+        for each, start, end, sure in spans:
+            self.check_reads(each, start, start, sure, end, "before its tokens are written")
+        for each, start, end, _ in spans:
+            accepted = end
+            if end > each.num_sampled:
+                accepted = self.rng.randint(min(each.num_sampled, end), end)
+            if each.num_valid < start:  # computed from rejected drafts
+                accepted = min(accepted, each.num_valid)
+            units = each.units[start : max(accepted, start)]
+            right = extended(each.contents[:start], units, self.owner(each.request)) if units else []
+            each.contents += [*right, *[None] * (end - start - len(right))]
+            each.num_rejected = end - min(accepted, end)
+            if each.num_sampled <= accepted < LONGEST:
+                each.num_sampled = accepted + 1
+        for each, start, end, sure in spans:
+            self.write(each, start, end, sure)
+        for each, start, end, sure in spans:
+            self.check_reads(each, start, end, sure, end, "after its tokens are written")
+            self.check_state(each, end, sure)
+
+    def decide(self, each: Row) -> None:
+        """Tell the manager which drafts were rejected, and the tokens that it does not know."""
+        if each.num_rejected:
+            self.call(self.manager.reject_tokens, each.request, each.num_rejected)
+            del each.contents[self.computed(each) :]
+            each.num_rejected = 0
+        if late := each.late():
+            self.call(each.request.append_tokens, late)
+
+    def reject(self) -> None:
+        if rows := self.on_device():
+            self.decide(self.rng.choice(rows))
+
+    def append_tokens(self) -> None:
+        rows = [each for each in self.rows.values() if each.late()]
+        if rows and not self.has_state:
+            each = self.rng.choice(rows)
+            late = each.late()[: self.rng.randint(1, 3)]
+            self.call(each.request.append_tokens, late)
+
+    def end(self, each: Row, keep: bool = False, **options) -> None:
+        del self.rows[each.row]
+        pages = self.pages_of(each) if keep else []
+        self.call(self.manager.free, each.request, keep_blocks=keep, **options)
+        if keep:
+            self.kept.append((each, pages))
+        else:
+            self.put_back(each)
+        each.row, each.is_receiving = -1, False
+
+    def free(self) -> None:
+        if not self.rows:
+            return
+        rng, each = self.rng, self.rng.choice([*self.rows.values()])
+        is_out = self.state(each) is RequestState.SWAPPED_OUT
+        keep = not is_out and (each.is_receiving or rng.random() < 0.2)
+        if each.is_receiving:
+            self.garble_received(each)
+        elif not is_out:
+            self.decide(each)
+        options = {}
+        if rng.random() < 0.3:
+            options["num_output_tokens"] = rng.choice([None, 0, 7])
+        if rng.random() < 0.2:
+            options["retention"] = [(0, rng.randint(1, 30), rng.choice([0, 35, 99]), rng.choice([None, 1.0]))]
+        self.end(each, keep, **options)
+
+    def pages_of(self, each: Row) -> list[tuple[int, list[int]]]:
+        """Return the transferred tokens of a row with their slots, as (group, contents, slots)."""
+        found = []
+        for g, (spec, kind) in enumerate(zip(self.manager.groups, self.kinds)):
+            if not (spec.transferred and spec.cached and kind.pages.has_slots and kind.pages.is_transferable):
+                continue
+            stop = min(each.num_valid, self.computed(each))
+            first = max(kind.first_needed_token(stop), 0)
+            if each.is_receiving or stop <= first or self.manager.cache.is_stale(each.request):
+                continue
+            blocks, size = self.manager.block_ids(each.request, g).tolist(), self.manager.block_sizes[g]
+            slots = [blocks[p // size] * size + p % size for p in range(first, stop)]
+            found.append((g, each.contents[first:stop], slots))
+        return found
+
+    def release_blocks(self) -> None:
+        if not self.kept:
+            return
+        each, pages = self.kept.pop(self.rng.randrange(len(self.kept)))
+        for g, contents, slots in pages:
+            self.check_slots(each, g, contents, torch.tensor(slots), "in kept blocks")
+        self.call(self.manager.release_blocks, each.request)
+        self.put_back(each)
+
+    def finish_receiving(self) -> None:
+        rows = [each for each in self.rows.values() if each.is_receiving]
+        if not rows:
+            return
+        rng, each = self.rng, self.rng.choice(rows)
+        first, stop = each.external
+        count = rng.choice([stop - first, rng.randint(0, stop - first)])
+        self.receive(each, first, stop, first + count, stop)
+        before = [self.manager.block_ids(each.request, g).tolist() for g in range(len(self.kinds))]
+        found = self.call(self.manager.finish_receiving, each.request, count)
+        if found is None:
+            raise Wrong(f"{each.name} cannot finish to receive")
+        each.external, each.is_receiving = (0, 0), False
+        same = all(
+            self.manager.block_ids(each.request, g).tolist() == blocks[: len(self.manager.block_ids(each.request, g))]
+            for g, blocks in enumerate(before)
+        )
+        each.begins = (each.begins[0] if same else found, found)
+        self.goes_on_from(each, found)
+
+    def fork(self) -> None:
+        rows = [each for each in self.on_device(by_step=True)]
+        if not rows:
+            return
+        rng, parent = self.rng, self.rng.choice(rows)
+        self.decide(parent)
+        shared = self.computed(parent)
+        if not 0 < shared < LONGEST or parent.num_valid < shared:
+            return
+        self.count += 1
+        other = 1000 * rng.randint(0, 2)
+        tokens, units = (
+            [*each[:shared], *(x + other for x in each[shared:])] for each in (parent.tokens, parent.units)
+        )
+        request = Request(
+            f"{self.name}.{self.count}", tokens[: shared + 1], lora=parent.request.lora,
+            cache_salt=parent.request.cache_salt, mm_items=parent.request.mm_items,
+            num_encoder_tokens=parent.request.num_encoder_tokens,
+        )  # fmt: skip
+        row = self.call(self.manager.fork, parent.request, request)
+        if row is None or row < 0:
+            return
+        child = Row(request, tokens, units, shared + 1, row=row, begins=parent.begins, encoder=parent.encoder)
+        child.contents = parent.contents[:shared]
+        self.rows[row] = child
+
+    def report(self) -> None:
+        if self.in_flight:
+            n = self.rng.randint(1, len(self.in_flight))
+            step = self.in_flight[n - 1]
+            del self.in_flight[:n]
+            self.returned(self.call(self.manager.report, StepReport(step, completed=True)))
+
+    def returned(self, affected: dict[str, int]) -> None:
+        """Note the positions from which rows continue after a fault."""
+        for each in self.rows.values():
+            if each.name in affected:
+                at = affected[each.name]
+                if self.computed(each) != at:
+                    raise Wrong(f"{each.name} continues from {at}, and has computed {self.computed(each)}")
+                self.goes_on_from(each, at)
+                each.num_rejected, each.begins = 0, (at, at)
+
+    def goes_on_from(self, each: Row, at: int) -> None:
+        """Note that a row continues from token `at`, with its own KV or with what a new hit provides."""
+        if self.manager.cache.is_stale(each.request):
+            del each.contents[at:]
+        else:
+            each.contents = extended([], each.units[:at], self.owner(each.request))
+
+    def abort(self) -> None:
+        """Abort a step that was carried out, and all later ones."""
+        if self.in_flight:
+            n = self.rng.randrange(len(self.in_flight))
+            step = self.in_flight[n]
+            del self.in_flight[n:]
+            affected = self.call(self.manager.abort, step)
+            self.returned(affected)
+            self.after_abort()
+
+    def after_abort(self) -> None:
+        for row, each in [*self.rows.items()]:
+            if each.is_receiving and self.state(each) is not RequestState.RECEIVING:
+                each.is_receiving, each.external = False, (0, 0)
+
+    def lose_plan(self) -> None:
+        """Plan a step that no worker carries out, and abort it."""
+        rng, new = self.rng, [self.new_admit(4)]
+        rows = [each for each in self.on_device(by_step=True) if not each.num_rejected and each.num_sampled > self.computed(each)]
+        plan = self.call(
+            self.manager.step,
+            [each.row for each in rows],
+            [1] * len(rows),
+            new=[ask for _, ask in new],
+            token_ids=[token for each in rows for token in each.late()],
+            num_token_ids=[len(each.late()) for each in rows],
+        )
+        if plan is None:
+            self.put_back(new[0][0])
+            return
+        (each, _), row = new[0], int(plan.answers.new.rows[0])
+        affected = self.call(self.manager.abort, plan.step_id)
+        if row >= 0:
+            each.row, each.by_step = row, True
+            self.rows[row] = each
+            self.admitted_and_lost(each)
+        else:
+            self.put_back(each)
+        self.returned(affected)
+
+    def admitted_and_lost(self, each: Row) -> None:
+        each.begins = (0, 0)
+        each.contents = extended([], each.units[: self.computed(each)], self.owner(each.request))
+        if self.state(each) is not RequestState.RECEIVING:
+            each.is_receiving, each.external = False, (0, 0)
+        self.end(each, keep=False) if not each.is_receiving else self.cancel(each)
+
+    def cancel(self, each: Row) -> None:
+        self.garble_received(each)
+        self.end(each, keep=True)
+
+    def lose_page(self) -> None:
+        """Lose the content of a page, and report it at once."""
+        rows = self.on_device()
+        if not rows:
+            return
+        each = self.rng.choice(rows)
+        blocks = [b for g in range(len(self.kinds)) for b in self.manager.block_ids(each.request, g).tolist() if b]
+        if not blocks or self.kept:
+            return
+        page = self.rng.choice(blocks)
+        for layer in range(self.cache.pages.num_layers):
+            self.cache.pages.layer(layer)[page] = 255
+        self.returned(self.call(self.manager.invalidate, [page]))
+
+    def change(self) -> None:
+        """Change the cache without computing anything."""
+        cache, rng = self.manager.cache, self.rng
+        what = rng.randrange(8)
+        if what == 0:
+            self.call(cache.reset, rng.choice([None, *range(len(self.kinds))]))
+        elif what == 1:
+            self.call(cache.evict, [rng.randint(1, self.manager.pool.num_total) for _ in range(rng.randint(0, 4))])
+        elif what in (2, 3) and self.idle:
+            self.call(cache.pin, rng.choice(SESSIONS), rng.choice(self.idle).request)
+        elif what == 4:
+            self.call(cache.unpin, rng.choice(SESSIONS))
+        elif what == 5 and self.rows:
+            self.call(cache.access, rng.choice([*self.rows.values()]).request, rng.choice([0.0, 1.0, 5.0]))
+        elif what == 6:
+            self.call(cache.set_now, rng.choice([0.0, 1.0, 1e3]))
+        elif what == 7:
+            self.call(cache.clear_stats)
+
+    def weights(self) -> None:
+        """Change the weights of the model or of an adapter."""
+        rng, cache = self.rng, self.manager.cache
+        if rng.random() < 0.5:
+            self.call(cache.start_epoch, rng.choice([None, "a", "b"]))
+            self.version = cache.model_version
+        else:
+            name = rng.choice(["alpha", "beta"])
+            self.call(cache.forget_adapter, name)
+            self.generations[name] = self.generations.get(name, 0) + 1
+
+    # Rows without plans ----------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        rng, each = self.rng, self.new_row()
+        each.external, each.is_receiving = (0, 0), False
+        request = each.request
+        whole, given = rng.random() < 0.5, rng.randrange(3)
+        hit = self.manager.cache.find_prefix(request, whole_blocks=whole and given > 0)
+        start = 0 if given == 1 else hit.num_tokens
+        most = max(min(request.num_tokens - start, self.most_batched), 1)
+        nothing = [] if len(self.kinds) == 1 else [[] for _ in self.kinds]
+        computed = (None, nothing, hit)[given]  # None: what the manager finds itself
+        found = self.call(self.manager.admit, Admit(request, rng.randint(1, most)), computed)
+        if found is None:
+            self.put_back(each)
+            return
+        each.row, each.by_step = self.manager.row(request), False
+        self.rows[each.row] = each
+        self.admitted(each, start)
+        self.copy_hits()
+        self.follow_tables(each)
+        self.compute([(each, start)])
+
+    def copy_hits(self) -> None:
+        pairs = self.manager.take_copies()
+        if len(pairs):
+            self.cache.pages.copy(pairs)
+
+    def follow_tables(self, each: Row) -> None:
+        blocks = [self.manager.block_ids(each.request, g) for g in range(len(self.kinds))]
+        self.cache.tables.add_row(blocks, each.row)
+        self.cache.tables.commit_updates()
+
+    def extend(self) -> None:
+        rows = [each for each in self.on_device(by_step=False) if each.num_sampled > self.computed(each) - each.num_rejected]
+        if not rows:
+            return
+        rng, each = self.rng, self.rng.choice(rows)
+        self.decide(each)
+        start = self.computed(each)
+        most = min(each.num_sampled, LONGEST) - start
+        if most <= 0:
+            return
+        found = self.call(self.manager.extend, each.request, rng.randint(1, min(most, self.most_batched)), rng.choice([0, 0, 2]))
+        if found is not None:
+            self.follow_tables(each)
+            self.compute([(each, start)])
+
+    def advance(self) -> None:
+        rng = self.rng
+        rows = [each for each in self.on_device(by_step=False) if rng.random() < 0.6]
+        for each in rows:
+            self.decide(each)
+        rows = [each for each in rows if min(each.num_sampled, LONGEST) > self.computed(each)]
+        starts = [self.computed(each) for each in rows]
+        stops = [start + rng.randint(1, min(each.num_sampled, LONGEST) - start) for each, start in zip(rows, starts)]
+        if not rows or sum(stops) - sum(starts) > self.most_batched:
+            return
+        found = self.call(self.manager.advance, [each.row for each in rows], starts, stops)
+        if found is None:
+            return
+        jobs = []
+        for each, start, new in zip(rows, starts, found):
+            if new is not None:
+                self.follow_tables(each)
+                jobs.append((each, start))
+        self.compute(jobs)
+
+    # Calls by walk ---------------------------------------------------------------------------------
+
+    def targets(self) -> list[object]:
+        return [self.manager, self.manager.cache, self.manager.pool]
+
+    def names(self) -> dict[str, Callable]:
+        """Return how to draw arguments that mean something at this moment."""
+        manager = self.manager
+        known = [*self.rows.values(), *self.idle]
+
+        def request(r):
+            return r.choice(known).request if known else Request("unknown", [1])
+
+        def some_ids(r):
+            return [r.randint(0, manager.pool.num_total) for _ in range(r.randint(0, 3))]
+
+        return ADMIT_NAMES | {
+            "request": request,
+            "parent": request,
+            "child": lambda r: Request("child", [1, 2, 3]),
+            "requests": request,
+            "group": lambda r: r.randrange(len(self.kinds)),
+            "ids": some_ids,
+            "id": lambda r: r.randint(0, manager.pool.num_total),
+            "medium": lambda r: r.choice(["gpu", "cpu"]),
+            "hashes": lambda r: manager.cache.hashes(request(r)),
+            "session": lambda r: r.choice(SESSIONS),
+            "new": lambda r: [],
+            "report": lambda r: StepReport(r.randint(0, 99), True),
+            "computed_blocks": lambda r: None,
+        }
+
+    def reads(self) -> None:
+        """Make calls that change nothing: all public ones that are not operations."""
+        owner = self.rng.choice(self.targets())
+        calls = {n: c for n, c in walk.public_calls(owner).items() if n not in OPERATIONS}
+        before = self.snapshot()
+        if calls and self.rng.random() < 0.8:
+            call = calls[self.rng.choice(sorted(calls))]
+            args, kwargs = walk.arguments_of(self.rng, call, self.names())
+            self.call(call, *args, **kwargs)
+        elif values := walk.public_values(owner):
+            getattr(owner, self.rng.choice(values))
+        if (after := self.snapshot()) != before:
+            raise Wrong(f"a call that reads has changed the engine: {differing(before, after)}")
+
+    def wrong_call(self) -> None:
+        """Make a call with an argument of the wrong type or out of range. It must change nothing, whether
+        it is rejected or not.
+        """
+        owner = self.rng.choice(self.targets())
+        calls = {n: c for n, c in walk.public_calls(owner).items() if n not in UNSAFE}
+        if not calls:
+            return
+        call = calls[self.rng.choice(sorted(calls))]
+        args, kwargs = walk.arguments_of(self.rng, call, self.names())
+        places = [*range(len(args)), *kwargs]
+        if not places:
+            return
+        place, value = self.rng.choice(places), self.rng.choice(walk.GARBAGE)
+        if call.__name__ == "start_epoch" and isinstance(value, int):
+            return  # any integer is a version
+        if isinstance(place, int):
+            args[place] = value
+        else:
+            kwargs[place] = value
+        before = self.snapshot()
+        try:
+            self.log(f"{self.name}.{call.__qualname__}(*{args}, **{kwargs})")
+            call(*args, **kwargs)
+        except (ValueError, TypeError) as error:
+            if len(str(error)) < 10:
+                raise Wrong(f"unclear error: {error!r}") from error
+        else:
+            raise Wrong(f"{call.__qualname__} accepts {value!r} as argument {place}")
+        if (after := self.snapshot()) != before:
+            raise Wrong(f"a wrong call has changed the engine: {differing(before, after)}")
+
+    # Bytes -----------------------------------------------------------------------------------------
+
+    def slots(self, each: Row, g: int, positions: np.ndarray) -> torch.Tensor:
+        rows = np.full(len(positions), each.row, np.int32)
+        return self.cache.tables[g].slots_of(rows, positions)
+
+    def put(self, g: int, contents: list[int | None], slots: torch.Tensor) -> None:
+        """Write the KV of tokens. None: garbage."""
+        values = [self.rng.getrandbits(64) if each is None else each for each in contents]
+        for i, layer in enumerate(self.layer_numbers[g]):
+            key, value = (values_of(values, layer, part, 1) for part in (0, 1))
+            self.cache.storages[g].write(i, key, value, slots)
+
+    def put_state(self, g: int, content: int | None, page: int) -> None:
+        value = self.rng.getrandbits(64) if content is None else content
+        for i, layer in enumerate(self.layer_numbers[g]):
+            state = values_of([value], layer, 0, 2).reshape(1, 1, -1)
+            self.cache.storages[g].write(i, state, None, torch.tensor([page]))
+
+    def check_slots(self, each: Row, g: int, contents: list[int | None], slots: torch.Tensor, when: str) -> None:
+        right = [i for i, content in enumerate(contents) if content is not None]
+        if not right:
+            return
+        slots, contents = slots[right], [contents[i] for i in right]
+        self.num_checked += len(contents)
+        if int(slots.min()) < self.manager.block_sizes[g]:
+            raise Wrong(f"{each.name} reads the null page in group {g} {when}")
+        for i, layer in enumerate(self.layer_numbers[g]):
+            found = self.cache.storages[g].gather(i, slots)
+            for part in (0, 1):
+                wrong = (found[part] != values_of(contents, layer, part, 1)).any(dim=2).any(dim=1)
+                if wrong.any():
+                    at = right[int(wrong.nonzero()[0, 0])]
+                    raise Wrong(f"{each.name} has wrong bytes of its token {at} of {len(right)} in group {g} {when}")
+
+    def state_pages(self, each: Row, end: int, sure: int, g: int) -> list[int]:
+        found = self.cache.tables[g].state_pages(np.array([each.row]), np.array([end]), np.array([end - sure]))
+        return found[0].tolist()
+
+    def check_one_state(self, each: Row, g: int, content: int, page: int, when: str) -> None:
+        self.num_checked += 1
+        for i, layer in enumerate(self.layer_numbers[g]):
+            found = self.cache.storages[g].gather(i, torch.tensor([page]))[0]
+            if not page or not torch.equal(found.reshape(-1), values_of([content], layer, 0, 2).reshape(-1)):
+                raise Wrong(f"{each.name} has a wrong state in page {page} of group {g} {when}")
+
+    def receive(self, each: Row, first: int, stop: int, arrived: int, sure: int) -> None:
+        """Write external tokens [first, stop), of which those before `arrived` are right."""
+        right = extended([], each.units[:stop], self.owner(each.request))
+        contents = [*right[:arrived], *[None] * (stop - arrived)]
+        each.contents[first:] = contents[first:]
+        for g, (spec, kind) in enumerate(zip(self.manager.groups, self.kinds)):
+            if not spec.transferred or kind.pages.of_encoder:
+                continue
+            blocks, size = self.manager.block_ids(each.request, g).tolist(), self.manager.block_sizes[g]
+            if not kind.pages.has_slots:
+                self.put_state(g, contents[stop - 1], blocks[(sure - 1) // size])
+                continue
+            held = [p for p in range(first, stop) if blocks[p // size]]
+            slots = [blocks[p // size] * size + p % size for p in held]
+            self.put(g, [contents[p] for p in held], torch.tensor(slots, dtype=torch.int64))
+
+    def garble_received(self, each: Row) -> None:
+        """A transfer may still write to the blocks of a request that has left."""
+        first, stop = each.external
+        if each.is_receiving and stop > first:
+            self.receive(each, first, stop, first, stop)
+
+    def write_encoder(self, each: Row) -> None:
+        for g, kind in enumerate(self.kinds):
+            if kind.pages.of_encoder:
+                if n := each.request.num_encoder_tokens:
+                    self.put(g, [mix(each.encoder, i) for i in range(n)], self.slots(each, g, np.arange(n)))
+
+    def write(self, each: Row, start: int, end: int, sure: int) -> None:
+        for g, kind in enumerate(self.kinds):
+            if kind.pages.of_encoder:
+                continue
+            if kind.pages.has_slots:
+                self.put(g, each.contents[start:end], self.slots(each, g, np.arange(start, end)))
+                continue
+            pages = self.state_pages(each, end, sure, g)
+            for j, n in enumerate(range(sure, end + 1)):
+                self.put_state(g, each.contents[n - 1], pages[j])
+
+    def check_reads(self, each: Row, start: int, stop: int, sure: int, end: int, when: str) -> None:
+        """Check what the tokens from `start` read, as far as it lies before `stop`."""
+        if each.num_valid < min(start, stop):
+            return  # the row continues from rejected drafts
+        when = f"{when}, from token {start} to {end}"
+        for g, (spec, kind) in enumerate(zip(self.manager.groups, self.kinds)):
+            if kind.pages.of_encoder:
+                n = each.request.num_encoder_tokens
+                if n:
+                    self.check_slots(each, g, [mix(each.encoder, i) for i in range(n)], self.slots(each, g, np.arange(n)), when)
+                continue
+            if not kind.pages.has_slots:
+                if start and start == stop:
+                    page = self.state_pages(each, end, sure, g)[0]
+                    self.check_one_state(each, g, each.contents[start - 1], page, when)
+                continue
+            first = kind.first_needed_token(start)
+            if not spec.cached or kind.pages.wraps:
+                first = max(first, each.begins[0 if spec.transferred else 1])
+            if stop > first:
+                self.check_slots(each, g, each.contents[first:stop], self.slots(each, g, np.arange(first, stop)), when)
+
+    def check_state(self, each: Row, end: int, sure: int) -> None:
+        for g, kind in enumerate(self.kinds):
+            if not kind.pages.has_slots:
+                for n, page in zip(range(sure, end + 1), self.state_pages(each, end, sure, g)):
+                    if each.contents[n - 1] is not None:
+                        self.check_one_state(each, g, each.contents[n - 1], page, f"after {n} tokens")
+
+    def check_cached(self) -> None:
+        """Check the bytes of every block that is cached under a hash of a known request."""
+        known = [*self.rows.values(), *self.idle]
+        if not known:
+            return
+        each = self.rng.choice(known)
+        request = each.request
+        probe = Request(
+            "probe", request.token_ids, lora=request.lora, mm_items=request.mm_items, cache_salt=request.cache_salt
+        )
+        contents = extended([], each.units[: request.num_tokens], self.owner(probe))
+        hashes = self.manager.cache.hashes(probe)
+        unit = self.manager.cache.hash_block_size
+        for g, (spec, kind) in enumerate(zip(self.manager.groups, self.kinds)):
+            if not (spec.cached and kind.pages.is_transferable) or not len(hashes):
+                continue
+            size = self.manager.block_sizes[g]
+            found = self.manager.cache.find(hashes[size // unit - 1 :: size // unit], g).device.tolist()
+            for column, page in enumerate(found):
+                if page <= 0:
+                    continue
+                end = (column + 1) * size
+                if not kind.pages.has_slots:
+                    self.check_one_state(each, g, contents[end - 1], page, "that is cached")
+                elif kind.window is None:
+                    slots = torch.arange(page * size, (page + 1) * size)
+                    self.check_slots(each, g, contents[end - size : end], slots, f"in cached block {page}")
+
+    # Events ----------------------------------------------------------------------------------------
+
+    def follow_events(self) -> None:
+        """Events list exactly the blocks that can be found."""
+        for event in self.manager.cache.drain_events():
+            if isinstance(event, AllBlocksCleared):
+                self.view = {each for each in self.view if each[0] != event.medium}
+                continue
+            named = {(event.medium, event.group, h.tobytes()) for h in event.block_hashes}
+            if isinstance(event, BlockRemoved):
+                if not named <= self.view:
+                    raise Wrong("an event removes a block that no event has stored")
+                self.view -= named
+            else:
+                if named & self.view:
+                    raise Wrong("an event stores a block twice")
+                self.view |= named
+        for medium, pool in (("gpu", self.manager.pool), ("cpu", self.manager.host_pool)):
+            if sum(each[0] == medium for each in self.view) > (pool.num_cached if pool else 0):
+                raise Wrong(f"events list more blocks of {medium} than are cached")
+
+    # The end ---------------------------------------------------------------------------------------
+
+    def close(self, rng: random.Random) -> None:
+        """End all requests and loads, and check that nothing is held."""
+        self.rng = rng
+        for each in [*self.rows.values()]:
+            if each.is_receiving:
+                self.cancel(each)
+            else:
+                self.end(each)
+        while self.kept:
+            self.release_blocks()
+        if self.manager.last_step_id >= 0:
+            self.manager.step()
+            self.manager.report(StepReport(self.manager.last_step_id, completed=True))
+        check_invariants(self.manager)
+        for pool in (self.manager.pool, self.manager.host_pool):
+            if pool is not None and pool.num_free != pool.num_total:
+                raise Wrong(f"{pool.num_total - pool.num_free} blocks are held at the end")
+        stats = self.manager.cache.stats
+        if not 0 <= stats.host_hit_tokens <= stats.hit_tokens <= stats.query_tokens:
+            raise Wrong(f"statistics do not add up: {stats}")
+
+
+ADMIT_NAMES: dict[str, Callable] = {
+    "num_lookahead_tokens": lambda r: r.choice([0, 0, 2]),
+    "num_reserved_blocks": lambda r: r.choice([0, 1]),
+    "max_host_blocks": lambda r: r.choice([0, 2, 99]),
+    "num_prompt_tokens": lambda r: None,
+    "num_shared_tokens": lambda r: 0,
+}
+
+# Public calls that an operation above makes. All others must change nothing.
+OPERATIONS = {
+    *("step", "admit", "extend", "advance", "fork", "free", "reject_tokens", "report", "abort"),
+    *("invalidate", "finish_receiving", "release_blocks", "take_copies", "for_groups"),
+    *("reset", "evict", "pin", "unpin", "access", "set_now", "clear_stats", "start_epoch"),
+    *("forget_adapter", "drain_events"),
+}
+# Calls that accept every value of some argument.
+UNSAFE = {"for_groups"}
+
+
+def differing(before: dict, after: dict) -> dict:
+    names = [name for name in before | after if before.get(name) != after.get(name)]
+    return {name: (before.get(name), after.get(name)) for name in names}
