@@ -8,6 +8,7 @@ steps read must be right.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from kvcache.allocator import RequestState, check_invariants
 from kvcache.events import AllBlocksCleared, BlockRemoved
 from kvcache.kinds import make_kind
 from tests.simulator import walk
+from tests.simulator.exchange import Wire
 from tests.simulator.content import HEAD_SIZE, extended, mix, owner_of, values_of
 
 LONGEST, MOST_IN_FLIGHT = 40, 4
@@ -97,6 +99,7 @@ class Row:
     begins: tuple[int, int] = (0, 0)
     external: tuple[int, int] = (0, 0)
     is_receiving: bool = False
+    source: object = None  # that the external tokens come from; None: the engine itself writes them
     encoder: int = 0  # digest of the encoder's output
 
     @property
@@ -114,11 +117,13 @@ class Row:
 class Engine:
     """An engine. The world calls `operate` with a generator per operation."""
 
-    def __init__(self, name: str, rng: random.Random, log: Callable[[str], None]) -> None:
-        self.name, self.log, self.rng = name, log, rng
+    def __init__(
+        self, name: str, rng: random.Random, layers: list[LayerSpec], shared: dict, wire: Wire, log: Callable
+    ) -> None:
+        self.name, self.log, self.rng, self.wire = name, log, rng, wire
         self.version, self.generations = "", {}
-        self.layers = self._layers(rng)
-        options = walk.options_of(rng, CacheOptions, NAMES, 0.4, {"enable_events": True})
+        self.layers = layers
+        options = walk.options_of(rng, CacheOptions, NAMES, 0.4, {"enable_events": True, **shared}) | shared
         self.plan, self.cache = self._build(rng, options)
         self.manager: KVCacheManager = self.cache.manager
         specs = self.manager.groups
@@ -139,19 +144,25 @@ class Engine:
         self.kept: list[tuple[Row, list[tuple[int, list[int]]]]] = []
         self.in_flight: list[int] = []  # steps that were carried out and not reported
         self.view: set[tuple] = set()  # what events say is cached
-        self.count = self.num_refused = self.num_checked = self.num_hits = 0
+        self.tier = wire.tier_of(self) if rng.random() < 0.5 else None
+        self.connector, self.mover = wire.connector_of(self)
+        self.sources = [each for each in (self.tier, self.connector) if each is not None]
+        wire.engines[name] = self
+        self.count = self.num_refused = self.num_checked = self.num_hits = self.num_loaded = 0
         self.operations = [
             *(10 * [self.step] + 3 * [self.free] + 3 * [self.report] + 2 * [self.fork]),
             *(2 * [self.finish_receiving] + [self.release_blocks, self.abort, self.lose_plan]),
             *([self.lose_page, self.change, self.change, self.weights] + 2 * [self.reads]),
             *(2 * [self.wrong_call] + [self.append_tokens, self.reject]),
+            *(len(self.sources) * 4 * [self.poll]),
         ]
         if not self.has_state:
             self.operations += 2 * [self.admit] + 2 * [self.extend] + [self.advance]
 
     # Setup -----------------------------------------------------------------------------------------
 
-    def _layers(self, rng: random.Random) -> list[LayerSpec]:
+    @staticmethod
+    def draw_layers(rng: random.Random) -> list[LayerSpec]:
         layers = []
         for i, (kind, size, options) in enumerate(rng.choice(MIXES)):
             more: dict = {"state_bytes": 2 * HEAD_SIZE}
@@ -203,7 +214,9 @@ class Engine:
                 options["enable_events"] = True
 
     def owner(self, request: Request) -> int:
-        lora = request.lora and (*request.lora, self.generations.get(request.lora[0], 0))
+        lora = request.lora
+        if lora and lora[0] in self.generations:  # weights that only this engine has
+            lora = (*lora, self.name, self.generations[lora[0]])
         return owner_of(self.version, lora, request.cache_salt)
 
     def new_row(self) -> Row:
@@ -291,7 +304,13 @@ class Engine:
         self.follow_events()
         if rng.random() < 0.15:
             check_invariants(self.manager)
-            self.check_cached()
+            if known := [*self.rows.values(), *self.idle]:
+                self.check_cached(rng.choice(known))
+
+    def check_all(self) -> None:
+        check_invariants(self.manager)
+        for each in [*self.rows.values(), *self.idle]:
+            self.check_cached(each)
 
     def step(self) -> None:
         rng = self.rng
@@ -355,6 +374,14 @@ class Engine:
             if name not in ("request", "num_tokens", "external") and rng.random() < 0.2
         }
         count = rng.choice([left, left, rng.randint(1, left)])
+        each.external, each.is_receiving, each.source = (0, 0), False, None
+        if self.sources and rng.random() < 0.5:
+            n = self.match(each)
+            request = each.request  # an offer may have replaced it
+            if n:
+                first = self.manager.cache.cached_tokens(request).with_host
+                each.external, each.is_receiving = (first, first + n), True
+                return each, Admit(request, 0, External(n, delayed=True))
         cached = self.manager.cache.cached_tokens(request, read_cache=options.get("read_cache"))
         is_near = cached.num_host_blocks > options.get("max_host_blocks", 1 << 30)
         hit = cached.on_device if is_near else cached.with_host
@@ -364,10 +391,80 @@ class Engine:
             n, each.is_receiving = rng.randint(1, most), rng.random() < 0.6
             each.external = hit, hit + n
             return each, Admit(request, 0 if each.is_receiving else count, External(n, each.is_receiving), **options)
-        each.external, each.is_receiving = (0, 0), False
         return each, Admit(request, count, **options)
 
+    def match(self, each: Row) -> int:
+        """Return how many tokens a source has for a new request."""
+        source = self.rng.choice(self.sources)
+        if source is self.tier:
+            n = source.match(each.request) or 0
+        else:
+            offer = self.offer_for(each)
+            try:
+                n = source.match(each.request, offer)
+            except ValueError:
+                n = 0
+        if n:
+            each.source = source
+        return n
+
+    def offer_for(self, each: Row) -> dict | None:
+        """Return an offer of any engine, for a request with its tokens."""
+        if not self.wire.offers:
+            return None
+        of, offer = self.rng.choice(self.wire.offers)
+        other = of.request
+        if len(other.token_ids) >= LONGEST - 1:
+            return None
+        n = min(other.num_tokens + 1, LONGEST)
+        each.tokens, each.units = [*of.tokens], [*of.units]
+        each.num_sampled = n
+        each.request = Request(
+            each.request.request_id + "*", of.tokens[:n], lora=other.lora, cache_salt=other.cache_salt,
+            mm_items=other.mm_items,
+        )  # fmt: skip
+        return json.loads(json.dumps(offer))
+
+    def poll(self) -> None:
+        """Take what sources have loaded, and let the store save what was computed."""
+        source = self.rng.choice(self.sources)
+        for arrived in source.poll():
+            found = [each for each in self.rows.values() if each.request is arrived.request]
+            if not found:
+                raise Wrong(f"{arrived.request} arrives, and is not running")
+            each = found[0]
+            each.is_receiving, each.external, each.source = False, (0, 0), None
+            if arrived.num_computed_tokens is None:
+                del self.rows[each.row]
+                self.put_back(each)
+                continue
+            at = arrived.num_computed_tokens
+            if at != self.computed(each):
+                raise Wrong(f"{each.name} continues from {at}, and has computed {self.computed(each)}")
+            self.num_loaded += arrived.num_loaded_tokens
+            each.begins = (each.begins[0], at) if arrived.num_loaded_tokens else (at, at)
+            self.goes_on_from(each, at)
+        if source is self.tier and not self.in_flight and self.manager.last_step_id >= 0:
+            source.save(StepReport(self.manager.last_step_id, completed=True))
+
+    def begin(self, each: Row) -> None:
+        try:
+            each.source.begin(each.request)
+        except ValueError as error:
+            self.log(f"    begin: {error}")
+            self.leave(each)
+
+    def leave(self, each: Row) -> None:
+        """End a request that receives tokens from a source."""
+        self.log(f"{self.name}: cancel {each.name}")
+        del self.rows[each.row]
+        each.source.cancel(each.request)
+        self.put_back(each)
+
     def put_back(self, each: Row) -> None:
+        if each.source is not None and each.row < 0:
+            each.source.cancel(each.request)
+        each.source = None
         each.is_receiving, each.external, each.row = False, (0, 0), -1
         self.idle.append(each)
         del self.idle[:-12]
@@ -394,7 +491,9 @@ class Engine:
             each.row, each.by_step = row, True
             self.rows[row] = each
             self.admitted(each, start)
-            if not each.is_receiving:
+            if each.source is not None:
+                self.begin(each)
+            elif not each.is_receiving:
                 jobs.append((each, start))
         self.compute(jobs)
 
@@ -476,8 +575,14 @@ class Engine:
         if not self.rows:
             return
         rng, each = self.rng, self.rng.choice([*self.rows.values()])
+        if each.source is not None:
+            self.leave(each)
+            return
         is_out = self.state(each) is RequestState.SWAPPED_OUT
         keep = not is_out and (each.is_receiving or rng.random() < 0.2)
+        if keep and not each.is_receiving and self.connector is not None and rng.random() < 0.7:
+            self.publish(each)
+            return
         if each.is_receiving:
             self.garble_received(each)
         elif not is_out:
@@ -488,6 +593,18 @@ class Engine:
         if rng.random() < 0.2:
             options["retention"] = [(0, rng.randint(1, 30), rng.choice([0, 35, 99]), rng.choice([None, 1.0]))]
         self.end(each, keep, **options)
+
+    def publish(self, each: Row) -> None:
+        """End a request, and offer its blocks to the other engines."""
+        self.decide(each)
+        del self.rows[each.row]
+        self.log(f"{self.name}: publish {each.name}")
+        offer = self.connector.publish(each.request, lease_s=self.rng.choice([0.5, 5.0, 50.0]))
+        each.row = -1
+        if offer is not None:
+            self.wire.offers.append((each, offer))
+            del self.wire.offers[:-6]
+        self.idle.append(each)
 
     def pages_of(self, each: Row) -> list[tuple[int, list[int]]]:
         """Return the transferred tokens of a row with their slots, as (group, contents, slots)."""
@@ -514,7 +631,7 @@ class Engine:
         self.put_back(each)
 
     def finish_receiving(self) -> None:
-        rows = [each for each in self.rows.values() if each.is_receiving]
+        rows = [each for each in self.rows.values() if each.is_receiving and each.source is None]
         if not rows:
             return
         rng, each = self.rng, self.rng.choice(rows)
@@ -594,8 +711,10 @@ class Engine:
             self.after_abort()
 
     def after_abort(self) -> None:
-        for row, each in [*self.rows.items()]:
-            if each.is_receiving and self.state(each) is not RequestState.RECEIVING:
+        for each in [*self.rows.values()]:
+            if each.source is not None:
+                self.leave(each)
+            elif each.is_receiving and self.state(each) is not RequestState.RECEIVING:
                 each.is_receiving, each.external = False, (0, 0)
 
     def lose_plan(self) -> None:
@@ -615,6 +734,9 @@ class Engine:
             return
         (each, _), row = new[0], int(plan.answers.new.rows[0])
         affected = self.call(self.manager.abort, plan.step_id)
+        if each.source is not None:
+            each.source.cancel(each.request)
+            each.source, each.is_receiving, row = None, False, -1
         if row >= 0:
             each.row, each.by_step = row, True
             self.rows[row] = each
@@ -646,7 +768,7 @@ class Engine:
         page = self.rng.choice(blocks)
         for layer in range(self.cache.pages.num_layers):
             self.cache.pages.layer(layer)[page] = 255
-        self.returned(self.call(self.manager.invalidate, [page]))
+        self.returned(self.call((self.tier or self.manager).invalidate, [page]))
 
     def change(self) -> None:
         """Change the cache without computing anything."""
@@ -938,12 +1060,8 @@ class Engine:
                     if each.contents[n - 1] is not None:
                         self.check_one_state(each, g, each.contents[n - 1], page, f"after {n} tokens")
 
-    def check_cached(self) -> None:
-        """Check the bytes of every block that is cached under a hash of a known request."""
-        known = [*self.rows.values(), *self.idle]
-        if not known:
-            return
-        each = self.rng.choice(known)
+    def check_cached(self, each: Row) -> None:
+        """Check the bytes of every block that is cached under a hash of this request."""
         request = each.request
         probe = Request(
             "probe", request.token_ids, lora=request.lora, mm_items=request.mm_items, cache_salt=request.cache_salt
@@ -962,7 +1080,7 @@ class Engine:
                 end = (column + 1) * size
                 if not kind.pages.has_slots:
                     self.check_one_state(each, g, contents[end - 1], page, "that is cached")
-                elif kind.window is None:
+                elif kind.first_needed_token(end) == 0:
                     slots = torch.arange(page * size, (page + 1) * size)
                     self.check_slots(each, g, contents[end - size : end], slots, f"in cached block {page}")
 
@@ -970,7 +1088,7 @@ class Engine:
 
     def follow_events(self) -> None:
         """Events list exactly the blocks that can be found."""
-        for event in self.manager.cache.drain_events():
+        for event in (self.tier or self.manager.cache).drain_events():
             if isinstance(event, AllBlocksCleared):
                 self.view = {each for each in self.view if each[0] != event.medium}
                 continue
@@ -993,12 +1111,23 @@ class Engine:
         """End all requests and loads, and check that nothing is held."""
         self.rng = rng
         for each in [*self.rows.values()]:
-            if each.is_receiving:
+            if each.source is not None:
+                self.leave(each)
+            elif each.is_receiving:
                 self.cancel(each)
             else:
                 self.end(each)
         while self.kept:
             self.release_blocks()
+
+    def check_end(self) -> None:
+        """Check that nothing is held, once all loads and leases have ended."""
+        for source in self.sources:
+            source.poll()
+            if source.num_loading_requests or source.num_quarantined_blocks:
+                raise Wrong(f"{source.name} has loads at the end")
+            if source is self.tier and not source.close(1.0):
+                raise Wrong("the store does not close")
         if self.manager.last_step_id >= 0:
             self.manager.step()
             self.manager.report(StepReport(self.manager.last_step_id, completed=True))

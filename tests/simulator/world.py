@@ -4,38 +4,94 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from tests.simulator.engine import Engine
+from tests.simulator.exchange import Wire
 
 OPERATIONS_PER_SEED = 300
 
 
 class World:
-    """Everything that one seed describes. Operation i depends on the seed, on i, and on the state, so that
-    a run with fewer operations is also a run.
+    """Everything that one seed describes. An operation depends on the seed, on its number and on the
+    state, so that a run with fewer operations is also a run.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed, self.script = seed, []
-        self.engines = [Engine(f"e{i}", random.Random(f"{seed}.{i}"), self.script.append) for i in range(2)]
+        rng = random.Random(f"{seed}")
+        self.wire = Wire(rng)
+        layers = Engine.draw_layers(rng)
+        # Engines exchange KV if their blocks have the same hashes.
+        shared = {"hash_seed": "s", "hash_algorithm": rng.choice(["sha256_cbor", "xxh3_128_cbor"])}
+        with self.wire:
+            self.engines = [
+                Engine(f"e{i}", random.Random(f"{seed}.{i}"), layers, shared, self.wire, self.script.append)
+                for i in range(2)
+            ]
 
-    def run(self, operations: Iterable[int]) -> None:
-        for i in operations:
-            rng = random.Random(f"{self.seed}/{i}")
-            self.script.append(f"# operation {i}")
-            rng.choice(self.engines).operate(rng)
+    def run(self, operations: Sequence[int], checks_all: bool = False) -> None:
+        """`checks_all`: check what is cached after each operation, not only occasionally."""
+        with self.wire:
+            for i in operations:
+                rng = random.Random(f"{self.seed}/{i}")
+                self.script.append(f"# operation {i}")
+                actor = rng.choice([self.wire, *(2 * self.engines)])
+                actor.operate(rng)
+                if checks_all and actor is not self.wire:
+                    actor.check_all()
+            self.end(random.Random(f"{self.seed}/end"))
+
+    def end(self, rng: random.Random) -> None:
         for engine in self.engines:
-            engine.close(random.Random(f"{self.seed}/end"))
+            engine.close(rng)
+        for _ in range(4):  # canceled loads end, and so do leases
+            self.wire.now += 100.0
+            for engine in self.engines:
+                for source in engine.sources:
+                    source.poll()
+            while any(engine.mover and engine.mover.loads for engine in self.engines):
+                for engine in self.engines:
+                    for name in [*(engine.mover.loads if engine.mover else ())]:
+                        engine.mover.work(name, rng)
+        for engine in self.engines:
+            engine.check_end()
 
 
-def run(seed: int, operations: Iterable[int] = range(OPERATIONS_PER_SEED)) -> World:
-    world = None
+def run(
+    seed: int, operations: Sequence[int] = range(OPERATIONS_PER_SEED), checks_all: bool = False
+) -> World:
+    """Run one seed. The script of a failed run is the attribute `script` of its exception."""
+    script: list[str] = []
     try:
         world = World(seed)
-        world.run(operations)
-    except BaseException as error:
-        error.add_note(f"found by tests.simulator with --seed {seed}")
-        error.script = world.script if world else []
+        script = world.script
+        world.run(operations, checks_all)
+    except Exception as error:
+        error.add_note(f"found by python -m tests.simulator --seed {seed}")
+        error.script = script
         raise
     return world
+
+
+def failure_of(seed: int, operations: Sequence[int]) -> Exception | None:
+    try:
+        run(seed, operations, checks_all=True)
+    except Exception as error:
+        return error
+    return None
+
+
+def shrunk(seed: int, operations: Sequence[int] = range(OPERATIONS_PER_SEED)) -> tuple[list[int], Exception]:
+    """Return a small set of operations that fails with the same type of error, and its error."""
+    left, error = [*operations], failure_of(seed, operations)
+    assert error is not None, f"seed {seed} does not fail"
+    size = len(left) // 2
+    while size:
+        for first in range(len(left) - size, -1, -size):
+            fewer = left[:first] + left[first + size :]
+            found = failure_of(seed, fewer)
+            if type(found) is type(error):
+                left, error = fewer, found
+        size //= 2
+    return left, error
