@@ -149,15 +149,18 @@ class Engine:
         self.sources = [each for each in (self.tier, self.connector) if each is not None]
         wire.engines[name] = self
         self.count = self.num_refused = self.num_checked = self.num_hits = self.num_loaded = 0
-        self.operations = [
-            *(10 * [self.step] + 3 * [self.free] + 3 * [self.report] + 2 * [self.fork]),
-            *(2 * [self.finish_receiving] + [self.release_blocks, self.abort, self.lose_plan]),
-            *([self.lose_page, self.change, self.change, self.weights] + 2 * [self.reads]),
-            *(2 * [self.wrong_call] + [self.append_tokens, self.reject]),
-            *(len(self.sources) * 4 * [self.poll]),
-        ]
+        operations = {
+            **{self.step: 12, self.free: 5, self.report: 4, self.fork: 2, self.finish_receiving: 2},
+            **{self.release_blocks: 1, self.abort: 1, self.lose_plan: 1, self.lose_page: 1},
+            **{self.change: 2, self.weights: 0.2, self.reads: 2, self.wrong_call: 2},
+            **{self.append_tokens: 1, self.reject: 1, self.poll: 8 if self.sources else 0},
+        }
         if not self.has_state:
-            self.operations += 2 * [self.admit] + 2 * [self.extend] + [self.advance]
+            operations |= {self.admit: 2, self.extend: 2, self.advance: 1}
+        # Each seed has its own mix of operations, so that rare combinations also come often somewhere.
+        self.operations = [*operations]
+        self.weights_of = [weight * rng.choice([0, 0.3, 1, 1, 3]) for weight in operations.values()]
+        self.weights_of[0], self.weights_of[1] = 12, max(self.weights_of[1], 1)
 
     # Setup -----------------------------------------------------------------------------------------
 
@@ -188,7 +191,7 @@ class Engine:
             max_num_batched_tokens=self.most_batched,
             max_encoder_tokens=6 if any(each.kind == "cross_attention" for each in self.layers) else None,
         )
-        pages = rng.choice([1.0, 1.5, 3.0, 6.0]) * plan.pages_per_request(LONGEST)
+        pages = rng.choice([1.0, 1.5, 3.0, 6.0, 20.0]) * plan.pages_per_request(LONGEST)
         plan = plan_cache(
             self.layers,
             (int(pages) + 2) * plan.page_bytes,
@@ -196,8 +199,8 @@ class Engine:
             max_num_batched_tokens=self.most_batched,
             max_encoder_tokens=plan.max_encoder_tokens or None,
         )
+        kernel_sizes = options.pop("kernel_sizes")
         options |= {"max_num_reqs": options.get("max_num_reqs") or 4, "enable_events": True}
-        kernel_sizes = rng.choice([None, None, [2], [1]])
         while True:  # an option that the others do not allow is named, and left out
             try:
                 cache = build(plan, kernel_sizes=kernel_sizes, **options)
@@ -222,7 +225,7 @@ class Engine:
     def new_row(self) -> Row:
         rng = self.rng
         free = [each for each in self.idle if each.request.num_tokens < LONGEST]
-        if free and rng.random() < 0.5:
+        if free and rng.random() < 0.6:
             row = rng.choice(free)
             self.idle.remove(row)
             row.contents, row.num_rejected, row.external = [], 0, (0, 0)
@@ -300,7 +303,7 @@ class Engine:
 
     def operate(self, rng: random.Random) -> None:
         self.rng = rng
-        rng.choice(self.operations)()
+        rng.choices(self.operations, self.weights_of)[0]()
         self.follow_events()
         if rng.random() < 0.15:
             check_invariants(self.manager)
@@ -375,7 +378,7 @@ class Engine:
         }
         count = rng.choice([left, left, rng.randint(1, left)])
         each.external, each.is_receiving, each.source = (0, 0), False, None
-        if self.sources and rng.random() < 0.5:
+        if self.sources and rng.random() < 0.7:
             n = self.match(each)
             request = each.request  # an offer may have replaced it
             if n:
@@ -397,7 +400,11 @@ class Engine:
         """Return how many tokens a source has for a new request."""
         source = self.rng.choice(self.sources)
         if source is self.tier:
-            n = source.match(each.request) or 0
+            n = source.match(each.request)
+            if n is None and self.rng.random() < 0.8:  # the store answers soon
+                self.wire.answer_all()
+                n = source.match(each.request)
+            n = n or 0
         else:
             offer = self.offer_for(each)
             try:
@@ -428,6 +435,10 @@ class Engine:
     def poll(self) -> None:
         """Take what sources have loaded, and let the store save what was computed."""
         source = self.rng.choice(self.sources)
+        if source is self.connector and self.rng.random() < 0.6:
+            for name in [*self.mover.loads] * 2:
+                if name in self.mover.loads:
+                    self.mover.work(name, self.rng)
         for arrived in source.poll():
             found = [each for each in self.rows.values() if each.request is arrived.request]
             if not found:
@@ -442,10 +453,15 @@ class Engine:
             if at != self.computed(each):
                 raise Wrong(f"{each.name} continues from {at}, and has computed {self.computed(each)}")
             self.num_loaded += arrived.num_loaded_tokens
+            self.log(f"{self.name}: {each.name} has loaded {arrived.num_loaded_tokens} tokens: {arrived.error}")
             each.begins = (each.begins[0], at) if arrived.num_loaded_tokens else (at, at)
             self.goes_on_from(each, at)
-        if source is self.tier and not self.in_flight and self.manager.last_step_id >= 0:
-            source.save(StepReport(self.manager.last_step_id, completed=True))
+        if source is self.tier and self.manager.last_step_id >= 0:
+            report = StepReport(self.manager.last_step_id, completed=True)
+            if self.in_flight:
+                self.in_flight.clear()
+                self.returned(self.call(self.manager.report, report))
+            source.save(report)
 
     def begin(self, each: Row) -> None:
         try:
@@ -599,12 +615,11 @@ class Engine:
         self.decide(each)
         del self.rows[each.row]
         self.log(f"{self.name}: publish {each.name}")
-        offer = self.connector.publish(each.request, lease_s=self.rng.choice([0.5, 5.0, 50.0]))
+        offer = self.connector.publish(each.request, lease_s=self.rng.choice([0.5, 50.0, 50.0]))
         each.row = -1
         if offer is not None:
             self.wire.offers.append((each, offer))
             del self.wire.offers[:-6]
-        self.idle.append(each)
 
     def pages_of(self, each: Row) -> list[tuple[int, list[int]]]:
         """Return the transferred tokens of a row with their slots, as (group, contents, slots)."""
@@ -793,7 +808,7 @@ class Engine:
         """Change the weights of the model or of an adapter."""
         rng, cache = self.rng, self.manager.cache
         if rng.random() < 0.5:
-            self.call(cache.start_epoch, rng.choice([None, "a", "b"]))
+            self.call(cache.start_epoch, rng.choice([None, "a", "a", "a", "b"]))
             self.version = cache.model_version
         else:
             name = rng.choice(["alpha", "beta"])

@@ -156,6 +156,7 @@ class Wire:
 
     def __init__(self, rng: random.Random) -> None:
         self.now, self.store = 0.0, SimulatedStore(rng)
+        self.own_threads: list[SteppedThread] = []
         self.engines: dict[str, object] = {}
         self.offers: list[tuple[object, dict]] = []  # (row, offer)
         clock = types.SimpleNamespace(monotonic=lambda: self.now)
@@ -163,7 +164,7 @@ class Wire:
         self.patches.append(mock.patch("kvcache_exchange.store.rank.StoreThread", SteppedThread))
 
     def __enter__(self) -> Wire:
-        Wire.threads = self.own_threads = []
+        Wire.threads = self.own_threads
         for each in self.patches:
             each.start()
         return self
@@ -172,10 +173,16 @@ class Wire:
         for each in self.patches:
             each.stop()
 
+    def answer_all(self) -> None:
+        """Make all calls to the store that are waiting."""
+        for thread in self.own_threads:
+            while thread.waiting:
+                thread.work()
+
     def operate(self, rng: random.Random) -> None:
         """Advance the store, a transfer, or time."""
-        what = rng.random()
-        movers = [engine.mover for engine in self.engines.values() if engine.mover and engine.mover.loads]
+        what, engines = rng.random(), self.engines.values()
+        movers = [engine.mover for engine in engines if engine.mover and engine.mover.loads]
         if what < 0.5 and self.own_threads:
             for _ in range(rng.randint(1, 4)):
                 rng.choice(self.own_threads).work()
@@ -183,7 +190,7 @@ class Wire:
             mover = rng.choice(movers)
             mover.work(rng.choice([*mover.loads]), rng)
         else:
-            self.now += rng.choice([0.0, 0.01, 0.1, 1.0, 3.0])
+            self.now += rng.choice([0.001, 0.01, 0.01, 0.1, 0.1, 0.1, 2.0])
 
     def tier_of(self, engine) -> StoreTier | None:
         """Connect an engine to the store. None if a store cannot fill its groups."""
@@ -205,6 +212,9 @@ class Wire:
             return None
 
     def connector_of(self, engine) -> tuple[Connector | None, Mover | None]:
+        """Connect an engine to the wire, if its groups and pages can be exchanged."""
+        if any(storage.blocks_per_page != 1 for storage in engine.cache.storages):
+            return None, None
         try:
             layouts = layouts_of_plan(
                 engine.plan,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from tests.simulator.engine import Engine
 from tests.simulator.exchange import Wire
 
-OPERATIONS_PER_SEED = 300
+OPERATIONS_PER_SEED = 500
 
 
 class World:
@@ -23,7 +23,12 @@ class World:
         self.wire = Wire(rng)
         layers = Engine.draw_layers(rng)
         # Engines exchange KV if their blocks have the same hashes.
-        shared = {"hash_seed": "s", "hash_algorithm": rng.choice(["sha256_cbor", "xxh3_128_cbor"])}
+        shared = {
+            "hash_seed": "s",
+            "hash_algorithm": rng.choice(["sha256_cbor", "xxh3_128_cbor"]),
+            "hash_block_size": rng.choice([None, None, 2, 4]),
+            "kernel_sizes": rng.choice([None, None, None, [2], [1]]),
+        }
         with self.wire:
             self.engines = [
                 Engine(f"e{i}", random.Random(f"{seed}.{i}"), layers, shared, self.wire, self.script.append)

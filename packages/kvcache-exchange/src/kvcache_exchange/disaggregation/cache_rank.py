@@ -342,4 +342,12 @@ def _addresses(layout: GroupLayout, storage: KVStorage, rank: int) -> np.ndarray
         return np.full(layout.num_regions(rank), pages.base, np.int64)
     if num_layers < pages.num_layers:
         pages = Pages.over([pages.layer(layer) for layer in range(num_layers)])
-    return region_addresses(layout.description, pages, rank)
+    try:
+        return region_addresses(layout.description, pages, rank)
+    except ValueError as error:
+        if storage.blocks_per_page == 1:
+            raise
+        raise ValueError(
+            f"storages has pages of {storage.blocks_per_page} kernel blocks each, whose bytes are in "
+            "another order: expected pages of one block (`kvcache.build` without kernel_sizes)"
+        ) from error
