@@ -37,7 +37,7 @@ from tests.simulator import walk
 from tests.simulator.exchange import Wire
 from tests.simulator.content import HEAD_SIZE, extended, mix, owner_of, values_of
 
-LONGEST, MOST_IN_FLIGHT = 40, 4
+LONGEST, MOST_IN_FLIGHT = 40, 16
 SESSIONS = ("one", "two")
 
 # (kind, block size, options) of the layers. Equal layers form one group.
@@ -419,7 +419,7 @@ class Engine:
         """Return an offer of any engine, for a request with its tokens."""
         if not self.wire.offers:
             return None
-        of, offer = self.rng.choice(self.wire.offers)
+        _, of, offer = self.rng.choice(self.wire.offers)
         other = of.request
         if len(other.token_ids) >= LONGEST - 1:
             return None
@@ -447,7 +447,6 @@ class Engine:
             each.is_receiving, each.external, each.source = False, (0, 0), None
             if arrived.num_computed_tokens is None:
                 del self.rows[each.row]
-                self.put_back(each)
                 continue
             at = arrived.num_computed_tokens
             if at != self.computed(each):
@@ -474,8 +473,7 @@ class Engine:
         """End a request that receives tokens from a source."""
         self.log(f"{self.name}: cancel {each.name}")
         del self.rows[each.row]
-        each.source.cancel(each.request)
-        self.put_back(each)
+        each.source.cancel(each.request)  # its blocks may be kept under its name
 
     def put_back(self, each: Row) -> None:
         if each.source is not None and each.row < 0:
@@ -488,6 +486,8 @@ class Engine:
     def carry_out(self, plan, rows: list[Row], rejected: list[int], leaving: list[Row], new: list[Row]) -> None:
         """Apply a plan with the worker, compute its tokens, and check all reads."""
         self.in_flight.append(plan.step_id)
+        if len(self.in_flight) > MOST_IN_FLIGHT:
+            self.report()
         self.cache.worker.apply(plan)
         answers, jobs = plan.answers, []
         for each, back, status, start in zip(rows, rejected, answers.rows.status, answers.rows.num_computed_tokens):
@@ -618,7 +618,7 @@ class Engine:
         offer = self.connector.publish(each.request, lease_s=self.rng.choice([0.5, 50.0, 50.0]))
         each.row = -1
         if offer is not None:
-            self.wire.offers.append((each, offer))
+            self.wire.offers.append((self, each, offer))
             del self.wire.offers[:-6]
 
     def pages_of(self, each: Row) -> list[tuple[int, list[int]]]:
@@ -781,6 +781,9 @@ class Engine:
         if not blocks or self.kept:
             return
         page = self.rng.choice(blocks)
+        for engine, of, _ in self.wire.offers:
+            if engine is self:
+                self.connector.withdraw(of.request)
         for layer in range(self.cache.pages.num_layers):
             self.cache.pages.layer(layer)[page] = 255
         self.returned(self.call((self.tier or self.manager).invalidate, [page]))

@@ -158,7 +158,7 @@ class Wire:
         self.now, self.store = 0.0, SimulatedStore(rng)
         self.own_threads: list[SteppedThread] = []
         self.engines: dict[str, object] = {}
-        self.offers: list[tuple[object, dict]] = []  # (row, offer)
+        self.offers: list[tuple] = []  # (engine, row, offer)
         clock = types.SimpleNamespace(monotonic=lambda: self.now)
         self.patches = [mock.patch(f"{module}.time", clock) for module in CLOCKED]
         self.patches.append(mock.patch("kvcache_exchange.store.rank.StoreThread", SteppedThread))
