@@ -6,6 +6,7 @@
     python -m tests.machinery.planted_breaks --list
     python -m tests.machinery.planted_breaks --mutants        # those of mutants.py; names are accepted
     python -m tests.machinery.planted_breaks --sanitizer [--mutants]  # which the sanitizer reports
+    python -m tests.machinery.planted_breaks --simulator [--mutants]  # which the simulator finds
 
 There is a defect for each component of the manager, for each op, and for the plans built in Python.
 Each defect is planted in `build/planted/tree`, a copy of the checkout with a separate CMake build,
@@ -347,6 +348,12 @@ def main() -> int:
         action="store_true",
         help="instead of tests, run an engine with the sanitizer and defects in code that handles KV",
     )
+    parser.add_argument(
+        "--simulator",
+        type=int,
+        metavar="N",
+        help="instead of tests, run N operations of the simulator with each defect",
+    )
     arguments = parser.parse_args()
     all_defects = [Defect(*mutant) for mutant in MUTANTS] if arguments.mutants else DEFECTS
     known = {defect.name: defect for defect in all_defects}
@@ -374,6 +381,8 @@ def main() -> int:
             return 1
     if arguments.sanitizer:
         return _judge_all(defects)
+    if arguments.simulator is not None:
+        return _simulate_all(defects, arguments.simulator)
     # A test that fails even without a defect would appear to detect every defect.
     files = sorted({path for defect in defects for path in _test_files(defect)})
     print("planted: their tests without defects", flush=True)
@@ -417,6 +426,40 @@ def _judge_all(defects: list[Defect]) -> int:
         f"reported {len(reported)}, not: {', '.join(missed) or 'none'}"
     )
     return 0
+
+
+def _simulate_all(defects: list[Defect], num_operations: int) -> int:
+    """Print which defects the simulator finds, and after how many operations."""
+    print(f"planted: without defects: {_simulate(num_operations)}", flush=True)
+    missed = []
+    for defect in defects:
+        verdict = _with_defect(defect, lambda: _simulate(num_operations))
+        print(f"{defect.name}: {verdict}", flush=True)
+        if verdict.startswith("seeds"):
+            missed.append(defect.name)
+    print(
+        f"planted: {len(defects)} defects, of which the simulator found {len(defects) - len(missed)}, "
+        f"not: {', '.join(missed) or 'none'}"
+    )
+    return 0
+
+
+def _simulate(num_operations: int) -> str:
+    """Run the simulator in the copy. Return the first line that it prints."""
+    command = [sys.executable, "-m", "tests.simulator", "--as-found"]
+    try:
+        ended = subprocess.run(
+            [*command, "--operations", str(num_operations)],
+            cwd=TREE,
+            env={**os.environ, "PYTHONPATH": roots.python_path(TREE)},
+            capture_output=True,
+            text=True,
+            timeout=_MOST_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return "the simulator does not end"
+    lines = (ended.stdout or ended.stderr).strip().splitlines()
+    return lines[0 if ended.stdout else -1] if lines else f"exit code {ended.returncode}"
 
 
 def _judge() -> dict[str, object] | str:

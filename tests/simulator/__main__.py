@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the simulator.
 
-    python -m tests.simulator [--seed N] [--seconds S | --operations N]
+    python -m tests.simulator [--seed N] [--seconds S | --operations N] [--as-found]
 
 Runs consecutive seeds. The first failure ends the run: its operations are reduced to the few that still
 fail, and the calls that these make are printed.
@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--seconds", type=float, default=0.0, help="run seeds for this time")
     parser.add_argument("--operations", type=int, default=OPERATIONS_PER_SEED, help="in all")
+    parser.add_argument("--as-found", action="store_true", help="do not reduce a failing run")
     options = parser.parse_args()
     torch.set_num_threads(1)
     begun, seed, operations, checked = time.monotonic(), options.seed, 0, 0
@@ -30,7 +31,9 @@ def main() -> int:
         try:
             world = run(seed)
         except Exception as error:
-            print(f"seed {seed} fails: {error}")
+            print(f"seed {seed} fails after {operations:,} operations: {error}", flush=True)
+            if options.as_found:
+                return 1
             left, smallest = shrunk(seed)
             print(f"{len(left)} operations fail: {smallest}\n" + "\n".join(smallest.script))
             return 1

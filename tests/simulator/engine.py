@@ -118,18 +118,28 @@ class Engine:
     """An engine. The world calls `operate` with a generator per operation."""
 
     def __init__(
-        self, name: str, rng: random.Random, layers: list[LayerSpec], shared: dict, wire: Wire, log: Callable
+        self,
+        name: str,
+        rng: random.Random,
+        layers: list[LayerSpec],
+        shared: dict,
+        wire: Wire,
+        log: Callable,
     ) -> None:
         self.name, self.log, self.rng, self.wire = name, log, rng, wire
         self.version, self.generations = "", {}
         self.layers = layers
-        options = walk.options_of(rng, CacheOptions, NAMES, 0.4, {"enable_events": True, **shared}) | shared
+        options = (
+            walk.options_of(rng, CacheOptions, NAMES, 0.4, {"enable_events": True, **shared})
+            | shared
+        )
         self.plan, self.cache = self._build(rng, options)
         self.manager: KVCacheManager = self.cache.manager
         specs = self.manager.groups
         self.kinds = [make_kind(each.kind, each.options) for each in specs]
         self.layer_numbers = [
-            [[each.name for each in self.layers].index(name) for name in spec.layers] for spec in specs
+            [[each.name for each in self.layers].index(name) for name in spec.layers]
+            for spec in specs
         ]
         self.has_state = any(not kind.pages.has_slots for kind in self.kinds)
         self.has_encoder = any(kind.pages.of_encoder for kind in self.kinds)
@@ -150,7 +160,7 @@ class Engine:
         wire.engines[name] = self
         self.count = self.num_refused = self.num_checked = self.num_hits = self.num_loaded = 0
         operations = {
-            **{self.step: 12, self.free: 5, self.report: 4, self.fork: 2, self.finish_receiving: 2},
+            **{self.step: 12, self.free: 9, self.report: 4, self.fork: 2, self.finish_receiving: 2},
             **{self.release_blocks: 1, self.abort: 1, self.lose_plan: 1, self.lose_page: 1},
             **{self.change: 2, self.weights: 0.2, self.reads: 2, self.wrong_call: 2},
             **{self.append_tokens: 1, self.reject: 1, self.poll: 8 if self.sources else 0},
@@ -179,7 +189,9 @@ class Engine:
             if kind == "cross_attention":
                 more["transferred"] = False
             for j in range(rng.choice([1, 1, 2])):
-                layers.append(LayerSpec(f"{i}.{j}", kind, size, dtype="uint8", options=options, **more))
+                layers.append(
+                    LayerSpec(f"{i}.{j}", kind, size, dtype="uint8", options=options, **more)
+                )
         return layers
 
     def _build(self, rng: random.Random, options: dict):
@@ -189,7 +201,9 @@ class Engine:
             1 << 20,
             max_model_len=LONGEST,
             max_num_batched_tokens=self.most_batched,
-            max_encoder_tokens=6 if any(each.kind == "cross_attention" for each in self.layers) else None,
+            max_encoder_tokens=6
+            if any(each.kind == "cross_attention" for each in self.layers)
+            else None,
         )
         pages = rng.choice([1.0, 1.5, 3.0, 6.0, 20.0]) * plan.pages_per_request(LONGEST)
         plan = plan_cache(
@@ -204,7 +218,9 @@ class Engine:
         while True:  # an option that the others do not allow is named, and left out
             try:
                 cache = build(plan, kernel_sizes=kernel_sizes, **options)
-                self.log(f"{self.name} = build(plan, kernel_sizes={kernel_sizes}, **{options})  # {[(g.kind, g.block_size, dict(g.options)) for g in plan.groups]}, {plan.num_pages} pages")
+                self.log(
+                    f"{self.name} = build(plan, kernel_sizes={kernel_sizes}, **{options})  # {[(g.kind, g.block_size, dict(g.options)) for g in plan.groups]}, {plan.num_pages} pages"
+                )
                 return plan, cache
             except (ValueError, TypeError) as error:
                 named = [each for each in options if each in str(error) and each != "max_num_reqs"]
@@ -231,8 +247,8 @@ class Engine:
             row.contents, row.num_rejected, row.external = [], 0, (0, 0)
             return row
         self.count += 1
-        first, differs = rng.choice([0, 0, 100]), rng.choice([0, 3, 6, 9, 14, 99, 99])
-        tokens = [first + i + (1000 * rng.randint(1, 2) if i >= differs else 0) for i in range(LONGEST + 1)]
+        differs, other = rng.choice([0, 3, 6, 9, 14, 99, 99]), rng.choice([1000, 2000])
+        tokens = [i + (other if i >= differs else 0) for i in range(LONGEST + 1)]
         units = [*tokens]
         num_prompt = rng.randint(1, 30)
         options = {
@@ -265,7 +281,9 @@ class Engine:
             self.num_refused += 1
             self.log(f"    {type(error).__name__}: {error}")
             if (after := self.snapshot()) != before:
-                raise Wrong(f"a rejected call has changed the engine: {differing(before, after)}") from error
+                raise Wrong(
+                    f"a rejected call has changed the engine: {differing(before, after)}"
+                ) from error
             return None
 
     def snapshot(self) -> dict:
@@ -345,7 +363,9 @@ class Engine:
             ids.append(each.late() if is_told else [])
             rejected.append(each.num_rejected if tells else 0)
             ahead.append(rng.choice([0, 0, 0, 2]) if LONGEST - start - count > 2 else 0)
-        new = [self.new_admit(left) for _ in range(rng.choice([0, 0, 1, 1, 2])) if left > 0]
+        is_full = len(self.rows) >= self.manager.options.max_num_reqs and rng.random() < 0.9
+        most_new = 0 if is_full or left <= 0 else rng.choice([0, 1, 1, 2])
+        new = [self.new_admit(left) for _ in range(most_new)]
         if not rows and not leaving and not new and rng.random() < 0.8:
             return
         plan = self.call(
@@ -390,15 +410,26 @@ class Engine:
         hit = cached.on_device if is_near else cached.with_host
         most = request.num_tokens - 1 - hit
         reads = request.read_cache if options.get("read_cache") is None else options["read_cache"]
-        if self.takes_external and most > 0 and reads and not request.num_encoder_tokens and rng.random() < 0.25:
+        if (
+            self.takes_external
+            and most > 0
+            and reads
+            and not request.num_encoder_tokens
+            and rng.random() < 0.25
+        ):
             n, each.is_receiving = rng.randint(1, most), rng.random() < 0.6
             each.external = hit, hit + n
-            return each, Admit(request, 0 if each.is_receiving else count, External(n, each.is_receiving), **options)
+            return each, Admit(
+                request,
+                0 if each.is_receiving else count,
+                External(n, each.is_receiving),
+                **options,
+            )
         return each, Admit(request, count, **options)
 
     def match(self, each: Row) -> int:
         """Return how many tokens a source has for a new request."""
-        source = self.rng.choice(self.sources)
+        source = self.rng.choice([self.tier, *self.sources] if self.tier else self.sources)
         if source is self.tier:
             n = source.match(each.request)
             if n is None and self.rng.random() < 0.8:  # the store answers soon
@@ -435,6 +466,8 @@ class Engine:
     def poll(self) -> None:
         """Take what sources have loaded, and let the store save what was computed."""
         source = self.rng.choice(self.sources)
+        if source is self.tier and self.rng.random() < 0.6:
+            self.wire.answer_all()
         if source is self.connector and self.rng.random() < 0.6:
             for name in [*self.mover.loads] * 2:
                 if name in self.mover.loads:
@@ -450,9 +483,13 @@ class Engine:
                 continue
             at = arrived.num_computed_tokens
             if at != self.computed(each):
-                raise Wrong(f"{each.name} continues from {at}, and has computed {self.computed(each)}")
+                raise Wrong(
+                    f"{each.name} continues from {at}, and has computed {self.computed(each)}"
+                )
             self.num_loaded += arrived.num_loaded_tokens
-            self.log(f"{self.name}: {each.name} has loaded {arrived.num_loaded_tokens} tokens: {arrived.error}")
+            self.log(
+                f"{self.name}: {each.name} has loaded {arrived.num_loaded_tokens} tokens: {arrived.error}"
+            )
             each.begins = (each.begins[0], at) if arrived.num_loaded_tokens else (at, at)
             self.goes_on_from(each, at)
         if source is self.tier and self.manager.last_step_id >= 0:
@@ -461,6 +498,9 @@ class Engine:
                 self.in_flight.clear()
                 self.returned(self.call(self.manager.report, report))
             source.save(report)
+            if self.rng.random() < 0.3:  # from now on, hits come from the store
+                self.wire.answer_all()
+                self.call(self.manager.cache.reset)
 
     def begin(self, each: Row) -> None:
         try:
@@ -483,14 +523,18 @@ class Engine:
         self.idle.append(each)
         del self.idle[:-12]
 
-    def carry_out(self, plan, rows: list[Row], rejected: list[int], leaving: list[Row], new: list[Row]) -> None:
+    def carry_out(
+        self, plan, rows: list[Row], rejected: list[int], leaving: list[Row], new: list[Row]
+    ) -> None:
         """Apply a plan with the worker, compute its tokens, and check all reads."""
         self.in_flight.append(plan.step_id)
         if len(self.in_flight) > MOST_IN_FLIGHT:
             self.report()
         self.cache.worker.apply(plan)
         answers, jobs = plan.answers, []
-        for each, back, status, start in zip(rows, rejected, answers.rows.status, answers.rows.num_computed_tokens):
+        for each, back, status, start in zip(
+            rows, rejected, answers.rows.status, answers.rows.num_computed_tokens
+        ):
             if status == Status.SERVED:
                 if back:
                     each.num_rejected = 0
@@ -516,7 +560,9 @@ class Engine:
     def admitted(self, each: Row, start: int) -> None:
         first, stop = each.external
         if stop > first and start != stop:
-            raise Wrong(f"{each.name} continues from {start}: expected {stop}, the end of its external tokens")
+            raise Wrong(
+                f"{each.name} continues from {start}: expected {stop}, the end of its external tokens"
+            )
         hit = first if stop > first else start
         self.num_hits += hit > 0
         each.begins, each.num_rejected = (hit, start), 0
@@ -546,7 +592,9 @@ class Engine:
             if each.num_valid < start:  # computed from rejected drafts
                 accepted = min(accepted, each.num_valid)
             units = each.units[start : max(accepted, start)]
-            right = extended(each.contents[:start], units, self.owner(each.request)) if units else []
+            right = (
+                extended(each.contents[:start], units, self.owner(each.request)) if units else []
+            )
             each.contents += [*right, *[None] * (end - start - len(right))]
             each.num_rejected = end - min(accepted, end)
             if each.num_sampled <= accepted < LONGEST:
@@ -607,7 +655,9 @@ class Engine:
         if rng.random() < 0.3:
             options["num_output_tokens"] = rng.choice([None, 0, 7])
         if rng.random() < 0.2:
-            options["retention"] = [(0, rng.randint(1, 30), rng.choice([0, 35, 99]), rng.choice([None, 1.0]))]
+            options["retention"] = [
+                (0, rng.randint(1, 30), rng.choice([0, 35, 99]), rng.choice([None, 1.0]))
+            ]
         self.end(each, keep, **options)
 
     def publish(self, each: Row) -> None:
@@ -625,13 +675,21 @@ class Engine:
         """Return the transferred tokens of a row with their slots, as (group, contents, slots)."""
         found = []
         for g, (spec, kind) in enumerate(zip(self.manager.groups, self.kinds)):
-            if not (spec.transferred and spec.cached and kind.pages.has_slots and kind.pages.is_transferable):
+            if not (
+                spec.transferred
+                and spec.cached
+                and kind.pages.has_slots
+                and kind.pages.is_transferable
+            ):
                 continue
             stop = min(each.num_valid, self.computed(each))
             first = max(kind.first_needed_token(stop), 0)
             if each.is_receiving or stop <= first or self.manager.cache.is_stale(each.request):
                 continue
-            blocks, size = self.manager.block_ids(each.request, g).tolist(), self.manager.block_sizes[g]
+            blocks, size = (
+                self.manager.block_ids(each.request, g).tolist(),
+                self.manager.block_sizes[g],
+            )
             slots = [blocks[p // size] * size + p % size for p in range(first, stop)]
             found.append((g, each.contents[first:stop], slots))
         return found
@@ -659,7 +717,8 @@ class Engine:
             raise Wrong(f"{each.name} cannot finish to receive")
         each.external, each.is_receiving = (0, 0), False
         same = all(
-            self.manager.block_ids(each.request, g).tolist() == blocks[: len(self.manager.block_ids(each.request, g))]
+            self.manager.block_ids(each.request, g).tolist()
+            == blocks[: len(self.manager.block_ids(each.request, g))]
             for g, blocks in enumerate(before)
         )
         each.begins = (each.begins[0] if same else found, found)
@@ -677,7 +736,8 @@ class Engine:
         self.count += 1
         other = 1000 * rng.randint(0, 2)
         tokens, units = (
-            [*each[:shared], *(x + other for x in each[shared:])] for each in (parent.tokens, parent.units)
+            [*each[:shared], *(x + other for x in each[shared:])]
+            for each in (parent.tokens, parent.units)
         )
         request = Request(
             f"{self.name}.{self.count}", tokens[: shared + 1], lora=parent.request.lora,
@@ -687,7 +747,15 @@ class Engine:
         row = self.call(self.manager.fork, parent.request, request)
         if row is None or row < 0:
             return
-        child = Row(request, tokens, units, shared + 1, row=row, begins=parent.begins, encoder=parent.encoder)
+        child = Row(
+            request,
+            tokens,
+            units,
+            shared + 1,
+            row=row,
+            begins=parent.begins,
+            encoder=parent.encoder,
+        )
         child.contents = parent.contents[:shared]
         self.rows[row] = child
 
@@ -704,7 +772,9 @@ class Engine:
             if each.name in affected:
                 at = affected[each.name]
                 if self.computed(each) != at:
-                    raise Wrong(f"{each.name} continues from {at}, and has computed {self.computed(each)}")
+                    raise Wrong(
+                        f"{each.name} continues from {at}, and has computed {self.computed(each)}"
+                    )
                 self.goes_on_from(each, at)
                 each.num_rejected, each.begins = 0, (at, at)
 
@@ -735,7 +805,11 @@ class Engine:
     def lose_plan(self) -> None:
         """Plan a step that no worker carries out, and abort it."""
         rng, new = self.rng, [self.new_admit(4)]
-        rows = [each for each in self.on_device(by_step=True) if not each.num_rejected and each.num_sampled > self.computed(each)]
+        rows = [
+            each
+            for each in self.on_device(by_step=True)
+            if not each.num_rejected and each.num_sampled > self.computed(each)
+        ]
         plan = self.call(
             self.manager.step,
             [each.row for each in rows],
@@ -777,7 +851,12 @@ class Engine:
         if not rows:
             return
         each = self.rng.choice(rows)
-        blocks = [b for g in range(len(self.kinds)) for b in self.manager.block_ids(each.request, g).tolist() if b]
+        blocks = [
+            b
+            for g in range(len(self.kinds))
+            for b in self.manager.block_ids(each.request, g).tolist()
+            if b
+        ]
         if not blocks or self.kept:
             return
         page = self.rng.choice(blocks)
@@ -795,13 +874,18 @@ class Engine:
         if what == 0:
             self.call(cache.reset, rng.choice([None, *range(len(self.kinds))]))
         elif what == 1:
-            self.call(cache.evict, [rng.randint(1, self.manager.pool.num_total) for _ in range(rng.randint(0, 4))])
+            self.call(
+                cache.evict,
+                [rng.randint(1, self.manager.pool.num_total) for _ in range(rng.randint(0, 4))],
+            )
         elif what in (2, 3) and self.idle:
             self.call(cache.pin, rng.choice(SESSIONS), rng.choice(self.idle).request)
         elif what == 4:
             self.call(cache.unpin, rng.choice(SESSIONS))
         elif what == 5 and self.rows:
-            self.call(cache.access, rng.choice([*self.rows.values()]).request, rng.choice([0.0, 1.0, 5.0]))
+            self.call(
+                cache.access, rng.choice([*self.rows.values()]).request, rng.choice([0.0, 1.0, 5.0])
+            )
         elif what == 6:
             self.call(cache.set_now, rng.choice([0.0, 1.0, 1e3]))
         elif what == 7:
@@ -852,7 +936,11 @@ class Engine:
         self.cache.tables.commit_updates()
 
     def extend(self) -> None:
-        rows = [each for each in self.on_device(by_step=False) if each.num_sampled > self.computed(each) - each.num_rejected]
+        rows = [
+            each
+            for each in self.on_device(by_step=False)
+            if each.num_sampled > self.computed(each) - each.num_rejected
+        ]
         if not rows:
             return
         rng, each = self.rng, self.rng.choice(rows)
@@ -861,7 +949,12 @@ class Engine:
         most = min(each.num_sampled, LONGEST) - start
         if most <= 0:
             return
-        found = self.call(self.manager.extend, each.request, rng.randint(1, min(most, self.most_batched)), rng.choice([0, 0, 2]))
+        found = self.call(
+            self.manager.extend,
+            each.request,
+            rng.randint(1, min(most, self.most_batched)),
+            rng.choice([0, 0, 2]),
+        )
         if found is not None:
             self.follow_tables(each)
             self.compute([(each, start)])
@@ -873,7 +966,10 @@ class Engine:
             self.decide(each)
         rows = [each for each in rows if min(each.num_sampled, LONGEST) > self.computed(each)]
         starts = [self.computed(each) for each in rows]
-        stops = [start + rng.randint(1, min(each.num_sampled, LONGEST) - start) for each, start in zip(rows, starts)]
+        stops = [
+            start + rng.randint(1, min(each.num_sampled, LONGEST) - start)
+            for each, start in zip(rows, starts)
+        ]
         if not rows or sum(stops) - sum(starts) > self.most_batched:
             return
         found = self.call(self.manager.advance, [each.row for each in rows], starts, stops)
@@ -983,7 +1079,9 @@ class Engine:
             state = values_of([value], layer, 0, 2).reshape(1, 1, -1)
             self.cache.storages[g].write(i, state, None, torch.tensor([page]))
 
-    def check_slots(self, each: Row, g: int, contents: list[int | None], slots: torch.Tensor, when: str) -> None:
+    def check_slots(
+        self, each: Row, g: int, contents: list[int | None], slots: torch.Tensor, when: str
+    ) -> None:
         right = [i for i, content in enumerate(contents) if content is not None]
         if not right:
             return
@@ -997,17 +1095,23 @@ class Engine:
                 wrong = (found[part] != values_of(contents, layer, part, 1)).any(dim=2).any(dim=1)
                 if wrong.any():
                     at = right[int(wrong.nonzero()[0, 0])]
-                    raise Wrong(f"{each.name} has wrong bytes of its token {at} of {len(right)} in group {g} {when}")
+                    raise Wrong(
+                        f"{each.name} has wrong bytes of its token {at} of {len(right)} in group {g} {when}"
+                    )
 
     def state_pages(self, each: Row, end: int, sure: int, g: int) -> list[int]:
-        found = self.cache.tables[g].state_pages(np.array([each.row]), np.array([end]), np.array([end - sure]))
+        found = self.cache.tables[g].state_pages(
+            np.array([each.row]), np.array([end]), np.array([end - sure])
+        )
         return found[0].tolist()
 
     def check_one_state(self, each: Row, g: int, content: int, page: int, when: str) -> None:
         self.num_checked += 1
         for i, layer in enumerate(self.layer_numbers[g]):
             found = self.cache.storages[g].gather(i, torch.tensor([page]))[0]
-            if not page or not torch.equal(found.reshape(-1), values_of([content], layer, 0, 2).reshape(-1)):
+            if not page or not torch.equal(
+                found.reshape(-1), values_of([content], layer, 0, 2).reshape(-1)
+            ):
                 raise Wrong(f"{each.name} has a wrong state in page {page} of group {g} {when}")
 
     def receive(self, each: Row, first: int, stop: int, arrived: int, sure: int) -> None:
@@ -1018,7 +1122,10 @@ class Engine:
         for g, (spec, kind) in enumerate(zip(self.manager.groups, self.kinds)):
             if not spec.transferred or kind.pages.of_encoder:
                 continue
-            blocks, size = self.manager.block_ids(each.request, g).tolist(), self.manager.block_sizes[g]
+            blocks, size = (
+                self.manager.block_ids(each.request, g).tolist(),
+                self.manager.block_sizes[g],
+            )
             if not kind.pages.has_slots:
                 self.put_state(g, contents[stop - 1], blocks[(sure - 1) // size])
                 continue
@@ -1036,7 +1143,11 @@ class Engine:
         for g, kind in enumerate(self.kinds):
             if kind.pages.of_encoder:
                 if n := each.request.num_encoder_tokens:
-                    self.put(g, [mix(each.encoder, i) for i in range(n)], self.slots(each, g, np.arange(n)))
+                    self.put(
+                        g,
+                        [mix(each.encoder, i) for i in range(n)],
+                        self.slots(each, g, np.arange(n)),
+                    )
 
     def write(self, each: Row, start: int, end: int, sure: int) -> None:
         for g, kind in enumerate(self.kinds):
@@ -1058,7 +1169,13 @@ class Engine:
             if kind.pages.of_encoder:
                 n = each.request.num_encoder_tokens
                 if n:
-                    self.check_slots(each, g, [mix(each.encoder, i) for i in range(n)], self.slots(each, g, np.arange(n)), when)
+                    self.check_slots(
+                        each,
+                        g,
+                        [mix(each.encoder, i) for i in range(n)],
+                        self.slots(each, g, np.arange(n)),
+                        when,
+                    )
                 continue
             if not kind.pages.has_slots:
                 if start and start == stop:
@@ -1069,20 +1186,32 @@ class Engine:
             if not spec.cached or kind.pages.wraps:
                 first = max(first, each.begins[0 if spec.transferred else 1])
             if stop > first:
-                self.check_slots(each, g, each.contents[first:stop], self.slots(each, g, np.arange(first, stop)), when)
+                self.check_slots(
+                    each,
+                    g,
+                    each.contents[first:stop],
+                    self.slots(each, g, np.arange(first, stop)),
+                    when,
+                )
 
     def check_state(self, each: Row, end: int, sure: int) -> None:
         for g, kind in enumerate(self.kinds):
             if not kind.pages.has_slots:
                 for n, page in zip(range(sure, end + 1), self.state_pages(each, end, sure, g)):
                     if each.contents[n - 1] is not None:
-                        self.check_one_state(each, g, each.contents[n - 1], page, f"after {n} tokens")
+                        self.check_one_state(
+                            each, g, each.contents[n - 1], page, f"after {n} tokens"
+                        )
 
     def check_cached(self, each: Row) -> None:
         """Check the bytes of every block that is cached under a hash of this request."""
         request = each.request
         probe = Request(
-            "probe", request.token_ids, lora=request.lora, mm_items=request.mm_items, cache_salt=request.cache_salt
+            "probe",
+            request.token_ids,
+            lora=request.lora,
+            mm_items=request.mm_items,
+            cache_salt=request.cache_salt,
         )
         contents = extended([], each.units[: request.num_tokens], self.owner(probe))
         hashes = self.manager.cache.hashes(probe)
@@ -1091,7 +1220,9 @@ class Engine:
             if not (spec.cached and kind.pages.is_transferable) or not len(hashes):
                 continue
             size = self.manager.block_sizes[g]
-            found = self.manager.cache.find(hashes[size // unit - 1 :: size // unit], g).device.tolist()
+            found = self.manager.cache.find(
+                hashes[size // unit - 1 :: size // unit], g
+            ).device.tolist()
             for column, page in enumerate(found):
                 if page <= 0:
                     continue
@@ -1100,7 +1231,9 @@ class Engine:
                     self.check_one_state(each, g, contents[end - 1], page, "that is cached")
                 elif kind.first_needed_token(end) == 0:
                     slots = torch.arange(page * size, (page + 1) * size)
-                    self.check_slots(each, g, contents[end - size : end], slots, f"in cached block {page}")
+                    self.check_slots(
+                        each, g, contents[end - size : end], slots, f"in cached block {page}"
+                    )
 
     # Events ----------------------------------------------------------------------------------------
 

@@ -25,7 +25,11 @@ class SimulatedStore:
 
     def __init__(self, rng: random.Random) -> None:
         self.values: dict[str, bytes] = {}
-        self.rng, self.rate, self.capacity = rng, rng.choice([0, 0, 0.1, 0.3]), rng.choice([5, 40, 1000])
+        self.rng, self.rate, self.capacity = (
+            rng,
+            rng.choice([0, 0, 0.1, 0.3]),
+            rng.choice([5, 40, 1000]),
+        )
 
     def fault(self) -> str | None:
         return self.rng.choice(FAULTS) if self.rng.random() < self.rate else None
@@ -77,7 +81,9 @@ class StoreClient(BlockStore):
             if fault == "raises":
                 raise OSError("the store fails in the middle of a read")
         if fault == "corrupt" and values:
-            values[-1][self.store.rng.randrange(len(values[-1]))] ^= 1 << self.store.rng.randrange(8)
+            values[-1][self.store.rng.randrange(len(values[-1]))] ^= 1 << self.store.rng.randrange(
+                8
+            )
         if fault == "short" and sizes:
             sizes[0] -= 1
         if fault == "swapped" and len(values) > 1:
@@ -131,7 +137,9 @@ class SteppedThread:
         try:
             if not call.is_given_up:
                 if not self.is_open:
-                    self.over.append(Call(self.open_store, self.open_store(), is_over=True, tag="opened"))
+                    self.over.append(
+                        Call(self.open_store, self.open_store(), is_over=True, tag="opened")
+                    )
                     self.is_open = True
                 try:
                     call.result = call.work()
@@ -222,7 +230,9 @@ class Wire:
                 engine_id=engine.name,
             )
             mover = Mover(self, engine, layouts)
-            found = Connector(engine.manager, [mover], engine_id=engine.name, clock=lambda: self.now)
+            found = Connector(
+                engine.manager, [mover], engine_id=engine.name, clock=lambda: self.now
+            )
         except (ValueError, TypeError):
             return None, None
         return found, mover
@@ -234,7 +244,9 @@ class Mover:
     def __init__(self, wire: Wire, engine, layouts) -> None:
         self.wire, self.engine = wire, engine
         self.leases = Leases(lambda: wire.now)
-        address = RankAddress("moved", "bQ==", tuple((0,) * each.num_regions(0) for each in layouts), 0)
+        address = RankAddress(
+            "moved", "bQ==", tuple((0,) * each.num_regions(0) for each in layouts), 0
+        )
         self.handshake = RankHandshake(layouts, address)
         self.loads, self.results = {}, Results()
 

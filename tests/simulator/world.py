@@ -32,7 +32,14 @@ class World:
         }
         with self.wire:
             self.engines = [
-                Engine(f"e{i}", random.Random(f"{seed}.{i}"), layers, shared, self.wire, self.script.append)
+                Engine(
+                    f"e{i}",
+                    random.Random(f"{seed}.{i}"),
+                    layers,
+                    shared,
+                    self.wire,
+                    self.script.append,
+                )
                 for i in range(2)
             ]
 
@@ -88,7 +95,9 @@ def failure_of(seed: int, operations: Sequence[int]) -> Exception | None:
     return None
 
 
-def shrunk(seed: int, operations: Sequence[int] = range(OPERATIONS_PER_SEED)) -> tuple[list[int], Exception]:
+def shrunk(
+    seed: int, operations: Sequence[int] = range(OPERATIONS_PER_SEED)
+) -> tuple[list[int], Exception]:
     """Return a small set of operations that fails with the same type of error, and its error."""
     left, error, trials = [*operations], failure_of(seed, operations), 0
     assert error is not None, f"seed {seed} does not fail"

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator finds nothing wrong, and finds each of a few faults that its oracles are for."""
+
+import functools
+
+import pytest
+
+from kvcache import KVCacheManager, Worker
+from kvcache.allocator.prefix_cache import PrefixCache
+from kvcache_exchange.store import rank as store_rank
+from tests.machinery.shared import sampled
+from tests.simulator import exchange
+from tests.simulator.engine import Engine, Wrong
+from tests.simulator.world import failure_of, run, shrunk
+
+SEEDS_PER_TEST = 4
+
+
+@pytest.mark.parametrize("first", sampled(range(0, 400, SEEDS_PER_TEST), 3))
+def test_seeds_find_nothing_wrong(first):
+    for seed in range(first, first + SEEDS_PER_TEST):
+        run(seed)
+
+
+def wrapped(owner, name, change):
+    """Return a method that makes the original call with `change(call, self, ...)`."""
+    call = getattr(owner, name)
+
+    @functools.wraps(call)
+    def changed(self, *args, **kwargs):
+        return change(functools.partial(call, self), self, *args, **kwargs)
+
+    return changed
+
+
+def swaps_in_nothing(call, worker, plan):
+    if len(plan.swap_in):
+        plan.swap_in = plan.swap_in[:0]
+    return call(plan)
+
+
+def copies_nothing(call, worker, plan):
+    if len(plan.copy):
+        plan.copy = plan.copy[:0]
+    return call(plan)
+
+
+def forgets_an_event(call, cache):
+    events = call()
+    return events[:-1] if len(events) > 2 else events
+
+
+def leaks(call, manager, request, **options):
+    if request.request_id.endswith("7"):
+        options["keep_blocks"] = True
+    return call(request, **options)
+
+
+def resets_when_rejected(call, manager, *args, **kwargs):
+    try:
+        return call(*args, **kwargs)
+    except ValueError:
+        manager.cache.reset()
+        raise
+
+
+def evicts(call, cache, request, **options):
+    found = call(request, **options)
+    cache.evict(range(1, 6))
+    return found
+
+
+def accepts_all(call, cache, name):
+    return call(name) if isinstance(name, str) else None
+
+
+FAULTS = {
+    "a swap-in is lost": (Worker, "apply", swaps_in_nothing, "check_slots"),
+    "a copy is lost": (Worker, "apply", copies_nothing, "check_slots"),
+    "an event is lost": (PrefixCache, "drain_events", forgets_an_event, "follow_events"),
+    "blocks leak": (KVCacheManager, "free", leaks, "check_end"),
+    "a rejected step resets the cache": (KVCacheManager, "step", resets_when_rejected, "snapshot"),
+    "a read evicts": (PrefixCache, "hit_tokens", evicts, "snapshot"),
+    "a wrong argument is accepted": (PrefixCache, "forget_adapter", accepts_all, "wrong_call"),
+}
+# What an oracle does when it is switched off.
+OFF = {
+    "check_slots": lambda *_: None,
+    "check_one_state": lambda *_: None,
+    "follow_events": lambda self: self.manager.cache.drain_events(),
+    "check_end": lambda self: None,
+    "snapshot": lambda self: {},
+    "wrong_call": lambda self: None,
+}
+
+
+def found(most_seeds: int) -> Exception | None:
+    for seed in range(most_seeds):
+        if (error := failure_of(seed, range(300))) is not None:
+            return error
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_found_by_its_oracle_and_only_by_it(name, monkeypatch):
+    owner, method, change, oracle = FAULTS[name]
+    monkeypatch.setattr(owner, method, wrapped(owner, method, change))
+    assert isinstance(found(30), Wrong)
+    monkeypatch.setattr(Engine, oracle, OFF[oracle])
+    if oracle == "check_slots":
+        monkeypatch.setattr(Engine, "check_one_state", OFF["check_one_state"])
+    assert not isinstance(found(8), Wrong)
+
+
+def loads_from_store(seed: int) -> bool:
+    return any(each.tier and each.tier.stats.loads for each in run(seed).engines)
+
+
+@pytest.mark.slow
+def test_store_that_garbles_values_is_found_without_their_digests(monkeypatch):
+    seeds = [seed for seed in range(60) if loads_from_store(seed)]
+    monkeypatch.setattr(store_rank, "faults", lambda values, numbers, *_: [None] * len(numbers))
+    monkeypatch.setattr(exchange.SimulatedStore, "fault", lambda self: "corrupt")
+    assert any(isinstance(failure_of(seed, range(500)), Wrong) for seed in seeds)
+
+
+@pytest.mark.slow
+def test_failure_shrinks_to_the_operations_that_it_needs(monkeypatch):
+    monkeypatch.setattr(Worker, "apply", wrapped(Worker, "apply", copies_nothing))
+    seed = next(seed for seed in range(30) if failure_of(seed, range(300)) is not None)
+    left, error = shrunk(seed, range(300))
+    assert len(left) < 30 and failure_of(seed, left) is not None
+    assert any("step" in line for line in error.script)
