@@ -11,9 +11,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from kvcache import (
@@ -34,18 +32,24 @@ from kvcache.allocator import RequestState, check_invariants
 from kvcache.events import AllBlocksCleared, BlockRemoved
 from kvcache.kinds import make_kind
 from tests.simulator import walk
+from tests.simulator.content import HEAD_SIZE, extended, mix, owner_of
 from tests.simulator.exchange import Wire
-from tests.simulator.content import HEAD_SIZE, extended, mix, owner_of, values_of
+from tests.simulator.row import Row, Wrong, differing
+from tests.simulator.slot_bytes import SlotBytes
+from tests.simulator.walked_calls import ADMIT_NAMES, SESSIONS, WalkedCalls
 
 LONGEST, MOST_IN_FLIGHT = 40, 16
-SESSIONS = ("one", "two")
 
 # (kind, block size, options) of the layers. Equal layers form one group.
 MIXES = [
     [("full_attention", 4, {})],
     [("sliding_window", 4, {"window": 6})],
     [("full_attention", 4, {}), ("sliding_window", 4, {"window": 6})],
-    [("full_attention", 4, {}), ("sliding_window", 2, {"window": 5}), ("chunked_local", 4, {"chunk_size": 10})],
+    [
+        ("full_attention", 4, {}),
+        ("sliding_window", 2, {"window": 5}),
+        ("chunked_local", 4, {"chunk_size": 10}),
+    ],
     [("full_attention", 4, {}), ("recurrent", 4, {})],
     [("recurrent", 4, {}), ("sliding_window", 2, {"window": 9})],
     [("full_attention", 4, {}), ("recurrent", 2, {"num_speculative_blocks": 3})],
@@ -54,7 +58,7 @@ MIXES = [
     [("chunked_local", 8, {"chunk_size": 12}), ("sliding_window", 8, {"window": 7})],
     [("full_attention", 8, {}), ("full_attention", 4, {}), ("recurrent", 4, {})],
     [("full_attention", 4, {}), ("full_attention", 4, {}), ("full_attention", 4, {})],
-]  # fmt: skip
+]
 
 # Values of options and parameters that need more than their type.
 NAMES: dict[str, Callable[[random.Random], object]] = {
@@ -78,43 +82,7 @@ NAMES: dict[str, Callable[[random.Random], object]] = {
 }
 
 
-class Wrong(AssertionError):
-    """Raised if the system has done something wrong."""
-
-
-@dataclass(eq=False)
-class Row:
-    """What the caller knows of a request that it has created."""
-
-    request: Request
-    tokens: list[int]  # that the request will ever have
-    units: list[int]  # the same, with images where they replace tokens
-    num_sampled: int
-    by_step: bool = True
-    row: int = -1  # -1: not admitted
-    # Digests of the KV in the row's slots. None: a rejected draft, or garbage.
-    contents: list[int | None] = field(default_factory=list)
-    num_rejected: int = 0  # drafts that the manager does not know to be rejected
-    # First tokens whose KV groups that are not cached, and groups that are not transferred, store.
-    begins: tuple[int, int] = (0, 0)
-    external: tuple[int, int] = (0, 0)
-    is_receiving: bool = False
-    source: object = None  # that the external tokens come from; None: the engine itself writes them
-    encoder: int = 0  # digest of the encoder's output
-
-    @property
-    def name(self) -> str:
-        return self.request.request_id
-
-    @property
-    def num_valid(self) -> int:
-        return next((i for i, each in enumerate(self.contents) if each is None), len(self.contents))
-
-    def late(self) -> list[int]:
-        return self.tokens[self.request.num_tokens : self.num_sampled]
-
-
-class Engine:
+class Engine(SlotBytes, WalkedCalls):
     """An engine. The world calls `operate` with a generator per operation."""
 
     def __init__(
@@ -218,9 +186,9 @@ class Engine:
         while True:  # an option that the others do not allow is named, and left out
             try:
                 cache = build(plan, kernel_sizes=kernel_sizes, **options)
-                self.log(
-                    f"{self.name} = build(plan, kernel_sizes={kernel_sizes}, **{options})  # {[(g.kind, g.block_size, dict(g.options)) for g in plan.groups]}, {plan.num_pages} pages"
-                )
+                groups = [(g.kind, g.block_size, dict(g.options)) for g in plan.groups]
+                self.log(f"# {self.name}: {groups}, {plan.num_pages} pages")
+                self.log(f"{self.name} = build(plan, kernel_sizes={kernel_sizes}, **{options})")
                 return plan, cache
             except (ValueError, TypeError) as error:
                 named = [each for each in options if each in str(error) and each != "max_num_reqs"]
@@ -725,7 +693,7 @@ class Engine:
         self.goes_on_from(each, found)
 
     def fork(self) -> None:
-        rows = [each for each in self.on_device(by_step=True)]
+        rows = self.on_device(by_step=True)
         if not rows:
             return
         rng, parent = self.rng, self.rng.choice(rows)
@@ -804,7 +772,7 @@ class Engine:
 
     def lose_plan(self) -> None:
         """Plan a step that no worker carries out, and abort it."""
-        rng, new = self.rng, [self.new_admit(4)]
+        new = [self.new_admit(4)]
         rows = [
             each
             for each in self.on_device(by_step=True)
@@ -982,259 +950,6 @@ class Engine:
                 jobs.append((each, start))
         self.compute(jobs)
 
-    # Calls by walk ---------------------------------------------------------------------------------
-
-    def targets(self) -> list[object]:
-        return [self.manager, self.manager.cache, self.manager.pool]
-
-    def names(self) -> dict[str, Callable]:
-        """Return how to draw arguments that mean something at this moment."""
-        manager = self.manager
-        known = [*self.rows.values(), *self.idle]
-
-        def request(r):
-            return r.choice(known).request if known else Request("unknown", [1])
-
-        def some_ids(r):
-            return [r.randint(0, manager.pool.num_total) for _ in range(r.randint(0, 3))]
-
-        return ADMIT_NAMES | {
-            "request": request,
-            "parent": request,
-            "child": lambda r: Request("child", [1, 2, 3]),
-            "requests": request,
-            "group": lambda r: r.randrange(len(self.kinds)),
-            "ids": some_ids,
-            "id": lambda r: r.randint(0, manager.pool.num_total),
-            "medium": lambda r: r.choice(["gpu", "cpu"]),
-            "hashes": lambda r: manager.cache.hashes(request(r)),
-            "session": lambda r: r.choice(SESSIONS),
-            "new": lambda r: [],
-            "report": lambda r: StepReport(r.randint(0, 99), True),
-            "computed_blocks": lambda r: None,
-        }
-
-    def reads(self) -> None:
-        """Make calls that change nothing: all public ones that are not operations."""
-        owner = self.rng.choice(self.targets())
-        calls = {n: c for n, c in walk.public_calls(owner).items() if n not in OPERATIONS}
-        before = self.snapshot()
-        if calls and self.rng.random() < 0.8:
-            call = calls[self.rng.choice(sorted(calls))]
-            args, kwargs = walk.arguments_of(self.rng, call, self.names())
-            self.call(call, *args, **kwargs)
-        elif values := walk.public_values(owner):
-            getattr(owner, self.rng.choice(values))
-        if (after := self.snapshot()) != before:
-            raise Wrong(f"a call that reads has changed the engine: {differing(before, after)}")
-
-    def wrong_call(self) -> None:
-        """Make a call with an argument of the wrong type or out of range. It must change nothing, whether
-        it is rejected or not.
-        """
-        owner = self.rng.choice(self.targets())
-        calls = {n: c for n, c in walk.public_calls(owner).items() if n not in UNSAFE}
-        if not calls:
-            return
-        call = calls[self.rng.choice(sorted(calls))]
-        args, kwargs = walk.arguments_of(self.rng, call, self.names())
-        places = [*range(len(args)), *kwargs]
-        if not places:
-            return
-        place, value = self.rng.choice(places), self.rng.choice(walk.GARBAGE)
-        if call.__name__ == "start_epoch" and isinstance(value, int):
-            return  # any integer is a version
-        if isinstance(place, int):
-            args[place] = value
-        else:
-            kwargs[place] = value
-        before = self.snapshot()
-        try:
-            self.log(f"{self.name}.{call.__qualname__}(*{args}, **{kwargs})")
-            call(*args, **kwargs)
-        except (ValueError, TypeError) as error:
-            if len(str(error)) < 10:
-                raise Wrong(f"unclear error: {error!r}") from error
-        else:
-            raise Wrong(f"{call.__qualname__} accepts {value!r} as argument {place}")
-        if (after := self.snapshot()) != before:
-            raise Wrong(f"a wrong call has changed the engine: {differing(before, after)}")
-
-    # Bytes -----------------------------------------------------------------------------------------
-
-    def slots(self, each: Row, g: int, positions: np.ndarray) -> torch.Tensor:
-        rows = np.full(len(positions), each.row, np.int32)
-        return self.cache.tables[g].slots_of(rows, positions)
-
-    def put(self, g: int, contents: list[int | None], slots: torch.Tensor) -> None:
-        """Write the KV of tokens. None: garbage."""
-        values = [self.rng.getrandbits(64) if each is None else each for each in contents]
-        for i, layer in enumerate(self.layer_numbers[g]):
-            key, value = (values_of(values, layer, part, 1) for part in (0, 1))
-            self.cache.storages[g].write(i, key, value, slots)
-
-    def put_state(self, g: int, content: int | None, page: int) -> None:
-        value = self.rng.getrandbits(64) if content is None else content
-        for i, layer in enumerate(self.layer_numbers[g]):
-            state = values_of([value], layer, 0, 2).reshape(1, 1, -1)
-            self.cache.storages[g].write(i, state, None, torch.tensor([page]))
-
-    def check_slots(
-        self, each: Row, g: int, contents: list[int | None], slots: torch.Tensor, when: str
-    ) -> None:
-        right = [i for i, content in enumerate(contents) if content is not None]
-        if not right:
-            return
-        slots, contents = slots[right], [contents[i] for i in right]
-        self.num_checked += len(contents)
-        if int(slots.min()) < self.manager.block_sizes[g]:
-            raise Wrong(f"{each.name} reads the null page in group {g} {when}")
-        for i, layer in enumerate(self.layer_numbers[g]):
-            found = self.cache.storages[g].gather(i, slots)
-            for part in (0, 1):
-                wrong = (found[part] != values_of(contents, layer, part, 1)).any(dim=2).any(dim=1)
-                if wrong.any():
-                    at = right[int(wrong.nonzero()[0, 0])]
-                    raise Wrong(
-                        f"{each.name} has wrong bytes of its token {at} of {len(right)} in group {g} {when}"
-                    )
-
-    def state_pages(self, each: Row, end: int, sure: int, g: int) -> list[int]:
-        found = self.cache.tables[g].state_pages(
-            np.array([each.row]), np.array([end]), np.array([end - sure])
-        )
-        return found[0].tolist()
-
-    def check_one_state(self, each: Row, g: int, content: int, page: int, when: str) -> None:
-        self.num_checked += 1
-        for i, layer in enumerate(self.layer_numbers[g]):
-            found = self.cache.storages[g].gather(i, torch.tensor([page]))[0]
-            if not page or not torch.equal(
-                found.reshape(-1), values_of([content], layer, 0, 2).reshape(-1)
-            ):
-                raise Wrong(f"{each.name} has a wrong state in page {page} of group {g} {when}")
-
-    def receive(self, each: Row, first: int, stop: int, arrived: int, sure: int) -> None:
-        """Write external tokens [first, stop), of which those before `arrived` are right."""
-        right = extended([], each.units[:stop], self.owner(each.request))
-        contents = [*right[:arrived], *[None] * (stop - arrived)]
-        each.contents[first:] = contents[first:]
-        for g, (spec, kind) in enumerate(zip(self.manager.groups, self.kinds)):
-            if not spec.transferred or kind.pages.of_encoder:
-                continue
-            blocks, size = (
-                self.manager.block_ids(each.request, g).tolist(),
-                self.manager.block_sizes[g],
-            )
-            if not kind.pages.has_slots:
-                self.put_state(g, contents[stop - 1], blocks[(sure - 1) // size])
-                continue
-            held = [p for p in range(first, stop) if blocks[p // size]]
-            slots = [blocks[p // size] * size + p % size for p in held]
-            self.put(g, [contents[p] for p in held], torch.tensor(slots, dtype=torch.int64))
-
-    def garble_received(self, each: Row) -> None:
-        """A transfer may still write to the blocks of a request that has left."""
-        first, stop = each.external
-        if each.is_receiving and stop > first:
-            self.receive(each, first, stop, first, stop)
-
-    def write_encoder(self, each: Row) -> None:
-        for g, kind in enumerate(self.kinds):
-            if kind.pages.of_encoder:
-                if n := each.request.num_encoder_tokens:
-                    self.put(
-                        g,
-                        [mix(each.encoder, i) for i in range(n)],
-                        self.slots(each, g, np.arange(n)),
-                    )
-
-    def write(self, each: Row, start: int, end: int, sure: int) -> None:
-        for g, kind in enumerate(self.kinds):
-            if kind.pages.of_encoder:
-                continue
-            if kind.pages.has_slots:
-                self.put(g, each.contents[start:end], self.slots(each, g, np.arange(start, end)))
-                continue
-            pages = self.state_pages(each, end, sure, g)
-            for j, n in enumerate(range(sure, end + 1)):
-                self.put_state(g, each.contents[n - 1], pages[j])
-
-    def check_reads(self, each: Row, start: int, stop: int, sure: int, end: int, when: str) -> None:
-        """Check what the tokens from `start` read, as far as it lies before `stop`."""
-        if each.num_valid < min(start, stop):
-            return  # the row continues from rejected drafts
-        when = f"{when}, from token {start} to {end}"
-        for g, (spec, kind) in enumerate(zip(self.manager.groups, self.kinds)):
-            if kind.pages.of_encoder:
-                n = each.request.num_encoder_tokens
-                if n:
-                    self.check_slots(
-                        each,
-                        g,
-                        [mix(each.encoder, i) for i in range(n)],
-                        self.slots(each, g, np.arange(n)),
-                        when,
-                    )
-                continue
-            if not kind.pages.has_slots:
-                if start and start == stop:
-                    page = self.state_pages(each, end, sure, g)[0]
-                    self.check_one_state(each, g, each.contents[start - 1], page, when)
-                continue
-            first = kind.first_needed_token(start)
-            if not spec.cached or kind.pages.wraps:
-                first = max(first, each.begins[0 if spec.transferred else 1])
-            if stop > first:
-                self.check_slots(
-                    each,
-                    g,
-                    each.contents[first:stop],
-                    self.slots(each, g, np.arange(first, stop)),
-                    when,
-                )
-
-    def check_state(self, each: Row, end: int, sure: int) -> None:
-        for g, kind in enumerate(self.kinds):
-            if not kind.pages.has_slots:
-                for n, page in zip(range(sure, end + 1), self.state_pages(each, end, sure, g)):
-                    if each.contents[n - 1] is not None:
-                        self.check_one_state(
-                            each, g, each.contents[n - 1], page, f"after {n} tokens"
-                        )
-
-    def check_cached(self, each: Row) -> None:
-        """Check the bytes of every block that is cached under a hash of this request."""
-        request = each.request
-        probe = Request(
-            "probe",
-            request.token_ids,
-            lora=request.lora,
-            mm_items=request.mm_items,
-            cache_salt=request.cache_salt,
-        )
-        contents = extended([], each.units[: request.num_tokens], self.owner(probe))
-        hashes = self.manager.cache.hashes(probe)
-        unit = self.manager.cache.hash_block_size
-        for g, (spec, kind) in enumerate(zip(self.manager.groups, self.kinds)):
-            if not (spec.cached and kind.pages.is_transferable) or not len(hashes):
-                continue
-            size = self.manager.block_sizes[g]
-            found = self.manager.cache.find(
-                hashes[size // unit - 1 :: size // unit], g
-            ).device.tolist()
-            for column, page in enumerate(found):
-                if page <= 0:
-                    continue
-                end = (column + 1) * size
-                if not kind.pages.has_slots:
-                    self.check_one_state(each, g, contents[end - 1], page, "that is cached")
-                elif kind.first_needed_token(end) == 0:
-                    slots = torch.arange(page * size, (page + 1) * size)
-                    self.check_slots(
-                        each, g, contents[end - size : end], slots, f"in cached block {page}"
-                    )
-
     # Events ----------------------------------------------------------------------------------------
 
     def follow_events(self) -> None:
@@ -1289,27 +1004,3 @@ class Engine:
         stats = self.manager.cache.stats
         if not 0 <= stats.host_hit_tokens <= stats.hit_tokens <= stats.query_tokens:
             raise Wrong(f"statistics do not add up: {stats}")
-
-
-ADMIT_NAMES: dict[str, Callable] = {
-    "num_lookahead_tokens": lambda r: r.choice([0, 0, 2]),
-    "num_reserved_blocks": lambda r: r.choice([0, 1]),
-    "max_host_blocks": lambda r: r.choice([0, 2, 99]),
-    "num_prompt_tokens": lambda r: None,
-    "num_shared_tokens": lambda r: 0,
-}
-
-# Public calls that an operation above makes. All others must change nothing.
-OPERATIONS = {
-    *("step", "admit", "extend", "advance", "fork", "free", "reject_tokens", "report", "abort"),
-    *("invalidate", "finish_receiving", "release_blocks", "take_copies", "for_groups"),
-    *("reset", "evict", "pin", "unpin", "access", "set_now", "clear_stats", "start_epoch"),
-    *("forget_adapter", "drain_events"),
-}
-# Calls that accept every value of some argument.
-UNSAFE = {"for_groups"}
-
-
-def differing(before: dict, after: dict) -> dict:
-    names = [name for name in before | after if before.get(name) != after.get(name)]
-    return {name: (before.get(name), after.get(name)) for name in names}

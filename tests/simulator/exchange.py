@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import types
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 from unittest import mock
 
 from kvcache_exchange.circuit import Circuit
@@ -160,7 +161,7 @@ class SteppedThread:
 class Wire:
     """The clock, the store and all transfers of a world."""
 
-    threads: list[SteppedThread] = []  # of the world that is being created
+    threads: ClassVar[list[SteppedThread]] = []  # of the world that is being created
 
     def __init__(self, rng: random.Random) -> None:
         self.now, self.store = 0.0, SimulatedStore(rng)
