@@ -22,26 +22,30 @@ class World:
         self.seed, self.script = seed, []
         rng = random.Random(f"{seed}")
         self.wire = Wire(rng)
-        layers = Engine.draw_layers(rng)
-        # Engines exchange KV if their blocks have the same hashes.
-        shared = {
+        self.layers = Engine.draw_layers(rng)
+        # Engines exchange KV if their blocks have the same hashes and the same bytes.
+        self.shared = {
             "hash_seed": "s",
             "hash_algorithm": rng.choice(["sha256_cbor", "xxh3_128_cbor"]),
             "hash_block_size": rng.choice([None, None, 2, 4]),
             "kernel_sizes": rng.choice([None, None, None, [2], [1]]),
         }
+        self.kill_rate = rng.choice([0, 0, 0.01])
+        self.num_kills = 0
         with self.wire:
-            self.engines = [
-                Engine(
-                    f"e{i}",
-                    random.Random(f"{seed}.{i}"),
-                    layers,
-                    shared,
-                    self.wire,
-                    self.script.append,
-                )
-                for i in range(2)
-            ]
+            self.engines = [self.start(i, f"{seed}.{i}") for i in range(2)]
+
+    def start(self, number: int, seed: str) -> Engine:
+        rng = random.Random(seed)
+        return Engine(f"e{number}", rng, self.layers, self.shared, self.wire, self.script.append)
+
+    def kill(self, rng: random.Random, operation: int) -> None:
+        """Replace an engine by one that has nothing. Its loads and leases are gone."""
+        self.num_kills += 1
+        number = rng.randrange(len(self.engines))
+        self.script.append(f"# kill e{number}")
+        self.engines[number] = self.start(number, f"{self.seed}.{number}.{operation}")
+        self.wire.offers = [each for each in self.wire.offers if each[0] in self.engines]
 
     def run(self, operations: Sequence[int], checks_all: bool = False) -> None:
         """`checks_all`: check what is cached after each operation, not only occasionally."""
@@ -49,6 +53,8 @@ class World:
             for i in operations:
                 rng = random.Random(f"{self.seed}/{i}")
                 self.script.append(f"# operation {i}")
+                if rng.random() < self.kill_rate:
+                    self.kill(rng, i)
                 actor = rng.choice([self.wire, *(2 * self.engines)])
                 actor.operate(rng)
                 if checks_all and actor is not self.wire:
