@@ -27,13 +27,13 @@ TEST(token_ids_are_distributed_by_row_and_removed_again) {
   CHECK(f.num_known(1) == 7 && f.num_known(0) == 4);
   CHECK_EQ(f.rows[1].chain->tokens()[6], 8);
   CHECK_EQ(f.rows[0].chain->tokens()[3], 9);
-  f.intake.take_back_ids_of(request, 0);
+  f.intake.take_back(request, 0);
   CHECK(f.num_known(1) == 5 && f.num_known(0) == 4);
   request.num_token_ids = nullptr;  // one id per row
   request.num_ids = 2;
   f.intake.take_in(request);
   CHECK(f.num_known(1) == 6 && f.num_known(0) == 5);
-  f.intake.take_back_ids_of(request, 1);
+  f.intake.take_back(request, 1);
   CHECK(f.num_known(1) == 6 && f.num_known(0) == 4);
 }
 

@@ -301,8 +301,8 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         MANAGER + "token_intake.cpp",
         "manager sequences hashing",
         [
-            ("    take_back_ids(request, request.num_rows);\n", ""),
-            ("    take_back_ids(request, i);\n", ""),
+            ("for (int64_t i = 0; i < num_appended; ++i) take_back(i);", ""),
+            ("if (n > 0) c_.row(request.rows[i]).chain->take_back(n);", ""),
         ],
     ),
     (
@@ -342,8 +342,8 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "rows_[row].admission = num_admissions_;",
             ),
             ("if (with_all) out.insert(", "if (true) out.insert("),
-            ("tails[i].block_size == tails[0].block_size;", "true;"),
-            ("ids(each.blocks.data() + each.num_dropped)", "ids(each.blocks.data())"),
+            ("if (tail.first_token != token || tail.num_left == 0)", "if (tail.num_left == 0)"),
+            ("{each.blocks.data() + each.num_dropped, each", "{each.blocks.data(), each"),
         ],
     ),
     (

@@ -109,7 +109,7 @@ DEFECTS = [
     Defect(
         "row server",
         MANAGER + "row_server.cpp",
-        "  parts_.intake->take_back_ids_of(request, i);\n",
+        "  parts_.intake->take_back(request, i);\n",
         "",  # a waiting row keeps its new token ids
         "manager allocator_random",
     ),
@@ -129,7 +129,7 @@ DEFECTS = [
     ),
     Defect(
         "steps",
-        MANAGER + "steps.cpp",
+        MANAGER + "steps.h",
         "if (!rows[row].is_on_host()) plan_",
         "plan_",  # puts host pages into a device table
         "tiers allocator_random",

@@ -7,6 +7,8 @@
 // Invariant: at most one Scope exists, and it belongs to the owning thread.
 #pragma once
 
+#include <sstream>
+#include <stdexcept>
 #include <thread>
 
 #include "core/soundness.h"
@@ -49,7 +51,18 @@ class CallGuard {
   void check_sound() const { soundness_.check(); }
 
  private:
-  [[noreturn]] void fail_caller(bool is_owner) const;
+  [[noreturn, gnu::cold, gnu::noinline]] void fail_caller(bool is_owner) const {
+    if (is_owner) {
+      throw std::runtime_error(
+          "called while another call of this manager is in progress (from a signal handler or an "
+          "attention kind?): only one call can run at a time");
+    }
+    std::ostringstream text;
+    text << "called from thread " << std::this_thread::get_id()
+         << ", but the manager belongs to thread " << owner_
+         << ", which used it first: call it from one thread";
+    throw std::runtime_error(text.str());
+  }
 
   Soundness soundness_{"manager"};
   std::thread::id owner_;  // no thread until the first call

@@ -13,7 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/manager/step_numbers.h"
+#include "core/manager/step_journal.h"
 #include "core/pool/block_pool.h"
 #include "core/pool/per_block.h"
 

@@ -11,7 +11,6 @@
 #include "core/groups/row_blocks.h"
 #include "core/groups/rules/page_rules.h"
 #include "core/hashing/token_chain.h"
-#include "core/manager/block_holders.h"
 #include "core/manager/options.h"
 #include "core/manager/row_context.h"
 #include "core/manager/step_plan.h"

@@ -107,30 +107,6 @@ std::vector<BlockId> Manager::take_copies() {
   return tiers_.frees().take_copies();
 }
 
-// Reconstructs the hit that `lookup` returned as these blocks, if that hit ends inside a block. The
-// last block of each group is the source of the copy.
-std::optional<PrefixHit> Manager::partial_hit(const NewRow& asked,
-                                              const std::vector<std::vector<BlockId>>& computed) {
-  if (!copies_hits_ || !asked.reads() || computed.size() != setup_.groups.size()) {
-    return std::nullopt;
-  }
-  const PrefixHit& hit =
-      finder_.find(*asked.chain, /*with_partial=*/true, /*with_host=*/false, /*reads=*/true);
-  bool ends_inside = false;
-  for (const CacheGroup& group : setup_.groups) {
-    if (hit.ids(group) != computed[group.id]) return std::nullopt;
-    ends_inside |= hit.has_part_of(group);
-  }
-  if (!ends_inside) return std::nullopt;
-  if (asked.external.num_tokens > 0) {
-    throw_invalid("external.num_tokens is ", asked.external.num_tokens, " after a hit of ",
-                  hit.num_tokens,
-                  " tokens that ends inside a block: expected computed_blocks of whole blocks "
-                  "(whole_blocks=True)");
-  }
-  return hit;
-}
-
 Status Manager::would_fit(const NewRow& asked, bool whole) {
   const Call call(this);
   checks_.check_counts(asked);
@@ -234,43 +210,41 @@ std::vector<int64_t> Manager::external_hits(const std::vector<NewRow>& requests)
     intake_.hash_ahead(*asked.chain, asked.reads());
     hits.resize(requests.size());
     hits[i] = server_.num_hit_tokens(asked);
-    checks_.check_external(asked, hits[i]);
+    checks_.check_external(asked, hits[i], /*ends_inside=*/false);
     checks_.check_new_places(asked, hits[i] + asked.external.num_tokens);
   }
   return hits;
+}
+
+// Returns the hit that consists of these blocks, which the caller has looked up. If it ends inside a
+// block, the last block of each group is the source of the copy.
+PrefixHit Manager::hit_of(const NewRow& asked, const std::vector<std::vector<BlockId>>& computed) {
+  const bool is_empty =
+      std::all_of(computed.begin(), computed.end(),
+                  [](const std::vector<BlockId>& ids) { return ids.empty(); });
+  intake_.hash_ahead(*asked.chain, /*reads=*/!is_empty);
+  if (!is_empty && copies_hits_ && asked.reads() && computed.size() == setup_.groups.size()) {
+    const PrefixHit& hit =
+        finder_.find(*asked.chain, /*with_partial=*/true, /*with_host=*/false, /*reads=*/true);
+    if (hit.ends_inside(setup_.groups) && hit.has_ids(setup_.groups, computed)) return hit;
+  }
+  const int64_t num_tokens = checks_.check_computed(*asked.chain, computed, asked.reads());
+  return PrefixHit::of_device(num_tokens, computed);
 }
 
 Slots Manager::admit(const NewRow& asked, const std::vector<std::vector<BlockId>>& computed) {
   const Call call(this);
   checks_.check_counts(asked);
   if (!setup_.options.engine_copies_states) checks_.check_has_no_state("admit");
-  const std::shared_ptr<TokenChain>& chain = asked.chain;
-  checks_.check_new(*chain, /*least_tokens=*/0);  // tokens may arrive later
-  const bool any_computed =
-      std::any_of(computed.begin(), computed.end(),
-                  [](const std::vector<BlockId>& ids) { return !ids.empty(); });
-  intake_.hash_ahead(*chain, any_computed);
-  const std::optional<PrefixHit> partial =
-      any_computed ? partial_hit(asked, computed) : std::nullopt;
-  const int64_t num_computed =
-      partial ? partial->num_tokens : checks_.check_computed(*chain, computed, asked.reads());
-  checks_.check_external(asked, num_computed);
-  checks_.check_new_places(
-      asked, asked.external.num_tokens == 0 ? 0 : num_computed + asked.external.num_tokens);
-  PrefixHit hit = partial ? *partial : PrefixHit::of_device(num_computed, computed);
+  checks_.check_new(*asked.chain, /*least_tokens=*/0);  // tokens may arrive later
+  PrefixHit hit = hit_of(asked, computed);
   hit.num_shared_tokens = asked.num_shared;
+  const int64_t num_external = asked.external.num_tokens;
+  checks_.check_external(asked, hit.num_tokens, hit.ends_inside(setup_.groups));
+  checks_.check_new_places(asked, num_external == 0 ? 0 : hit.num_tokens + num_external);
   if (misses_ != nullptr) misses_->release_dropped();
   const Soundness::Change change = this->change("admit");
   return server_.allocate(asked, hit);
-}
-
-// Checks that the caller has taken the copies for partial-block hits (`take_copies`). Rows need the
-// blocks that these copies fill before they can continue.
-void Manager::check_copies_taken() const {
-  if (!tiers_.frees().awaits_copies()) return;
-  throw_invalid(
-      "hits of admit end inside blocks, and their copies were not taken: expected a call to "
-      "take_copies before requests continue");
 }
 
 int64_t Manager::finish_receiving(int32_t row, int64_t num_tokens) {
@@ -286,7 +260,7 @@ Slots Manager::extend(const RowAsk& ask, bool lists_new) {
   const Call call(this);
   take_in(&ask, 1);
   const Soundness::Change change = this->change("extend");
-  return serve(ask, lists_new);
+  return server_.serve(ask, lists_new);
 }
 
 std::vector<Slots> Manager::advance(const std::vector<RowAsk>& asks) {
@@ -295,40 +269,20 @@ std::vector<Slots> Manager::advance(const std::vector<RowAsk>& asks) {
   const Soundness::Change change = this->change("advance");
   std::vector<Slots> slots;
   slots.reserve(asks.size());
-  for (const RowAsk& ask : asks) slots.push_back(serve(ask, /*lists_new=*/true));
+  for (const RowAsk& ask : asks) slots.push_back(server_.serve(ask));
   return slots;
 }
 
-// Checks the requests, appends their token ids to the chains, and computes the hashes of the blocks
-// that they fill.
+// Checks the requests and takes in their token ids.
 void Manager::take_in(const RowAsk* asks, size_t n) {
-  check_copies_taken();
+  if (tiers_.frees().awaits_copies()) {  // these copies fill blocks that rows need to continue
+    throw_invalid(
+        "hits of admit end inside blocks, and their copies were not taken: expected a call to "
+        "take_copies before requests continue");
+  }
   rows_.begin_call();
   for (size_t i = 0; i < n; ++i) checks_.check_ask(asks[i]);
-  size_t num_taken = 0;
-  try {
-    for (; num_taken < n; ++num_taken) {
-      const RowAsk& ask = asks[num_taken];
-      if (ask.num_ids > 0) rows_[ask.row].chain->append(ask.ids, ask.num_ids);
-    }
-    std::vector<TokenChain*> chains;
-    for (size_t i = 0; i < n; ++i) {
-      const Row& r = rows_[asks[i].row];
-      const int64_t stop = asks[i].start.value_or(r.num_computed) + asks[i].num_tokens;
-      if (stop >= r.next_publish) chains.push_back(r.chain.get());
-    }
-    intake_.hash_written(std::move(chains));
-  } catch (...) {
-    for (size_t i = 0; i < num_taken; ++i) give_back(asks[i]);
-    throw;
-  }
-}
-
-// Removes the token ids of the row again if its slots do not fit.
-Slots Manager::serve(const RowAsk& ask, bool lists_new) {
-  Slots slots = server_.serve(ask, lists_new);
-  if (slots.status != Status::kServed) give_back(ask);
-  return slots;
+  intake_.take_in(asks, static_cast<int64_t>(n));
 }
 
 void Manager::reject(int32_t row, int64_t num_tokens) {

@@ -197,12 +197,8 @@ class Manager {
 
  private:
   Soundness::Change change(const char* call) { return {&guard_.soundness(), call}; }
-  std::optional<PrefixHit> partial_hit(const NewRow& asked,
-                                       const std::vector<std::vector<BlockId>>& computed);
-  void check_copies_taken() const;
+  PrefixHit hit_of(const NewRow& asked, const std::vector<std::vector<BlockId>>& computed);
   void take_in(const RowAsk* asks, size_t n);
-  Slots serve(const RowAsk& ask, bool lists_new);
-  void give_back(const RowAsk& ask) { rows_[ask.row].chain->take_back(ask.num_ids); }
 
   // Guards a call that may change the manager or read data of its thread.
   struct Call {

@@ -3,6 +3,7 @@
 // device or on the host.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -50,11 +51,20 @@ struct PrefixHit {
     return num_tokens % group.block_size != 0 && group.rules->traits.has_hits;
   }
 
+  bool ends_inside(const std::vector<CacheGroup>& groups) const {
+    return std::any_of(groups.begin(), groups.end(),
+                       [this](const CacheGroup& group) { return has_part_of(group); });
+  }
+  // Whether these are the `ids` of each group.
+  bool has_ids(const std::vector<CacheGroup>& groups,
+               const std::vector<std::vector<BlockId>>& wanted) const {
+    return std::all_of(groups.begin(), groups.end(), [&](const CacheGroup& group) {
+      return ids(group) == wanted[group.id];
+    });
+  }
   bool copies_partial() const {
-    for (BlockId source : sources) {
-      if (source != kNullBlock) return true;
-    }
-    return false;
+    return std::any_of(sources.begin(), sources.end(),
+                       [](BlockId source) { return source != kNullBlock; });
   }
 };
 

@@ -11,7 +11,8 @@ void RequestChecks::check_group(int64_t group) const {
   throw_invalid("group is ", group, ": expected 0 to ", num_groups - 1);
 }
 
-void RequestChecks::check_bound(int64_t start, int64_t num_slots, const char* what) const {
+void RequestChecks::check_places(int64_t start, int64_t num_slots, const char* what) const {
+  if (!has_bound_) return;
   const int64_t stop = std::min(start + num_slots, setup_->options.max_model_len);
   for (const CacheGroup& group : setup_->groups) {
     if (group.has_places_for(start, stop)) continue;
@@ -78,9 +79,15 @@ void RequestChecks::check_all_transferred(int64_t num_external) const {
   }
 }
 
-void RequestChecks::check_external(const NewRow& asked, int64_t num_hit) const {
+void RequestChecks::check_external(const NewRow& asked, int64_t num_hit, bool ends_inside) const {
   const int64_t num_known = asked.chain->num_tokens(), num_external = asked.external.num_tokens;
-  if (num_hit + num_external < num_known || num_external == 0) return;
+  if (num_external == 0) return;
+  if (ends_inside) {
+    throw_invalid("external.num_tokens is ", num_external, " after a hit of ", num_hit,
+                  " tokens that ends inside a block: expected computed_blocks of whole blocks "
+                  "(whole_blocks=True)");
+  }
+  if (num_hit + num_external < num_known) return;
   throw_invalid("external.num_tokens is ", num_external, ": expected at most ",
                 num_known - 1 - num_hit, ", because the request has ", num_known,
                 " tokens, of which ", num_hit, " are cached, and the last token must be computed");

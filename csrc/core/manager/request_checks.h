@@ -54,18 +54,15 @@ class RequestChecks {
   // For circular buffers, checks that the slots of a step do not overwrite tokens that the step
   // reads. The step needs `num_slots` slots, including lookahead, starting at token `start`. `what`
   // describes the request in errors.
-  void check_places(int64_t start, int64_t num_slots, const char* what) const {
-    if (has_bound_) check_bound(start, num_slots, what);
-  }
-  // Like the function above, for a row whose last step may have been shorter than planned. With
-  // states of drafts, it was not: its result is known, or a swap-out has accepted the drafts.
+  void check_places(int64_t start, int64_t num_slots, const char* what) const;
+  // The same for a row whose last step may have been shorter than planned. With states of drafts,
+  // it was not: its result is known, or a swap-out has accepted the drafts.
   void check_row_places(const Row& r, int64_t start, int64_t num_slots, int64_t num_ids) const {
-    if (!has_bound_) return;
     const int64_t num_undecided = max_drafts_ > 0 ? 0 : r.num_undecided(start, num_ids);
-    check_bound(start - num_undecided, num_slots + num_undecided, "a row");
+    check_places(start - num_undecided, num_slots + num_undecided, "a row");
   }
-  // Checks the tokens of a request after its external tokens, which end at `start`. If the external
-  // tokens do not all fit, only as many as fit are received, taken from the end.
+  // The same for the tokens of a request after its external tokens, which end at `start`. If the
+  // external tokens do not all fit, only as many as fit are received, taken from the end.
   void check_new_places(const NewRow& asked, int64_t start) const {
     const int64_t num_tokens = std::min(asked.num_tokens, asked.chain->num_tokens() - start);
     check_places(start, num_tokens + asked.num_lookahead, "a new request");
@@ -96,8 +93,9 @@ class RequestChecks {
   void check_only_drafts(int32_t row, int64_t num_rejected) const;
   // Checks the request for one row outside of a step.
   void check_ask(const RowAsk& ask) const;
-  // Checks the external tokens that follow a hit of num_hit tokens.
-  void check_external(const NewRow& asked, int64_t num_hit) const;
+  // Checks the external tokens that follow a hit of num_hit tokens. `ends_inside`: the hit ends
+  // inside a block.
+  void check_external(const NewRow& asked, int64_t num_hit, bool ends_inside) const;
   void check_receive(int32_t row, int64_t num_tokens) const;
   void check_kept(const std::string& name) const;
   void check_fork(int32_t row, const TokenChain& child) const;
@@ -146,7 +144,6 @@ class RequestChecks {
   void check_leaves_device(const StepRequest& request) const;
   void check_token_ids(const StepRequest& request) const;
   void check_all_transferred(int64_t num_external) const;
-  void check_bound(int64_t start, int64_t num_slots, const char* what) const;
 
   const ManagerSetup* setup_;
   RowContext c_;

@@ -11,7 +11,6 @@
 
 #include "core/groups/cache_group.h"
 #include "core/groups/rules/effects.h"
-#include "core/manager/block_holders.h"
 #include "core/manager/demand.h"
 #include "core/manager/prefix_finder.h"
 #include "core/manager/row_context.h"

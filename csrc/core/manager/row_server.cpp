@@ -85,7 +85,7 @@ void RowServer::extend_row(int32_t row, const Span& span, const StepRequest& req
   ServedRow served{row, span};
   const Status status = extend(&served);
   if (status == Status::kServed) return note_served(served);
-  parts_.intake->take_back_ids_of(request, i);
+  parts_.intake->take_back(request, i);
   c_.plan->refuse(i, status);
 }
 
@@ -382,7 +382,10 @@ Slots RowServer::serve(const RowAsk& ask, bool lists_new) {
   }
   c_.plan->begin_direct();
   slots.status = extend(&served);
-  if (slots.status != Status::kServed) return slots;
+  if (slots.status != Status::kServed) {
+    parts_.intake->take_back(ask);
+    return slots;
+  }
   slots.copies = c_.plan->direct_pairs();
   if (lists_new) add_new_blocks(row, served.num_before.data(), &slots);
   publish_direct(row);

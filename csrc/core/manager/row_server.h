@@ -13,7 +13,6 @@
 #include "core/eviction/learned.h"
 #include "core/groups/hit_ends.h"
 #include "core/hashing/token_chain.h"
-#include "core/manager/block_holders.h"
 #include "core/manager/cache_stats.h"
 #include "core/manager/demand.h"
 #include "core/manager/miss_reasons.h"

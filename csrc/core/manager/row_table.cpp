@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/manager/row_table.h"
 
+#include <algorithm>
 #include <array>
+#include <numeric>
 
 namespace kvcache {
 
@@ -70,53 +72,13 @@ std::vector<BlockId> RowTable::written_blocks(int32_t row) const {
 
 namespace {
 
-// The blocks of a group that `merge_tails` has not taken yet.
+// The blocks of a group that were not yet taken by a round (see `tail_first`).
 struct Tail {
-  Tail() = default;
-  Tail(const RowBlocks& each, int64_t tokens)
-      : ids(each.blocks.data() + each.num_dropped),
-        num_left(each.num_alive()),
-        block_size(tokens),
-        first_token((each.size() - 1) * tokens) {}
-
-  BlockId take_last() {
-    first_token -= block_size;
-    return ids[--num_left];
-  }
-
   const BlockId* ids;
-  int64_t num_left, block_size;
+  int64_t num_left;
+  int64_t block_size;
   int64_t first_token;  // first token of the last remaining block
 };
-
-// Returns how many rounds each take a block of every tail, or 1. The next round takes the blocks
-// that begin at token `last`.
-int64_t num_equal_rounds(const Tail* tails, size_t n, int64_t last) {
-  int64_t num_rounds = tails[0].num_left;
-  for (size_t i = 0; i < n; ++i) {
-    const bool is_like_first =
-        tails[i].first_token == last && tails[i].block_size == tails[0].block_size;
-    num_rounds = std::min(num_rounds, is_like_first ? tails[i].num_left : int64_t{1});
-  }
-  return num_rounds;
-}
-
-// Each round takes at most one block per tail: the blocks with the largest first token. Rounds that
-// take a block of every tail are combined.
-void merge_tails(Tail* tails, size_t n, BlockId* out) {
-  while (n > 0) {
-    int64_t last = 0;
-    for (size_t i = 0; i < n; ++i) last = std::max(last, tails[i].first_token);
-    const int64_t num_rounds = num_equal_rounds(tails, n, last);
-    for (int64_t round = 0; round < num_rounds; ++round, last -= tails[0].block_size) {
-      for (size_t i = 0; i < n; ++i) {
-        if (tails[i].first_token == last) *out++ = tails[i].take_last();
-      }
-    }
-    const auto is_empty = [](const Tail& tail) { return tail.num_left == 0; };
-    n = static_cast<size_t>(std::remove_if(tails, tails + n, is_empty) - tails);
-  }
-}
 
 }  // namespace
 
@@ -125,21 +87,34 @@ std::vector<BlockId> RowTable::tail_first(int32_t row, bool with_all) const {
   if (num_groups_ == 1 && groups_->front().rules->traits.follows_sequence) {
     return {held->blocks.rbegin(), held->blocks.rend() - held->num_dropped};
   }
-  std::array<Tail, kMaxGroups> tails;  // in group order, without groups that hold no blocks
-  size_t num_tails = 0, num_alive = 0;
   std::vector<BlockId> out;
+  std::array<Tail, kMaxGroups> tails;  // in group order
+  size_t num_tails = 0, num_blocks = 0;
+  int64_t last = 0, unit = 0;  // tokens: where the last block begins, and where blocks may begin
   for (const CacheGroup& group : *groups_) {
     const RowBlocks& each = held[group.id];
     if (!group.rules->traits.follows_sequence) {
       if (with_all) out.insert(out.end(), each.blocks.rbegin(), each.blocks.rend());
     } else if (each.num_alive() > 0) {
-      tails[num_tails++] = Tail(each, group.block_size);
-      num_alive += static_cast<size_t>(each.num_alive());
+      const int64_t first_token = (each.size() - 1) * group.block_size;
+      tails[num_tails++] = {each.blocks.data() + each.num_dropped, each.num_alive(),
+                            group.block_size, first_token};
+      num_blocks += static_cast<size_t>(each.num_alive());
+      last = std::max(last, first_token);
+      unit = std::gcd(unit, group.block_size);
     }
   }
-  const size_t num_others = out.size();
-  out.resize(num_others + num_alive);
-  merge_tails(tails.data(), num_tails, out.data() + num_others);
+  num_blocks += out.size();
+  out.reserve(num_blocks);
+  // Each round takes the blocks that begin at one token.
+  for (int64_t token = last; out.size() < num_blocks; token -= unit) {
+    for (size_t i = 0; i < num_tails; ++i) {
+      Tail& tail = tails[i];
+      if (tail.first_token != token || tail.num_left == 0) continue;
+      out.push_back(tail.ids[--tail.num_left]);
+      tail.first_token -= tail.block_size;
+    }
+  }
   return out;
 }
 

@@ -1,41 +1,59 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/manager/token_intake.h"
 
-#include <algorithm>
 #include <vector>
 
 namespace kvcache {
 
-void TokenIntake::take_in(const StepRequest& request) const {
-  append_ids(request);
+namespace {
+
+// Appends the ids of each row, then calls `hash`. On an error or interruption, removes the ids of
+// all rows to which ids were appended.
+template <class Append, class TakeBack, class Hash>
+void append_ids(int64_t num_rows, const Append& append, const TakeBack& take_back,
+                const Hash& hash) {
+  int64_t num_appended = 0;
   try {
-    hash_ahead(request);
-    // Checks again, because a signal handler may have appended tokens while another chain was
-    // hashed.
-    for (const NewRow& row : request.new_rows) checks_->check_new(*row.chain);
+    for (; num_appended < num_rows; ++num_appended) append(num_appended);
+    hash();
   } catch (...) {
-    take_back_ids(request, request.num_rows);
+    for (int64_t i = 0; i < num_appended; ++i) take_back(i);
     throw;
   }
 }
 
-bool TokenIntake::must_hash(const TokenChain& chain, bool reads) const {
-  return publisher_->is_enabled() && (reads || chain.write_cache()) && chain.has_unhashed_blocks();
+}  // namespace
+
+void TokenIntake::take_in(const StepRequest& request) const {
+  const int32_t* ids = request.token_ids;
+  append_ids(
+      request.num_ids == 0 ? 0 : request.num_rows,
+      [&](int64_t i) {
+        const int64_t n = request.num_ids_of(i);
+        if (n > 0) c_.row(request.rows[i]).chain->append(ids, n);
+        ids += n;
+      },
+      [&](int64_t i) { take_back(request, i); },
+      [&] {
+        hash_ahead(request);
+        // Checks again, because a signal handler may have appended tokens while another chain was
+        // hashed.
+        for (const NewRow& row : request.new_rows) checks_->check_new(*row.chain);
+      });
 }
 
-void TokenIntake::hash_ahead(TokenChain& chain, bool reads) const {
-  if (must_hash(chain, reads)) chain.hashes();
+void TokenIntake::take_in(const RowAsk* asks, int64_t num_rows) const {
+  append_ids(
+      num_rows,
+      [&](int64_t i) {
+        if (asks[i].num_ids > 0) c_.row(asks[i].row).chain->append(asks[i].ids, asks[i].num_ids);
+      },
+      [&](int64_t i) { take_back(asks[i]); }, [&] { hash_ahead(asks, num_rows); });
 }
 
-void TokenIntake::hash_written(std::vector<TokenChain*> chains) const {
-  const auto is_ready = [&](TokenChain* chain) { return !must_hash(*chain, /*reads=*/false); };
-  chains.erase(std::remove_if(chains.begin(), chains.end(), is_ready), chains.end());
-  TokenChain::hash_all(chains.data(), chains.size());
-}
-
-// Hashes the blocks that may have been filled by tokens that arrived after the row was last served.
-void TokenIntake::hash_filled(int32_t row) const {
-  if (publisher_->may_publish(row)) hash_ahead(*c_.row(row).chain, /*reads=*/false);
+void TokenIntake::take_back(const StepRequest& request, int64_t i) const {
+  const int64_t n = request.num_ids_of(i);
+  if (n > 0) c_.row(request.rows[i]).chain->take_back(n);
 }
 
 void TokenIntake::hash_ahead(const StepRequest& request) const {
@@ -58,30 +76,16 @@ void TokenIntake::hash_ahead(const StepRequest& request) const {
   TokenChain::hash_all(chains.data(), chains.size());
 }
 
-void TokenIntake::append_ids(const StepRequest& request) const {
-  if (request.num_ids == 0) return;
-  const int32_t* ids = request.token_ids;
-  int64_t i = 0;
-  try {
-    for (; i < request.num_rows; ++i) {
-      const int64_t n = request.num_ids_of(i);
-      if (n > 0) c_.row(request.rows[i]).chain->append(ids, n);
-      ids += n;
+void TokenIntake::hash_ahead(const RowAsk* asks, int64_t num_rows) const {
+  std::vector<TokenChain*> chains;
+  for (int64_t i = 0; i < num_rows; ++i) {
+    const Row& r = c_.row(asks[i].row);
+    const int64_t stop = asks[i].start.value_or(r.num_computed) + asks[i].num_tokens;
+    if (stop >= r.next_publish && must_hash(*r.chain, /*reads=*/false)) {
+      chains.push_back(r.chain.get());
     }
-  } catch (...) {
-    take_back_ids(request, i);
-    throw;
   }
-}
-
-void TokenIntake::take_back_ids(const StepRequest& request, int64_t num_rows) const {
-  for (int64_t i = 0; i < num_rows; ++i) take_back_ids_of(request, i);
-}
-
-void TokenIntake::take_back_ids_of(const StepRequest& request, int64_t i) const {
-  if (request.num_ids == 0) return;
-  const int64_t n = request.num_ids_of(i);
-  if (n > 0) c_.row(request.rows[i]).chain->take_back(n);
+  TokenChain::hash_all(chains.data(), chains.size());
 }
 
 // The hashes are needed because dropped blocks are known only by their hashes, and because
