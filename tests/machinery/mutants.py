@@ -286,7 +286,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         [("return holders.is_shared(id);", "return false && holders.is_shared(id);")],
     ),
     (
-        MANAGER + "deferred_frees.cpp",
+        MANAGER + "deferred_frees.h",
         "manager_life allocator_random",
         [
             ("fence.step_id = std::min(fence.step_id, steps_->last_issued);", "(void)fence;"),
@@ -306,7 +306,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        MANAGER + "session_pins.cpp",
+        MANAGER + "session_pins.h",
         "pinning tiers",
         [
             ("unpin_all(of_session);", ""),

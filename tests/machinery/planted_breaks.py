@@ -157,14 +157,14 @@ DEFECTS = [
     ),
     Defect(
         "step journal",
-        MANAGER + "step_journal.cpp",
+        MANAGER + "step_journal.h",
         "copy(&step.dropped);",
         "",  # a fork does not inherit the parent's dropped blocks
         "forks allocator_random",
     ),
     Defect(
         "deferred frees",
-        MANAGER + "deferred_frees.cpp",
+        MANAGER + "deferred_frees.h",
         "fences_.front().step_id < steps_->num_completed",
         "fences_.front().step_id <= steps_->num_completed",  # ends a fence one step too early
         "manager_life allocator_random",
@@ -192,7 +192,7 @@ DEFECTS = [
     ),
     Defect(
         "session pins",
-        MANAGER + "session_pins.cpp",
+        MANAGER + "session_pins.h",
         "pool_->generation(pinned.id) == pinned.generation &&",
         "",  # keeps the pin of a reallocated block
         "tiers allocator_contents",
@@ -229,7 +229,7 @@ DEFECTS = [
     ),
     Defect(
         "order of plans",
-        MANAGER + "step_journal.cpp",
+        MANAGER + "step_journal.h",
         "  last_left_ = oldest.id;\n",
         "",  # a lost plan is not detected, because no plan names the previous step
         "worker",

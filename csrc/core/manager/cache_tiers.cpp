@@ -71,47 +71,6 @@ CacheTiers::CacheTiers(const ManagerSetup* setup, Steps* steps)
   }
 }
 
-template <class Recorder, class Target>
-void CacheTiers::add_recorders(Target* target) {
-  const auto add = [&](BlockPool* pool, Tier tier) {
-    recorders_.push_back(std::make_unique<Recorder>(target, tier));
-    pool->add_listener(recorders_.back().get());
-  };
-  add(&pool_, Tier::kDevice);
-  if (host_ != nullptr) add(&host_->pages(), Tier::kHost);
-}
-
-void CacheTiers::record_lost(LostBlocks* lost) { add_recorders<LossRecorder>(lost); }
-
-void CacheTiers::notify_clock() {
-  const int64_t ms = clock_.now_ms();
-  pool_.set_now(ms);
-  if (host_ != nullptr) host_->pages().set_now(ms);
-}
-
-const TierCount& CacheTiers::counts() const {
-  static const TierCount kNone;
-  return host_ == nullptr ? kNone : host_->counts();
-}
-
-void CacheTiers::clear_counts() {
-  if (host_ != nullptr) *host_->mutable_counts() = {};
-}
-
-void CacheTiers::offload_queued(size_t n) {
-  if (n == 0) return;
-  host_->offload_queued(n, /*holds_blocks=*/frees_.defers(steps_->numbers().num_steps));
-}
-
-void CacheTiers::release_read() {
-  frees_.release_or_defer(steps_->plan().take_held(), steps_->numbers().num_steps);
-}
-
-bool CacheTiers::any_held() const {
-  const auto any = [](const BlockPool& pool) { return pool.num_free() != pool.num_total(); };
-  return any(pool_) || (host_ != nullptr && any(host_->pages()));
-}
-
 void CacheTiers::check_invariants(PerBlock<int32_t> device, PerBlock<int32_t> host) const {
   pool_.check_invariants();
   frees_.check_invariants(&device);

@@ -44,7 +44,7 @@ class CacheTiers {
   Learned* compared() { return compared_; }
 
   // Makes both pools record in `lost` the blocks that leave the cache.
-  void record_lost(LostBlocks* lost);
+  void record_lost(LostBlocks* lost) { add_recorders<LossRecorder>(lost); }
 
   // Makes both pools share the soundness state of their manager.
   void share(Soundness* soundness) {
@@ -65,18 +65,31 @@ class CacheTiers {
   EventLog::Drained drain_events() { return events_.drain(); }
   void start_epoch() { ++num_epochs_; }
   int64_t num_epochs() const { return num_epochs_; }
-  const TierCount& counts() const;
-  void clear_counts();
+  const TierCount& counts() const {
+    static const TierCount kNone;
+    return host_ == nullptr ? kNone : host_->counts();
+  }
+  void clear_counts() {
+    if (host_ != nullptr) *host_->mutable_counts() = {};
+  }
 
   // Number of cached blocks that wait to be written to the host.
   size_t num_queued() const { return host_ == nullptr ? 0 : host_->num_queued(); }
   // Adds writes of the first n queued blocks to the plan of the current step.
-  void offload_queued(size_t n);
+  void offload_queued(size_t n) {
+    if (n == 0) return;
+    host_->offload_queued(n, /*holds_blocks=*/frees_.defers(steps_->numbers().num_steps));
+  }
   // Called at the end of a step. The blocks that its plan reads are released after the plan has
   // run.
-  void release_read();
+  void release_read() {
+    frees_.release_or_defer(steps_->plan().take_held(), steps_->numbers().num_steps);
+  }
 
-  bool any_held() const;  // whether any block is held, on either tier
+  bool any_held() const {
+    const auto any = [](const BlockPool& pool) { return pool.num_free() != pool.num_total(); };
+    return any(pool_) || (host_ != nullptr && any(host_->pages()));
+  }  // whether any block is held, on either tier
 
   // Checks reference counts, given the references that rows hold on the device and on the host.
   // Throws std::logic_error.
@@ -84,8 +97,19 @@ class CacheTiers {
 
  private:
   template <class Recorder, class Target>
-  void add_recorders(Target* target);
-  void notify_clock();
+  void add_recorders(Target* target) {
+    const auto add = [&](BlockPool* pool, Tier tier) {
+      recorders_.push_back(std::make_unique<Recorder>(target, tier));
+      pool->add_listener(recorders_.back().get());
+    };
+    add(&pool_, Tier::kDevice);
+    if (host_ != nullptr) add(&host_->pages(), Tier::kHost);
+  }
+  void notify_clock() {
+    const int64_t ms = clock_.now_ms();
+    pool_.set_now(ms);
+    if (host_ != nullptr) host_->pages().set_now(ms);
+  }
 
   Steps* steps_;
   BlockPool pool_;

@@ -100,12 +100,6 @@ Demand DemandRules::of_new(const RowBlocks* held, const NewRow& asked, const Spa
   return demand;
 }
 
-// Whether taking this block of a hit reduces the number of free blocks. This is the case if the
-// block has no references, or if it is on the host (null) and is loaded into a new block.
-bool DemandRules::stops_being_free(BlockId id) const {
-  return id == kNullBlock || c_.pool->ref_count(id) == 0;
-}
-
 // The demand of a new row, including the blocks allocated at admission.
 Demand DemandRules::with_upfront(const RowBlocks* held, const NewRow& asked, const Span& span,
                                  const Supply& supply) const {
@@ -116,18 +110,6 @@ Demand DemandRules::with_upfront(const RowBlocks* held, const NewRow& asked, con
     demand[group].num_new += group.rules->num_upfront(group, chain);
   }
   return demand;
-}
-
-int64_t DemandRules::num_upfront(const TokenChain& chain) const {
-  int64_t n = 0;
-  for (const CacheGroup& group : *c_.groups) n += group.rules->num_upfront(group, chain);
-  return n;
-}
-
-bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
-  return std::any_of(c_.groups->begin(), c_.groups->end(), [&](const CacheGroup& group) {
-    return group.rules->shares_from(holders_, group, held[group.id], start);
-  });
 }
 
 Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, const Span& first,

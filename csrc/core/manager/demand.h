@@ -60,7 +60,11 @@ class DemandRules {
   Demand of(const RowBlocks* held, const Span& span, const Supply& supply, int64_t skip_for) const;
 
   // Whether other rows hold a block in which token `start` or later tokens may be written.
-  bool shares_from(const RowBlocks* held, int64_t start) const;
+  bool shares_from(const RowBlocks* held, int64_t start) const {
+    return std::any_of(c_.groups->begin(), c_.groups->end(), [&](const CacheGroup& group) {
+      return group.rules->shares_from(holders_, group, held[group.id], start);
+    });
+  }
 
   int64_t watermark_blocks() const { return watermark_blocks_; }
   // Returns whether a row of num_blocks blocks that does not fit now can ever fit. A row with
@@ -73,10 +77,18 @@ class DemandRules {
  private:
   Demand with_free(const RowBlocks* held, const Span& span, bool may_share, int64_t num_free,
                    bool gives_up) const;
-  bool stops_being_free(BlockId id) const;
+  // Whether taking this block of a hit reduces the number of free blocks. This is the case if the
+  // block has no references, or if it is on the host (null) and is loaded into a new block.
+  bool stops_being_free(BlockId id) const {
+    return id == kNullBlock || c_.pool->ref_count(id) == 0;
+  }
   Demand with_upfront(const RowBlocks* held, const NewRow& asked, const Span& span,
                       const Supply& supply) const;
-  int64_t num_upfront(const TokenChain& chain) const;  // blocks allocated at admission
+  int64_t num_upfront(const TokenChain& chain) const {
+    int64_t n = 0;
+    for (const CacheGroup& group : *c_.groups) n += group.rules->num_upfront(group, chain);
+    return n;
+  }  // blocks allocated at admission
   // The largest numbers of blocks, over all chunks of a prompt, that the row holds, and that are no
   // longer free. Without the blocks allocated at admission.
   struct Peak {

@@ -63,32 +63,12 @@ bool HostTier::offload(BlockId id) {
   return true;
 }
 
-void HostTier::add_offload(BlockId page, const Copied& content, bool is_row) {
-  offloads_.push_back({page, content, is_row, /*is_there=*/false});
-  offloading_[content.hash] |= uint32_t{1} << content.group;
-}
-
-void HostTier::add_row_page(BlockId page, BlockId block) {
-  add_offload(page, content_of(block), /*is_row=*/true);
-}
-
-void HostTier::on_publish(const Published& published) {
-  if (!writes_.is_through || published.content == nullptr) return;
-  for (const BlockId id : published) queue(id);
-}
-
 void HostTier::on_forget(const Forgotten& forgotten) {
   // Outside of steps, no plan can contain the write.
   if (forgotten.why != Forgotten::Why::kEvicted || !plan_->is_step()) return;
   for (int64_t i = 0; i < forgotten.n; ++i) {
     if (forgotten.is_last(i)) offload(forgotten.ids[i]);
   }
-}
-
-void HostTier::queue(BlockId id) {
-  if (is_queued_[id] != 0) return;
-  is_queued_[id] = 1;
-  queue_.push_back(id);
 }
 
 void HostTier::offload_queued(size_t n, bool holds_blocks) {
@@ -102,12 +82,6 @@ void HostTier::offload_queued(size_t n, bool holds_blocks) {
     device_->retain(&id, 1);
     plan_->hold(id);
   }
-}
-
-void HostTier::clear() {
-  pages_->clear();
-  for (BlockId id : queue_) is_queued_[id] = 0;
-  queue_.clear();
 }
 
 std::vector<BlockId> HostTier::publish_offloaded() {
@@ -161,12 +135,6 @@ bool HostTier::may_publish(const Onboard& onboard) const {
   const Hash& hash = onboard.chain->known_hash(last);
   return pages_->holds(onboard.page, hash, onboard.group) &&
          device_->hash_of(onboard.block) == nullptr;
-}
-
-void HostTier::note_loaded(const Onboard& onboard) {
-  // With a minimum gain, the policy is not notified: evicting loaded pages first would gain hits,
-  // but keeping them avoids writing them again.
-  if (!writes_.min_gain) pages_->notify(Hit{{&onboard.page, 1}, Hit::By::kOtherTier});
 }
 
 void HostTier::finish(const std::vector<Onboard>& over) {

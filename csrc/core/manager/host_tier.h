@@ -53,7 +53,10 @@ class HostTier : public BlockListener {
   TierCount* mutable_counts() { return &counts_; }
 
   // With write-through, published blocks are offloaded by a later plan.
-  void on_publish(const Published& published) override;
+  void on_publish(const Published& published) override {
+    if (!writes_.is_through || published.content == nullptr) return;
+    for (const BlockId id : published) queue(id);
+  }
   // Blocks that a step evicts are offloaded by its plan.
   void on_forget(const Forgotten& forgotten) override;
 
@@ -64,10 +67,16 @@ class HostTier : public BlockListener {
   // else prevents their reuse while they are read.
   void offload_queued(size_t n, bool holds_blocks);
   // Removes the hashes of all pages, and all queued blocks.
-  void clear();
+  void clear() {
+    pages_->clear();
+    for (BlockId id : queue_) is_queued_[id] = 0;
+    queue_.clear();
+  }
 
   // Publishes this page of a swapped-out row, because it contains a copy of a cached block.
-  void add_row_page(BlockId page, BlockId block);
+  void add_row_page(BlockId page, BlockId block) {
+    add_offload(page, content_of(block), /*is_row=*/true);
+  }
 
   // Publishes the pages that this step writes. The pages are held until then, so that no other
   // write of the step can use them. Returns the written pages.
@@ -84,7 +93,11 @@ class HostTier : public BlockListener {
   // Whether the page still has the content for which it was onboarded, and the block can be
   // published.
   bool may_publish(const Onboard& onboard) const;
-  void note_loaded(const Onboard& onboard);  // called after the block has arrived and was published
+  void note_loaded(const Onboard& onboard) {
+    // With a minimum gain, the policy is not notified: evicting loaded pages first would gain hits,
+    // but keeping them avoids writing them again.
+    if (!writes_.min_gain) pages_->notify(Hit{{&onboard.page, 1}, Hit::By::kOtherTier});
+  }  // called after the block has arrived and was published
   // Releases the blocks and pages of these onboards, tails before heads.
   void finish(const std::vector<Onboard>& over);
 
@@ -107,8 +120,15 @@ class HostTier : public BlockListener {
   Copied content_of(BlockId id) const;
   double gain_of(BlockId id) const;
   bool offload(BlockId id);
-  void add_offload(BlockId page, const Copied& content, bool is_row);
-  void queue(BlockId id);
+  void add_offload(BlockId page, const Copied& content, bool is_row) {
+    offloads_.push_back({page, content, is_row, /*is_there=*/false});
+    offloading_[content.hash] |= uint32_t{1} << content.group;
+  }
+  void queue(BlockId id) {
+    if (is_queued_[id] != 0) return;
+    is_queued_[id] = 1;
+    queue_.push_back(id);
+  }
 
   std::unique_ptr<BlockPool> pages_;
   BlockPool* device_;

@@ -34,16 +34,6 @@ void Invalidation::add_failed(const std::vector<BlockId>& blocks,
   limit_by_drops(failed);
 }
 
-void Invalidation::limit_row(int32_t row, int64_t num_tokens) {
-  const auto [limit, is_first] = limits_.emplace(row, num_tokens);
-  limit->second = std::min(limit->second, num_tokens);
-}
-
-void Invalidation::spread() {
-  while (spread_once()) {
-  }
-}
-
 // Lowers the limits of rows that use invalid content, and adds the blocks that they have computed
 // after their limits. Returns whether anything changed.
 bool Invalidation::spread_once() {
@@ -249,16 +239,6 @@ bool Invalidation::add_dropped(const TokenChain& chain, const CacheGroup& group,
     if (is_found || group.has_partial) changed |= add_hash(hash, {num_valid, group.block_size});
   }
   return changed;
-}
-
-BlockId Invalidation::page_of(const Hash& hash, uint8_t group) const {
-  return c_.host == nullptr ? kNullBlock : c_.host->pages().find(hash, group);
-}
-
-void Invalidation::add_hashes(const BlockPool& pool, BlockId id) {
-  const int64_t block_size = (*c_.groups)[pool.group_of(id)].block_size;
-  if (pool.hash_of(id) != nullptr) add_hash(*pool.hash_of(id), {0, block_size});
-  for (const Hash& hash : pool.partial_hashes_of(id)) add_hash(hash, {0, block_size});
 }
 
 bool Invalidation::add_hash(const Hash& hash, const InvalidHash& what) {

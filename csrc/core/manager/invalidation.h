@@ -36,10 +36,16 @@ class Invalidation {
   // Returns whether this is new.
   bool add_block(BlockId id, int64_t num_valid);
   // Limits the valid tokens of this row to num_tokens.
-  void limit_row(int32_t row, int64_t num_tokens);
+  void limit_row(int32_t row, int64_t num_tokens) {
+    const auto [limit, is_first] = limits_.emplace(row, num_tokens);
+    limit->second = std::min(limit->second, num_tokens);
+  }
 
   // Finds everything that was computed from the invalid content.
-  void spread();
+  void spread() {
+    while (spread_once()) {
+    }
+  }
 
   // Returns the limits of all rows that must recompute, and possibly those of other rows.
   const Limits& limits() const { return limits_; }
@@ -65,9 +71,15 @@ class Invalidation {
   bool add_dropped(const TokenChain& chain, const CacheGroup& group, int64_t block,
                    int64_t num_valid);
   void add_used(const TokenChain& chain, int64_t first_token);
-  void add_hashes(const BlockPool& pool, BlockId id);
+  void add_hashes(const BlockPool& pool, BlockId id) {
+    const int64_t block_size = (*c_.groups)[pool.group_of(id)].block_size;
+    if (pool.hash_of(id) != nullptr) add_hash(*pool.hash_of(id), {0, block_size});
+    for (const Hash& hash : pool.partial_hashes_of(id)) add_hash(hash, {0, block_size});
+  }
   bool add_hash(const Hash& hash, const InvalidHash& what);
-  BlockId page_of(const Hash& hash, uint8_t group) const;
+  BlockId page_of(const Hash& hash, uint8_t group) const {
+    return c_.host == nullptr ? kNullBlock : c_.host->pages().find(hash, group);
+  }
 
   const RowContext c_;
   bool by_hash_;

@@ -216,12 +216,11 @@ std::vector<int64_t> Manager::external_hits(const std::vector<NewRow>& requests)
   return hits;
 }
 
-// Returns the hit that consists of these blocks, which the caller has looked up. If it ends inside a
-// block, the last block of each group is the source of the copy.
+// Returns the hit that consists of these blocks, which the caller has looked up. If it ends inside
+// a block, the last block of each group is the source of the copy.
 PrefixHit Manager::hit_of(const NewRow& asked, const std::vector<std::vector<BlockId>>& computed) {
-  const bool is_empty =
-      std::all_of(computed.begin(), computed.end(),
-                  [](const std::vector<BlockId>& ids) { return ids.empty(); });
+  const bool is_empty = std::all_of(computed.begin(), computed.end(),
+                                    [](const std::vector<BlockId>& ids) { return ids.empty(); });
   intake_.hash_ahead(*asked.chain, /*reads=*/!is_empty);
   if (!is_empty && copies_hits_ && asked.reads() && computed.size() == setup_.groups.size()) {
     const PrefixHit& hit =

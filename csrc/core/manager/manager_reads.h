@@ -5,9 +5,11 @@
 // of the manager throw if another thread uses it (see CallGuard); the others only if it is broken.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
+#include "core/errors.h"
 #include "core/groups/cache_group.h"
 #include "core/manager/cache_tiers.h"
 #include "core/manager/call_guard.h"
@@ -46,7 +48,11 @@ class ManagerReads {
   int64_t num_external(int32_t row) const {  // number of external tokens of a receiving row
     return this->row(row).num_computed - p_.rows->info(row).num_hit;
   }
-  const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
+  const std::vector<BlockId>& blocks(int32_t row, int64_t group) const {
+    owned().checks->check_on_device(row);
+    p_.checks->check_group(group);
+    return p_.rows->blocks(row)[group].blocks;
+  }
   const std::vector<int64_t>& quiet_until() const { return owned().rows->quiet_until(); }
   // Whether the next plan sends the complete table of the row.
   bool must_resend(int32_t row) const {
@@ -55,19 +61,45 @@ class ManagerReads {
   }
   // Returns the number of distinct blocks with KV that these rows hold. All rows must be on the
   // same tier.
-  int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
+  int64_t num_unique_blocks(const std::vector<int32_t>& rows) const {
+    for (int32_t row : rows) owned().rows->at(row);
+    return owned().swap->num_unique_blocks(rows);
+  }
   // See RowSwap. `num_slots`: one number per row, at least 0.
   RowSwap::BlocksBack num_blocks_back(const std::vector<int32_t>& rows,
-                                      const std::vector<int64_t>& num_slots) const;
+                                      const std::vector<int64_t>& num_slots) const {
+    owned().checks->check_swap(rows, /*on_host=*/true);
+    return p_.swap->num_blocks_back(rows, num_slots);
+  }
   // Returns how many leading blocks of the row in this group are held by exactly num_running rows.
-  int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) const;
+  int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) const {
+    owned().checks->check_on_device(row);
+    p_.checks->check_group(group);
+    checked_size("num_running_requests", num_running, 1);
+    return p_.server->num_common_prefix_blocks(row, num_running, group);
+  }
 
   // Cached content. Sets out[i] to the group's oldest block published under hashes[i], or to -1 if
   // there is none. Searches the host tier if `on_host`, and the device otherwise.
-  void find_hashes(const Hash* hashes, int64_t n, int64_t group, bool on_host, BlockId* out) const;
+  void find_hashes(const Hash* hashes, int64_t n, int64_t group, bool on_host, BlockId* out) const {
+    owned().checks->check_group(group);
+    const BlockPool* pool = on_host ? p_.tiers->host_pages() : &p_.tiers->pool();
+    if (pool == nullptr) {
+      std::fill(out, out + n, -1);
+      return;
+    }
+    pool->lookup(hashes, n, static_cast<uint8_t>(group), /*prefix=*/false, out);
+  }
   // The hash under which a block is published, with its group in `*group`; null if it is not
   // published.
-  const Hash* hash_of(BlockId id, bool on_host, int32_t* group) const;
+  const Hash* hash_of(BlockId id, bool on_host, int32_t* group) const {
+    if (on_host) owned().checks->check_has_host("medium is 'cpu'");
+    const BlockPool& pool = on_host ? *p_.tiers->host_pages() : owned().tiers->pool();
+    pool.check_id(id, "ids");
+    const Hash* hash = pool.hash_of(id);
+    *group = hash == nullptr ? -1 : pool.group_of(id);
+    return hash;
+  }
 
   // Steps and counts.
   const StepNumbers& steps() const { return sound().steps->numbers(); }

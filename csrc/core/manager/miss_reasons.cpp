@@ -5,7 +5,6 @@
 #include <cstring>
 #include <utility>
 
-#include "core/groups/find_block.h"
 
 namespace kvcache {
 
@@ -49,12 +48,6 @@ const CacheGroup* MissReasons::group_of(const std::vector<CacheGroup>& groups) {
   return best;
 }
 
-MissReport& MissReasons::report_of(int32_t row) {
-  const auto i = static_cast<size_t>(row);
-  if (i >= reports_.size()) reports_.resize(i + 1);
-  return reports_[i];
-}
-
 void MissReasons::note(int32_t row, const NewRow& asked, const Found& found, bool counts) {
   MissReport& report = report_of(row);
   report = of(asked, found);
@@ -69,18 +62,6 @@ void MissReasons::note_fork(int32_t row, int64_t num_tokens, int64_t num_compute
   report.num_tokens = num_tokens;
   report.num_hit = std::min(num_computed, num_tokens);
   report.missed[static_cast<size_t>(MissReason::kNotRead)] = num_tokens - report.num_hit;
-}
-
-MissReport MissReasons::of_row(int32_t row) const {
-  MissReport report = reports_[static_cast<size_t>(row)];
-  compare_with_recent(*c_.row(row).chain, &report);
-  return report;
-}
-
-MissReport MissReasons::of_new(const NewRow& asked, const Found& found) const {
-  MissReport report = of(asked, found);
-  compare_with_recent(*asked.chain, &report);
-  return report;
 }
 
 MissReport MissReasons::of(const NewRow& asked, const Found& found) const {
@@ -133,11 +114,6 @@ void MissReasons::Ranges::add_until(int64_t stop, MissReason reason) {
   if (stop <= position) return;
   report->missed[static_cast<size_t>(reason)] += stop - position;
   position = stop;
-}
-
-bool MissReasons::is_cached(const TokenChain& chain, int64_t block) const {
-  return find_block(*c_.pool, chain, *group_, block) != kNullBlock ||
-         (c_.host != nullptr && find_block(c_.host->pages(), chain, *group_, block) != kNullBlock);
 }
 
 // Cached blocks may lie beyond the end of the hit, either because another group lacks blocks or
@@ -243,11 +219,6 @@ MissReasons::Sign MissReasons::sign_of(const TokenChain& chain, int64_t position
   const int64_t at = group_->hash_index(sign.first_missed);
   if (at < chain.num_known_hashes()) sign.missed_word = word_of(chain.known_hash(at));
   return sign;
-}
-
-int64_t MissReasons::num_equal(const TokenChain& one, const TokenChain& other, int64_t most) {
-  const int64_t n = std::min({one.num_tokens(), other.num_tokens(), most});
-  return std::mismatch(one.tokens(), one.tokens() + n, other.tokens()).first - one.tokens();
 }
 
 void MissReasons::add_recent(const NewRow& asked, const MissReport& report, int32_t row) {

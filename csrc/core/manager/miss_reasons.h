@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/groups/cache_group.h"
+#include "core/groups/find_block.h"
 #include "core/groups/hit_ends.h"
 #include "core/hashing/token_chain.h"
 #include "core/listeners/lost_blocks.h"
@@ -80,9 +81,17 @@ class MissReasons {
   void note_fork(int32_t row, int64_t num_tokens, int64_t num_computed);
 
   // Returns the report for the admission of this row.
-  MissReport of_row(int32_t row) const;
+  MissReport of_row(int32_t row) const {
+    MissReport report = reports_[static_cast<size_t>(row)];
+    compare_with_recent(*c_.row(row).chain, &report);
+    return report;
+  }
   // Returns the report that the request would get if it were admitted now.
-  MissReport of_new(const NewRow& asked, const Found& found) const;
+  MissReport of_new(const NewRow& asked, const Found& found) const {
+    MissReport report = of(asked, found);
+    compare_with_recent(*asked.chain, &report);
+    return report;
+  }
 
   const MissReport::Counts& total() const { return total_; }
   void clear() { total_ = {}; }
@@ -121,11 +130,19 @@ class MissReasons {
   MissReport of(const NewRow& asked, const Found& found) const;
   void add_missing(const TokenChain& chain, int64_t last, Ranges* ranges) const;
   // The place for the report of this row.
-  MissReport& report_of(int32_t row);
+  MissReport& report_of(int32_t row) {
+    const auto i = static_cast<size_t>(row);
+    if (i >= reports_.size()) reports_.resize(i + 1);
+    return reports_[i];
+  }
   int64_t num_hashed(const TokenChain& chain) const {
     return chain.num_known_hashes() * c_.hash_block_size;
   }
-  bool is_cached(const TokenChain& chain, int64_t block) const;
+  bool is_cached(const TokenChain& chain, int64_t block) const {
+    return find_block(*c_.pool, chain, *group_, block) != kNullBlock ||
+           (c_.host != nullptr &&
+            find_block(c_.host->pages(), chain, *group_, block) != kNullBlock);
+  }
   // These functions return the end of the range that begins at token `first`, or `first` if the
   // range is empty.
   int64_t find_lost(const TokenChain& chain, int64_t first, int64_t stop, MissReport* report) const;
@@ -137,7 +154,10 @@ class MissReasons {
   void compare_with_recent(const TokenChain& chain, MissReport* report) const;
   // `position`: the token at which the misses of the request begin.
   Sign sign_of(const TokenChain& chain, int64_t position) const;
-  static int64_t num_equal(const TokenChain& one, const TokenChain& other, int64_t most);
+  static int64_t num_equal(const TokenChain& one, const TokenChain& other, int64_t most) {
+    const int64_t n = std::min({one.num_tokens(), other.num_tokens(), most});
+    return std::mismatch(one.tokens(), one.tokens() + n, other.tokens()).first - one.tokens();
+  }
   void add_recent(const NewRow& asked, const MissReport& report, int32_t row);
   void drop_oldest();
 

@@ -92,11 +92,6 @@ void PlanBuilder::append(int32_t row, const RowBlocks* blocks, const int64_t* fr
   }
 }
 
-std::vector<BlockId> PlanBuilder::take_held() {
-  for (BlockId id : held_) num_held_[id] = 0;
-  return std::exchange(held_, {});
-}
-
 void PlanBuilder::resend(int32_t row) {
   if (must_resend(row)) return;
   if (row >= static_cast<int64_t>(is_resent_.size())) {

@@ -76,7 +76,10 @@ class PlanBuilder {
   }
   int32_t num_held(BlockId id) const { return num_held_[id]; }
   // Removes and returns the held references, in the order in which they were taken over.
-  std::vector<BlockId> take_held();
+  std::vector<BlockId> take_held() {
+    for (BlockId id : held_) num_held_[id] = 0;
+    return std::exchange(held_, {});
+  }
 
   // Makes the next plan clear this row, which was freed.
   void clear_later(int32_t row) { clear_rows_.push_back(row); }

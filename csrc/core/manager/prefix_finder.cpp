@@ -50,17 +50,6 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
   hit_.sources.resize(groups_->size());
 }
 
-BlockId PrefixFinder::device_block(const CacheGroup& group, int64_t block) const {
-  const int64_t end = (block + 1) * group.block_size;
-  return pool_->find(hash_at(end), group.id, variant_at(end));
-}
-
-BlockId PrefixFinder::host_page(const CacheGroup& group, int64_t block) const {
-  if (!with_host_) return kNullBlock;
-  const int64_t end = (block + 1) * group.block_size;
-  return host_->find(hash_at(end), group.id, variant_at(end));
-}
-
 // Returns the number of consecutive blocks of a group that are found, starting with the first
 // block; at most num_blocks.
 int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) {
@@ -100,17 +89,6 @@ int64_t PrefixFinder::find_run(const BlockPool& pool, const CacheGroup& group, i
   int64_t n = 0;
   while (n < num_found && pool.is_variant(found[first + n], variant_at(end_of(n)))) ++n;
   return n;
-}
-
-BlockId PrefixFinder::partial_block_of(const CacheGroup& group, int64_t num_tokens) const {
-  return pool_->find_partial(hash_at(num_tokens), group.id, variant_at(num_tokens));
-}
-
-// Whether the group finds a block that contains the last of num_tokens tokens and is filled up to
-// that token.
-bool PrefixFinder::is_end_found(const CacheGroup& group, int64_t num_tokens) const {
-  return num_tokens % group.block_size == 0 ? is_found(group, num_tokens / group.block_size - 1)
-                                            : partial_block_of(group, num_tokens) != kNullBlock;
 }
 
 const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, bool with_host,
@@ -178,12 +156,6 @@ int64_t PrefixFinder::accepted_by_all(int64_t num_tokens, bool only_shared) {
     }
   }
   return num_tokens;
-}
-
-int64_t PrefixFinder::accepted(const CacheGroup& group, int64_t num_tokens) {
-  if (!group.is_cached) return num_tokens;
-  return group.keeps_all ? accepted_by_prefix(group, num_tokens)
-                         : accepted_by_window(group, num_tokens);
 }
 
 int64_t PrefixFinder::accepted_by_prefix(const CacheGroup& group, int64_t num_tokens) {

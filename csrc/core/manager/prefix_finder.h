@@ -58,9 +58,8 @@ struct PrefixHit {
   // Whether these are the `ids` of each group.
   bool has_ids(const std::vector<CacheGroup>& groups,
                const std::vector<std::vector<BlockId>>& wanted) const {
-    return std::all_of(groups.begin(), groups.end(), [&](const CacheGroup& group) {
-      return ids(group) == wanted[group.id];
-    });
+    return std::all_of(groups.begin(), groups.end(),
+                       [&](const CacheGroup& group) { return ids(group) == wanted[group.id]; });
   }
   bool copies_partial() const {
     return std::any_of(sources.begin(), sources.end(),
@@ -109,7 +108,11 @@ class PrefixFinder {
   };
   Lengths search(int64_t num_tokens, int64_t most_tokens = kUnbounded);
   int64_t accepted_by_all(int64_t num_tokens, bool only_shared);
-  int64_t accepted(const CacheGroup& group, int64_t num_tokens);
+  int64_t accepted(const CacheGroup& group, int64_t num_tokens) {
+    if (!group.is_cached) return num_tokens;
+    return group.keeps_all ? accepted_by_prefix(group, num_tokens)
+                           : accepted_by_window(group, num_tokens);
+  }
   int64_t accepted_by_prefix(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_window(const CacheGroup& group, int64_t num_tokens);
   // The hash of the first num_tokens tokens.
@@ -119,9 +122,21 @@ class PrefixFinder {
   uint64_t variant_at(int64_t num_tokens) const {
     return chain_->variant(num_tokens / hash_block_size_ - 1);
   }
-  bool is_end_found(const CacheGroup& group, int64_t num_tokens) const;
-  BlockId device_block(const CacheGroup& group, int64_t block) const;
-  BlockId host_page(const CacheGroup& group, int64_t block) const;
+  // Whether the group finds a block that contains the last of num_tokens tokens and is filled up to
+  // that token.
+  bool is_end_found(const CacheGroup& group, int64_t num_tokens) const {
+    return num_tokens % group.block_size == 0 ? is_found(group, num_tokens / group.block_size - 1)
+                                              : partial_block_of(group, num_tokens) != kNullBlock;
+  }
+  BlockId device_block(const CacheGroup& group, int64_t block) const {
+    const int64_t end = (block + 1) * group.block_size;
+    return pool_->find(hash_at(end), group.id, variant_at(end));
+  }
+  BlockId host_page(const CacheGroup& group, int64_t block) const {
+    if (!with_host_) return kNullBlock;
+    const int64_t end = (block + 1) * group.block_size;
+    return host_->find(hash_at(end), group.id, variant_at(end));
+  }
   bool is_found(const CacheGroup& group, int64_t block) const {
     if (simulated_ != nullptr) {
       return simulated_->has(hash_at((block + 1) * group.block_size), group.id);
@@ -130,7 +145,9 @@ class PrefixFinder {
   }
   int64_t find_leading(const CacheGroup& group, int64_t num_blocks);
   int64_t find_run(const BlockPool& pool, const CacheGroup& group, int64_t first);
-  BlockId partial_block_of(const CacheGroup& group, int64_t num_tokens) const;
+  BlockId partial_block_of(const CacheGroup& group, int64_t num_tokens) const {
+    return pool_->find_partial(hash_at(num_tokens), group.id, variant_at(num_tokens));
+  }
   void collect(const CacheGroup& group);
 
   const BlockPool* pool_;

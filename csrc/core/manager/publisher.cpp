@@ -16,12 +16,6 @@ bool serves_chains(const std::vector<CacheGroup>& groups, const CacheGroup& grou
 
 }  // namespace
 
-int64_t Publisher::num_with_kv(int32_t row) const {
-  const Row& r = c_.row(row);
-  return r.waits_for_marks() ? std::min(c_.rows->info(row).num_marked, r.num_computed)
-                             : r.num_computed;
-}
-
 int64_t Publisher::next_publish(int32_t row) const {
   const Row& r = c_.row(row);
   if (r.is_stale || r.is_receiving() || !is_enabled_ || !r.chain->write_cache()) return kUnbounded;
@@ -36,10 +30,6 @@ int64_t Publisher::next_publish(int32_t row) const {
     next = std::min(next, has_partial ? partial : (each.num_published + 1) * group.block_size);
   }
   return next;
-}
-
-int64_t Publisher::num_hashed(int32_t row) const {
-  return std::min(num_with_kv(row) / c_.hash_block_size, c_.row(row).chain->num_known_hashes());
 }
 
 void Publisher::publish_filled(int32_t row) {
@@ -81,12 +71,6 @@ void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_
   for (int64_t i = 0; i < n; ++i) note(row, group, first_block + i, ids[i]);
 }
 
-void Publisher::publish_offloaded() {
-  if (c_.host == nullptr) return;
-  const std::vector<BlockId> written = c_.host->publish_offloaded();
-  c_.journal->note_written(written);
-}
-
 void Publisher::publish_arrived() {
   if (c_.host == nullptr) return;
   const std::vector<HostTier::Onboard> arrived =
@@ -124,19 +108,6 @@ Content Publisher::content_of(const TokenChain& chain, const CacheGroup& group,
     content.labels = &chain.labels();
   }
   return content;
-}
-
-void Publisher::publish_ids(const Content& content, const CacheGroup& group, const BlockId* ids,
-                            int64_t n) {
-  c_.pool->publish(ids, content, n, group.id);
-  stats_->add_stored(group.id, n);
-}
-
-// Records published blocks, because an aborted step must find all blocks that it published,
-// including blocks of freed rows.
-void Publisher::note(int32_t row, const CacheGroup& group, int64_t block, BlockId id) {
-  c_.journal->note_published(row, c_.row(row), block * group.block_size, group.id, id,
-                             c_.pool->generation(id));
 }
 
 void Publisher::check_invariants() const {

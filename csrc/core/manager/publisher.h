@@ -36,7 +36,11 @@ class Publisher final : public Publishing {
     if (may_publish(row)) publish_filled(row);  // true for few rows in a step
   }
   // Publishes the host pages that the current plan writes.
-  void publish_offloaded();
+  void publish_offloaded() {
+    if (c_.host == nullptr) return;
+    const std::vector<BlockId> written = c_.host->publish_offloaded();
+    c_.journal->note_written(written);
+  }
   // Publishes the device blocks of host hits whose steps are done, unless the content of their
   // pages was reported invalid in the meantime.
   void publish_arrived();
@@ -45,7 +49,11 @@ class Publisher final : public Publishing {
   void refresh(int32_t row) { c_.row(row).next_publish = next_publish(row); }
 
   // The number of tokens of the row that are known to have KV.
-  int64_t num_with_kv(int32_t row) const;
+  int64_t num_with_kv(int32_t row) const {
+    const Row& r = c_.row(row);
+    return r.waits_for_marks() ? std::min(c_.rows->info(row).num_marked, r.num_computed)
+                               : r.num_computed;
+  }
 
   const Row& row(int32_t row) const override { return c_.row(row); }
   const AdmissionInfo& info(int32_t row) const override { return c_.rows->info(row); }
@@ -64,11 +72,21 @@ class Publisher final : public Publishing {
 
  private:
   int64_t next_publish(int32_t row) const;
-  int64_t num_hashed(int32_t row) const;  // number of hash blocks of the row that have KV
+  int64_t num_hashed(int32_t row) const {
+    return std::min(num_with_kv(row) / c_.hash_block_size, c_.row(row).chain->num_known_hashes());
+  }  // number of hash blocks of the row that have KV
   void publish_filled(int32_t row);
   Content content_of(const TokenChain& chain, const CacheGroup& group, int64_t first_block) const;
-  void publish_ids(const Content& content, const CacheGroup& group, const BlockId* ids, int64_t n);
-  void note(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
+  void publish_ids(const Content& content, const CacheGroup& group, const BlockId* ids, int64_t n) {
+    c_.pool->publish(ids, content, n, group.id);
+    stats_->add_stored(group.id, n);
+  }
+  // Records published blocks, because an aborted step must find all blocks that it published,
+  // including blocks of freed rows.
+  void note(int32_t row, const CacheGroup& group, int64_t block, BlockId id) {
+    c_.journal->note_published(row, c_.row(row), block * group.block_size, group.id, id,
+                               c_.pool->generation(id));
+  }
 
   RowContext c_;
   CacheStats* stats_;

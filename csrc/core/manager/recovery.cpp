@@ -25,12 +25,6 @@ Recompute Recovery::report(int64_t step_id, bool completed, const std::vector<Bl
   return all;
 }
 
-void Recovery::complete_to(int64_t step_id) {
-  c_.journal->complete_to(step_id);
-  publisher_->publish_arrived();
-  c_.frees->release_completed();
-}
-
 Recompute Recovery::abort_from(int64_t step_id) {
   const std::vector<StepJournal::Step> aborted = c_.journal->abort_from(step_id);
   if (aborted.empty()) return {};
@@ -221,17 +215,6 @@ void Recovery::note_evicted_of(const StepJournal::Left& left,
       } while (id != oldest);
     }
   }
-}
-
-void Recovery::clear_cache() {
-  if (c_.rows->num_in_use() > 0) release_->note_forgotten();
-  c_.pool->clear();
-  if (c_.host != nullptr) c_.host->clear();
-}
-
-void Recovery::start_epoch() {
-  clear_cache();
-  for (int32_t row : c_.rows->in_use()) c_.row(row).stop_publishing();
 }
 
 void Recovery::forget_adapter(uint32_t adapter) {

@@ -43,9 +43,16 @@ class Recovery {
   // be in flight. If one of the blocks fails later, lookups cannot find it.
   void note_evicted(const std::function<bool(BlockId)>& is_evicted);
   // Removes the hashes of both tiers.
-  void clear_cache();
+  void clear_cache() {
+    if (c_.rows->num_in_use() > 0) release_->note_forgotten();
+    c_.pool->clear();
+    if (c_.host != nullptr) c_.host->clear();
+  }
   // Removes the hashes of both tiers, and prevents rows from publishing the content that they hold.
-  void start_epoch();
+  void start_epoch() {
+    clear_cache();
+    for (int32_t row : c_.rows->in_use()) c_.row(row).stop_publishing();
+  }
   // The same for the content of one adapter (ExtraKeys::adapter). Rows that hold such content
   // neither read nor write the cache any more, even after a restart.
   void forget_adapter(uint32_t adapter);
@@ -55,7 +62,11 @@ class Recovery {
   // steps that served it, and their results are removed from the device cache. No effect if the
   // step was already aborted.
   Recompute abort_from(int64_t step_id);
-  void complete_to(int64_t step_id);
+  void complete_to(int64_t step_id) {
+    c_.journal->complete_to(step_id);
+    publisher_->publish_arrived();
+    c_.frees->release_completed();
+  }
   void undo(const StepJournal::Step& step, Invalidation* invalid);
   void note_evicted_of(const StepJournal::Left& left,
                        const std::function<bool(BlockId)>& is_evicted);

@@ -5,12 +5,6 @@
 
 namespace kvcache {
 
-void RequestChecks::check_group(int64_t group) const {
-  const auto num_groups = static_cast<int64_t>(setup_->groups.size());
-  if (group >= 0 && group < num_groups) return;
-  throw_invalid("group is ", group, ": expected 0 to ", num_groups - 1);
-}
-
 void RequestChecks::check_places(int64_t start, int64_t num_slots, const char* what) const {
   if (!has_bound_) return;
   const int64_t stop = std::min(start + num_slots, setup_->options.max_model_len);
@@ -28,11 +22,6 @@ void RequestChecks::check_has_no_state(const char* call) const {
   throw_invalid(call,
                 " cannot return the required copies of states: expected step for a manager with a "
                 "recurrent group");
-}
-
-void RequestChecks::check_has_host(const char* what) const {
-  if (c_.host != nullptr) return;
-  throw_invalid(what, ", but there is no host tier: expected num_host_blocks of 2 or more");
 }
 
 void RequestChecks::check_new(const TokenChain& chain, int64_t least_tokens) const {
@@ -116,12 +105,6 @@ void RequestChecks::check_departure(int32_t row, const std::string* keep_as) con
   if (!c_.frees->keeps(*keep_as)) return;
   throw_invalid("blocks of request '", *keep_as,
                 "' are already kept: expected a call to release_blocks first");
-}
-
-void RequestChecks::check_kept(const std::string& name) const {
-  if (c_.frees->keeps(name)) return;
-  throw_invalid("no blocks of request '", name,
-                "' are kept: expected a request that was freed with keep_blocks");
 }
 
 void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
@@ -304,13 +287,6 @@ void RequestChecks::check_token_ids(const StepRequest& request) const {
   }
 }
 
-void RequestChecks::check_not_negative(const TokenChain& chain, const int32_t* ids, int64_t first,
-                                       int64_t stop) {
-  for (int64_t i = first; i < stop && !chain.takes_placeholders(); ++i) {
-    if (ids[i] < 0) TokenIds::fail_negative(i, ids[i]);
-  }
-}
-
 void RequestChecks::check_ask(const RowAsk& ask) const {
   check_driver(ask.row, /*by_step=*/false);
   check_on_device(ask.row);
@@ -397,10 +373,6 @@ void RequestChecks::check_leaving(const int32_t* rows, int64_t n, const KeptName
     if (c_.rows->name(rows[i])) continue;
     throw_invalid("row ", rows[i], " would be freed twice: expected each row once");
   }
-}
-
-void RequestChecks::check_ids(const std::vector<BlockId>& ids, const char* name) const {
-  for (BlockId id : ids) c_.pool->check_id(id, name);
 }
 
 void RequestChecks::check_report(int64_t step_id, bool completed,

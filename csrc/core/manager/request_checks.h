@@ -30,7 +30,11 @@ class RequestChecks {
         max_drafts_(max_drafts(setup->groups)),
         has_bound_(has_bound(setup->groups)) {}
 
-  void check_group(int64_t group) const;
+  void check_group(int64_t group) const {
+    const auto num_groups = static_cast<int64_t>(setup_->groups.size());
+    if (group >= 0 && group < num_groups) return;
+    throw_invalid("group is ", group, ": expected 0 to ", num_groups - 1);
+  }
   void check_length(int64_t num_total, const char* what) const {
     const int64_t most = setup_->options.max_model_len;
     if (num_total <= most) return;
@@ -77,12 +81,17 @@ class RequestChecks {
                   max_drafts_, " drafts (num_speculative_blocks)");
   }
   void check_has_no_state(const char* call) const;
-  void check_has_host(const char* what) const;
+  void check_has_host(const char* what) const {
+    if (c_.host != nullptr) return;
+    throw_invalid(what, ", but there is no host tier: expected num_host_blocks of 2 or more");
+  }
   void check_on_device(int32_t row) const {
     if (!c_.rows->at(row).is_on_host()) return;
     throw_invalid("row ", row, " is swapped out: expected one on the device");
   }
-  void check_ids(const std::vector<BlockId>& ids, const char* name) const;
+  void check_ids(const std::vector<BlockId>& ids, const char* name) const {
+    for (BlockId id : ids) c_.pool->check_id(id, name);
+  }
 
   void check_new(const TokenChain& chain, int64_t least_tokens = 1) const;
   // Checks the numbers of tokens and blocks in a request for a new row.
@@ -97,7 +106,11 @@ class RequestChecks {
   // inside a block.
   void check_external(const NewRow& asked, int64_t num_hit, bool ends_inside) const;
   void check_receive(int32_t row, int64_t num_tokens) const;
-  void check_kept(const std::string& name) const;
+  void check_kept(const std::string& name) const {
+    if (c_.frees->keeps(name)) return;
+    throw_invalid("no blocks of request '", name,
+                  "' are kept: expected a request that was freed with keep_blocks");
+  }
   void check_fork(int32_t row, const TokenChain& child) const;
   void check_swap(const std::vector<int32_t>& rows, bool on_host) const;
   void check_leaving(const int32_t* rows, int64_t n, const KeptNames& kept) const;
@@ -132,7 +145,11 @@ class RequestChecks {
     if (n > 0) check_length(chain.num_tokens() + n - 1, "a request");
   }
   static void check_not_negative(const TokenChain& chain, const int32_t* ids, int64_t first,
-                                 int64_t stop);
+                                 int64_t stop) {
+    for (int64_t i = first; i < stop && !chain.takes_placeholders(); ++i) {
+      if (ids[i] < 0) TokenIds::fail_negative(i, ids[i]);
+    }
+  }
   int64_t num_cached(int32_t row) const;
   int64_t check_covered(const std::vector<std::vector<BlockId>>& computed) const;
   void check_contain(const TokenChain& chain, const CacheGroup& group,

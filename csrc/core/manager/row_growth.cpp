@@ -75,11 +75,6 @@ void RowGrowth::take_hit_on_host(int32_t row, const CacheGroup& group, const Pre
   c_.host->pages().notify(Hit{pages, Hit::By::kRequest});
 }
 
-void RowGrowth::note_hits(const Blocks& blocks) {
-  if (blocks.n == 0) return;
-  c_.pool->notify(Hit{blocks, Hit::By::kRequest});
-}
-
 // Allocates and loads blocks for the part of a hit that is on the host.
 void RowGrowth::onboard_hit(ServedRow* served, const PrefixHit& hit) {
   for (const CacheGroup& group : *c_.groups) {

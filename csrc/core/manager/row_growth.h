@@ -78,7 +78,10 @@ class RowGrowth final : public Growth {
   void evict(BlockId id) override { c_.pool->evict(&id, 1); }
 
  private:
-  void note_hits(const Blocks& blocks);
+  void note_hits(const Blocks& blocks) {
+    if (blocks.n == 0) return;
+    c_.pool->notify(Hit{blocks, Hit::By::kRequest});
+  }
   void take_hit_on_host(int32_t row, const CacheGroup& group, const PrefixHit& hit);
   void onboard_hit(ServedRow* served, const PrefixHit& hit);
   void give_up(ServedRow* served, const Demand& demand);

@@ -22,11 +22,6 @@ void RowRelease::leave(int32_t row, const ReleaseFeatures& features, const std::
   c_.rows->give_up(row);
 }
 
-void RowRelease::let_go(int32_t row) {
-  if (!c_.row(row).is_on_host()) note_left(row);
-  release_row(row, /*with_all=*/false);
-}
-
 // Records in the journal the onboards of a released row, and those of its computed blocks that
 // lookups cannot find.
 void RowRelease::note_left(int32_t row) const {

@@ -39,7 +39,10 @@ class RowRelease {
   void release_row(int32_t row, bool with_all, const std::string* keep_as = nullptr);
 
   // Restarts the row by releasing its blocks that follow the sequence.
-  void let_go(int32_t row);
+  void let_go(int32_t row) {
+    if (!c_.row(row).is_on_host()) note_left(row);
+    release_row(row, /*with_all=*/false);
+  }
 
   // Whether the row holds all blocks that the token at `num_tokens` reads, and the block to which
   // its KV is written.

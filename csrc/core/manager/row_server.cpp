@@ -122,14 +122,6 @@ Status RowServer::admit_new(ServedRow* served, const StepRequest& request, size_
   return answer;
 }
 
-// Whether to retry a request with this status with a shorter hit. Requests with external tokens
-// cannot be retried, because external tokens are counted from the end of the hit.
-bool RowServer::tries_less(const NewRow& asked, const PrefixHit& hit, Status status) {
-  if (asked.external.num_tokens > 0) return false;
-  return status == Status::kWait ? hit.copies_partial()
-                                 : status == Status::kNever && hit.num_tokens > 0;
-}
-
 // The hit is on the device alone if its part on the host is too long for the request.
 const PrefixHit& RowServer::find_hit(const NewRow& asked, HitChoice choice) {
   // External tokens were counted from the end of a whole block, so the hit before them must consist
@@ -291,22 +283,12 @@ void RowServer::begin_row(int32_t row, const NewRow& asked, const PrefixHit& hit
       parts_.ends->retained(*asked.chain, info.num_prompt, hit.num_tokens, hit.num_shared_tokens);
 }
 
-void RowServer::note_misses(int32_t row, const NewRow& asked, const PrefixHit& hit) {
-  found_.num_taken = hit.num_tokens;
-  const bool counts = asked.reads() && !parts_.stats->has_counted(asked.chain.get());
-  parts_.misses->note(row, asked, found_, counts);
-}
-
 // Reports the hits that a request has in the caches which the eviction policy simulates.
 void RowServer::compare_hit(const TokenChain& chain, int64_t num_tokens) {
   Duel* duel = parts_.compared->duel();
   const int64_t by_lru = parts_.finder->find_in(duel->lru(), chain);
   const int64_t by_value = parts_.finder->find_in(duel->own(), chain);
   parts_.compared->count_request(num_tokens / parts_.finder->compared_unit(), by_lru, by_value);
-}
-
-void RowServer::count_hit(int32_t row, const PrefixHit& hit) {
-  parts_.stats->count(c_.row(row).chain.get(), hit.num_tokens, hit.first_host_token(*c_.groups));
 }
 
 void RowServer::restart(int32_t row, int64_t num_had) {
@@ -486,10 +468,6 @@ int64_t RowServer::num_common_prefix_blocks(int32_t row, int64_t num_running, in
     ++n;
   }
   return n;
-}
-
-void RowServer::check_invariants() const {
-  require(growth_.left_states().empty(), "a step has not processed a state that leaves its page");
 }
 
 }  // namespace kvcache

@@ -76,7 +76,9 @@ class RowServer {
 
   // Throws std::logic_error if a state that leaves its page has not been processed by the end of a
   // step.
-  void check_invariants() const;
+  void check_invariants() const {
+    require(growth_.left_states().empty(), "a step has not processed a state that leaves its page");
+  }
 
  private:
   // The kinds of hits that a request may take. A hit that ends inside a block needs that block and
@@ -95,15 +97,27 @@ class RowServer {
   void accept_drafts(int32_t row);
   Status admit_new(ServedRow* served, const StepRequest& request, size_t i, int64_t external_hit);
   const PrefixHit& find_hit(const NewRow& asked, HitChoice choice);
-  static bool tries_less(const NewRow& asked, const PrefixHit& hit, Status status);
+  // Whether to retry a request with this status with a shorter hit. Requests with external tokens
+  // cannot be retried, because external tokens are counted from the end of the hit.
+  static bool tries_less(const NewRow& asked, const PrefixHit& hit, Status status) {
+    if (asked.external.num_tokens > 0) return false;
+    return status == Status::kWait ? hit.copies_partial()
+                                   : status == Status::kNever && hit.num_tokens > 0;
+  }
   static Span span_of(const NewRow& asked, const PrefixHit& hit);
   Span span_of(const Row& r, int64_t num_rejected, int64_t num_tokens, int64_t num_lookahead) const;
   Demand demand_of_new(const NewRow& asked, const PrefixHit& hit, const Span& span);
   void compare_hit(const TokenChain& chain, int64_t num_tokens);
-  void count_hit(int32_t row, const PrefixHit& hit);
+  void count_hit(int32_t row, const PrefixHit& hit) {
+    parts_.stats->count(c_.row(row).chain.get(), hit.num_tokens, hit.first_host_token(*c_.groups));
+  }
   Status admit(ServedRow* served, const NewRow& asked, const PrefixHit& hit, bool by_step);
   void begin_row(int32_t row, const NewRow& asked, const PrefixHit& hit, bool by_step);
-  void note_misses(int32_t row, const NewRow& asked, const PrefixHit& hit);
+  void note_misses(int32_t row, const NewRow& asked, const PrefixHit& hit) {
+    found_.num_taken = hit.num_tokens;
+    const bool counts = asked.reads() && !parts_.stats->has_counted(asked.chain.get());
+    parts_.misses->note(row, asked, found_, counts);
+  }
   void copy_row(int32_t row, int32_t child, const std::shared_ptr<TokenChain>& chain);
   void share_blocks(int32_t row, int32_t child);
   void note_served(const ServedRow& served);

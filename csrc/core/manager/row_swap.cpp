@@ -279,12 +279,6 @@ RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRu
   return back;
 }
 
-// Whether another row has just loaded the same page and this row does not write to it next.
-bool RowSwap::shares_onboard(const CacheGroup& group, int64_t column, int64_t start,
-                             BlockId page) const {
-  return moved_.count(page) != 0 && group.rules->may_share_onboard(group, column, start);
-}
-
 void RowSwap::move_in(int32_t row, int64_t start, const Return& back) {
   std::vector<BlockId> left;  // pages that the row no longer holds
   for (const CacheGroup& group : *c_.groups) {
@@ -310,13 +304,6 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return& back) {
   }
   arrive(row, &left);
   c_.journal->note_swapped(row, c_.row(row));
-}
-
-// A state that continues in a new page is loaded there. It is the only page of its row.
-void RowSwap::leave_to_growth(RowBlocks* each) {
-  if (each->num_alive() == 0) return;
-  each->host_source = std::exchange(each->blocks.back(), kNullBlock);
-  each->num_dropped = each->size();
 }
 
 // Loads all pages of the row, outside of a step.
@@ -346,12 +333,6 @@ void RowSwap::load_all(int32_t row) {
   arrive(row, &left);
 }
 
-BlockId RowSwap::shared_block(BlockId page) {
-  const BlockId id = moved_.at(page);
-  c_.pool->retain(&id, 1);
-  return id;
-}
-
 BlockId RowSwap::new_block(BlockId page) {
   BlockId id;
   c_.pool->allocate(1, &id);
@@ -365,15 +346,6 @@ void RowSwap::arrive(int32_t row, std::vector<BlockId>* left) {
   c_.host->pages().release(left->data(), static_cast<int64_t>(left->size()));
   c_.row(row).state = RowState::kRunning;
   c_.row(row).expect_shared();
-}
-
-// Marks the blocks that were loaded outside of a step as unpublished, except the first `num_shared`
-// blocks. They are published once their tokens are known to be computed. `is_whole`: none of them
-// is shared with another row.
-void RowSwap::note_returned(int32_t row, const CacheGroup& group, int64_t num_shared,
-                            bool is_whole) {
-  const int64_t num_full = c_.row(row).num_computed / group.block_size;
-  c_.held(row, group).num_published = is_whole ? std::min(num_shared, num_full) : num_full;
 }
 
 }  // namespace kvcache

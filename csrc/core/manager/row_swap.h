@@ -76,12 +76,24 @@ class RowSwap {
   BlockId page_of(BlockId id) const;
   void move_out(int32_t row, const Departure& departure);
   void take_pages(const Departure& departure, bool is_cached);
-  bool shares_onboard(const CacheGroup& group, int64_t column, int64_t start, BlockId page) const;
-  static void leave_to_growth(RowBlocks* each);
+  // Whether another row has just loaded the same page and this row does not write to it next.
+  bool shares_onboard(const CacheGroup& group, int64_t column, int64_t start, BlockId page) const {
+    return moved_.count(page) != 0 && group.rules->may_share_onboard(group, column, start);
+  }
+  // A state that continues in a new page is loaded there. It is the only page of its row.
+  static void leave_to_growth(RowBlocks* each) {
+    if (each->num_alive() == 0) return;
+    each->host_source = std::exchange(each->blocks.back(), kNullBlock);
+    each->num_dropped = each->size();
+  }
   void load_all(int32_t row);
   // Return the block of a page with a reference of the row. Another row has just loaded a shared
   // block.
-  BlockId shared_block(BlockId page);
+  BlockId shared_block(BlockId page) {
+    const BlockId id = moved_.at(page);
+    c_.pool->retain(&id, 1);
+    return id;
+  }
   BlockId new_block(BlockId page);
   // Releases the pages `left` of a row whose blocks are on the device again.
   void arrive(int32_t row, std::vector<BlockId>* left);
@@ -89,7 +101,13 @@ class RowSwap {
   Twins cached_twins(const std::vector<int32_t>& rows) const;
   int64_t num_blocks_back(const std::vector<int32_t>& rows, const std::vector<int64_t>& num_slots,
                           const Twins& twins) const;
-  void note_returned(int32_t row, const CacheGroup& group, int64_t num_shared, bool is_whole);
+  // Marks the blocks that were loaded outside of a step as unpublished, except the first
+  // `num_shared` blocks. They are published once their tokens are known to be computed. `is_whole`:
+  // none of them is shared with another row.
+  void note_returned(int32_t row, const CacheGroup& group, int64_t num_shared, bool is_whole) {
+    const int64_t num_full = c_.row(row).num_computed / group.block_size;
+    c_.held(row, group).num_published = is_whole ? std::min(num_shared, num_full) : num_full;
+  }
 
   RowContext c_;
   Publisher* publisher_;

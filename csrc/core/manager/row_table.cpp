@@ -49,16 +49,6 @@ int64_t RowTable::next_quiet_until(int32_t row) const {
   return until;
 }
 
-int64_t RowTable::num_written(int32_t row, const CacheGroup& group) const {
-  return group.rules->num_written(group, held(row, group), rows_[row].num_computed);
-}
-
-PageRules::Columns RowTable::computed(int32_t row, const CacheGroup& group) const {
-  const RowBlocks& each = held(row, group);
-  const int64_t size = rows_[row].is_on_host() ? each.size() : num_written(row, group);
-  return group.rules->computed(each, size, rows_[row].num_drafts);
-}
-
 std::vector<BlockId> RowTable::written_blocks(int32_t row) const {
   std::vector<BlockId> out;
   for (const CacheGroup& group : *groups_) {

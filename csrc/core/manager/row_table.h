@@ -86,8 +86,14 @@ class RowTable {
     return group.rules->first_token(group, blocks(row)[group.id], rows_[row].num_computed, column);
   }
 
-  int64_t num_written(int32_t row, const CacheGroup& group) const;
-  PageRules::Columns computed(int32_t row, const CacheGroup& group) const;
+  int64_t num_written(int32_t row, const CacheGroup& group) const {
+    return group.rules->num_written(group, held(row, group), rows_[row].num_computed);
+  }
+  PageRules::Columns computed(int32_t row, const CacheGroup& group) const {
+    const RowBlocks& each = held(row, group);
+    const int64_t size = rows_[row].is_on_host() ? each.size() : num_written(row, group);
+    return group.rules->computed(each, size, rows_[row].num_drafts);
+  }
   // Returns the blocks of all groups that contain KV, without null blocks.
   std::vector<BlockId> written_blocks(int32_t row) const;
   // Returns all blocks of the row. Blocks later in the sequence come first, because tails are
