@@ -217,11 +217,11 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "num_free - num_new >= supply.num_kept_free",
                 "num_free - num_new > supply.num_kept_free",
             ),
-            ("num_free -= stops_being_free(each[b]);", ""),
+            ("num_free -= num_taken(each, each.num_dropped, each.size());", ""),
             ("supply.num_free - num_upfront(chain)", "supply.num_free"),
             (
-                "num_blocks <= c_.pool->num_total() - watermark_blocks_",
-                "num_blocks <= c_.pool->num_total()",
+                "num_blocks <= num_total - watermark_blocks_",
+                "num_blocks <= num_total",
             ),
         ],
     ),
@@ -298,7 +298,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        MANAGER + "token_intake.cpp",
+        MANAGER + "token_intake.h",
         "manager sequences hashing",
         [
             ("for (int64_t i = 0; i < num_appended; ++i) take_back(i);", ""),
@@ -315,7 +315,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        MANAGER + "publisher.cpp",
+        MANAGER + "publisher.h",
         "manager groups tiers allocator_random",
         [
             ("c_.journal->note_written(written);", ""),
@@ -334,7 +334,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        MANAGER + "row_table.cpp",
+        MANAGER + "row_table.h",
         "manager groups allocator_random",
         [
             (

@@ -115,7 +115,7 @@ DEFECTS = [
     ),
     Defect(
         "quiet rows",
-        MANAGER + "row_table.cpp",
+        MANAGER + "row_table.h",
         "if (r.has_forked() || r.state",
         "if (r.state",  # a row writes to shared blocks
         "forks allocator_random",
@@ -136,14 +136,14 @@ DEFECTS = [
     ),
     Defect(
         "publisher",
-        MANAGER + "publisher.cpp",
+        MANAGER + "publisher.h",
         "std::min(c_.rows->info(row).num_marked, r.num_computed)",
         "r.num_computed",  # releases blocks before they are marked as computed
         "sequences",
     ),
     Defect(
         "plan builder",
-        MANAGER + "plan_builder.cpp",
+        MANAGER + "plan_builder.h",
         "clear.erase(std::unique(clear.begin(), clear.end()), clear.end());",
         "",  # clears a row twice
         "manager manager_life allocator_random",

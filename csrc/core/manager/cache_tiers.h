@@ -86,10 +86,11 @@ class CacheTiers {
     frees_.release_or_defer(steps_->plan().take_held(), steps_->numbers().num_steps);
   }
 
+  // Whether any block is held, on either tier.
   bool any_held() const {
     const auto any = [](const BlockPool& pool) { return pool.num_free() != pool.num_total(); };
     return any(pool_) || (host_ != nullptr && any(host_->pages()));
-  }  // whether any block is held, on either tier
+  }
 
   // Checks reference counts, given the references that rows hold on the device and on the host.
   // Throws std::logic_error.

@@ -75,28 +75,27 @@ Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may
 }
 
 Demand DemandRules::of_new(const RowBlocks* held, const NewRow& asked, const Span& span) const {
-  const int64_t num_reserved = asked.num_reserved_blocks;
+  const int64_t num_total = c_.pool->num_total(), num_reserved = asked.num_reserved_blocks;
   int64_t num_free = c_.pool->num_free(), num_blocks = 0;
-  const bool is_alone = num_free == c_.pool->num_total();
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = held[group.id];
-    // Free blocks of the hit are no longer available as new blocks once the request takes them.
-    // Each block on the host needs a free block, into which it is loaded.
-    for (int64_t b = each.num_dropped; b < each.size(); ++b) {
-      num_free -= stops_being_free(each[b]);
-    }
-    num_free -= each.source != kNullBlock && c_.pool->ref_count(each.source) == 0;
-    num_blocks += each.num_alive() + (each.source != kNullBlock);
+    const bool has_source = each.source != kNullBlock;
+    num_blocks += each.num_alive() + has_source;
+    num_free -= num_taken(each, each.num_dropped, each.size());
+    num_free -= has_source && c_.pool->ref_count(each.source) == 0;
   }
   Demand demand = with_upfront(held, asked, span, {num_free, watermark_blocks_ + num_reserved});
   for (const CacheGroup& group : *c_.groups) num_blocks += demand[group].num_new;
-  if (num_blocks <= c_.pool->num_total() - watermark_blocks_) return demand;
+  if (num_blocks <= num_total - watermark_blocks_) return demand;
   // Without the hit, the request would be computed in chunks, and only its first chunk would
   // respect the watermark. A large hit must therefore not cause a rejection: the request is
   // admitted if nothing else is held.
   const bool would_grow = span.start > 0 && !asked.computes_whole;
-  if (would_grow && is_alone) demand = with_upfront(held, asked, span, {num_free, num_reserved});
-  if (!would_grow || num_blocks > c_.pool->num_total()) demand.status = Status::kNever;
+  if (!would_grow || num_blocks > num_total) {
+    demand.status = Status::kNever;
+  } else if (c_.pool->num_free() == num_total) {
+    demand = with_upfront(held, asked, span, {num_free, num_reserved});
+  }
   return demand;
 }
 
@@ -104,8 +103,8 @@ Demand DemandRules::of_new(const RowBlocks* held, const NewRow& asked, const Spa
 Demand DemandRules::with_upfront(const RowBlocks* held, const NewRow& asked, const Span& span,
                                  const Supply& supply) const {
   const TokenChain& chain = *asked.chain;
-  const Supply rest{supply.num_free - num_upfront(chain), supply.num_kept_free};
-  Demand demand = of(held, span, rest, asked.computes_whole ? span.stop : span.start);
+  Demand demand = of(held, span, {supply.num_free - num_upfront(chain), supply.num_kept_free},
+                     /*skip_for=*/asked.computes_whole ? span.stop : span.start);
   for (const CacheGroup& group : *c_.groups) {
     demand[group].num_new += group.rules->num_upfront(group, chain);
   }
@@ -132,7 +131,7 @@ DemandRules::Peak DemandRules::peak_of_chunks(const RowBlocks* held, const Token
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = held[group.id];
     first_held[group.id] = each.num_dropped;
-    for (int64_t b = each.num_dropped; b < each.size(); ++b) num_hits += stops_being_free(each[b]);
+    num_hits += num_taken(each, each.num_dropped, each.size());
   }
   for (Span span = first;; span = {span.stop, span.stop + num_tokens, first.lookahead}) {
     span.stop = std::min(span.stop, chain.num_tokens());
@@ -140,8 +139,8 @@ DemandRules::Peak DemandRules::peak_of_chunks(const RowBlocks* held, const Token
     for (const CacheGroup& group : *c_.groups) {
       const RowBlocks& each = held[group.id];
       const PageRules::ChunkDemand chunk = group.rules->chunk_demand(group, each, first, span);
-      int64_t& b = first_held[group.id];
-      for (; b < chunk.num_left; ++b) num_hits -= stops_being_free(each[b]);
+      num_hits -= num_taken(each, first_held[group.id], chunk.num_left);
+      first_held[group.id] = std::max(first_held[group.id], chunk.num_left);
       num_held += chunk.num_held;
       num_new += chunk.num_new;
     }

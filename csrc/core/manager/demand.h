@@ -77,18 +77,23 @@ class DemandRules {
  private:
   Demand with_free(const RowBlocks* held, const Span& span, bool may_share, int64_t num_free,
                    bool gives_up) const;
-  // Whether taking this block of a hit reduces the number of free blocks. This is the case if the
-  // block has no references, or if it is on the host (null) and is loaded into a new block.
-  bool stops_being_free(BlockId id) const {
-    return id == kNullBlock || c_.pool->ref_count(id) == 0;
+  // Returns how many of these blocks of a hit are no longer free once a request takes them: blocks
+  // without references, and blocks on the host (null), which are loaded into free blocks.
+  int64_t num_taken(const RowBlocks& each, int64_t first, int64_t stop) const {
+    int64_t n = 0;
+    for (int64_t b = first; b < stop; ++b) {
+      n += each[b] == kNullBlock || c_.pool->ref_count(each[b]) == 0;
+    }
+    return n;
   }
   Demand with_upfront(const RowBlocks* held, const NewRow& asked, const Span& span,
                       const Supply& supply) const;
+  // Blocks allocated at admission.
   int64_t num_upfront(const TokenChain& chain) const {
     int64_t n = 0;
     for (const CacheGroup& group : *c_.groups) n += group.rules->num_upfront(group, chain);
     return n;
-  }  // blocks allocated at admission
+  }
   // The largest numbers of blocks, over all chunks of a prompt, that the row holds, and that are no
   // longer free. Without the blocks allocated at admission.
   struct Peak {

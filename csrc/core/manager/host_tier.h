@@ -93,11 +93,12 @@ class HostTier : public BlockListener {
   // Whether the page still has the content for which it was onboarded, and the block can be
   // published.
   bool may_publish(const Onboard& onboard) const;
+  // Called after the block has arrived and was published.
   void note_loaded(const Onboard& onboard) {
     // With a minimum gain, the policy is not notified: evicting loaded pages first would gain hits,
     // but keeping them avoids writing them again.
     if (!writes_.min_gain) pages_->notify(Hit{{&onboard.page, 1}, Hit::By::kOtherTier});
-  }  // called after the block has arrived and was published
+  }
   // Releases the blocks and pages of these onboards, tails before heads.
   void finish(const std::vector<Onboard>& over);
 

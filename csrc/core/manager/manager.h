@@ -1,20 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The request manager maps requests to rows, and allocates blocks for a whole batch per call.
+// The request manager maps requests to rows, and allocates blocks for a whole batch per call
+// (docs/blocks.md).
 //
-// There are two tiers with the same page size: the device pool and, if configured, the host pool.
-// Plans list the pages to move between the pools as pairs. These are the pages of rows that are
-// swapped out or in, and cached blocks that stay on the host after the device has evicted them.
-//
-// A row is the stable index of a request in the block tables. `step` allocates blocks to rows in
-// each cache group, and returns the table changes as one StepPlan. `admit` and `serve` allocate
-// blocks for individual requests from a caller that maintains its own tables. A row can only be
-// served by the kind of call that admitted it. All other calls accept both kinds of rows.
+// `step` allocates blocks to rows, the stable indices of requests in the block tables, and returns
+// the table changes as one StepPlan. `admit`, `extend` and `advance` allocate blocks for single
+// requests of a caller that maintains its own tables. A row can only be served by the kind of call
+// that admitted it. All other calls accept both kinds of rows.
 //
 // A manager belongs to the thread that first uses it. Every call that changes the manager first
 // checks its arguments, then computes the hashes that it needs, and then makes its changes. Hashing
-// a long prompt can be interrupted, and lets signal handlers and other threads run. Any calls that
-// they make to the manager during hashing are rejected. If memory runs out during the changes, the
-// manager is broken: every later call except `free` throws.
+// can be interrupted, and lets signal handlers and other threads run, whose calls to the manager
+// are rejected. If memory runs out during the changes, the manager is broken: every later call
+// except `free` throws.
 #pragma once
 
 #include <cstdint>
@@ -64,18 +61,13 @@ class Manager {
   BlockPool* host() { return tiers_.host_pages(); }
   const CacheStats& stats() const { return stats_; }
   void clear_stats();
-  // Removes and returns the events that have not been drained.
-  EventLog::Drained drain_events();
+  EventLog::Drained drain_events();  // removes and returns the events
 
   // All calls up to `check_invariants` make the check `check_caller` or `check_reader`.
   CallGuard& guard() { return guard_; }
   const CallGuard& guard() const { return guard_; }
 
-  // Sets the clock for eviction policies, in milliseconds relative to any fixed
-  // moment, for all later calls. Throws if time would decrease. If it is never set, each call that
-  // may publish, release or evict reads the steady clock of the system, relative to the manager's
-  // creation.
-  void set_now(int64_t ms);
+  void set_now(int64_t ms);  // see Clock
 
   const HashList& hashes(TokenChain& chain);
 
@@ -84,16 +76,15 @@ class Manager {
   // `ManagerOptions::explain_misses`.
   MissReport explain(const std::shared_ptr<TokenChain>& chain, int32_t row);
 
-  // Returns the longest cached prefix, in whole blocks unless `with_partial`. It contains at most
-  // `most_tokens` tokens, and at most num_tokens - 1 tokens because the last token must be
-  // computed. Returns an empty prefix if the request does not read the cache. `read_cache`
-  // overrides the setting of the chain. Changes nothing. The result is valid until the next call.
+  // Returns the longest cached prefix, in whole blocks unless `with_partial`, of at most
+  // `most_tokens` tokens. `read_cache` overrides the setting of the chain (see PrefixFinder). The
+  // result is valid until the next call.
   const PrefixHit& lookup(TokenChain& chain, bool with_host = false, bool with_partial = false,
                           std::optional<bool> read_cache = std::nullopt,
                           int64_t most_tokens = kUnbounded);
 
   // Returns the copies, as (source, destination) pairs, that hits of `admit` have required since
-  // the last call of `take_copies`.
+  // the last call.
   std::vector<BlockId> take_copies();
 
   // Returns the status that a step with only this new request would return. With `whole`, returns
@@ -107,9 +98,8 @@ class Manager {
   // -1.
   int64_t checkpoint_tokens(TokenChain& chain, int32_t row, int64_t num_tokens);
 
-  // Serves running rows, then new requests, in the given order. Throws on an invalid request
-  // (unknown row, repeated row, no tokens, more than max_model_len tokens) before any change. The
-  // plan is valid until the next call.
+  // Serves running rows, then new requests, in the given order. The plan is valid until the next
+  // call.
   const StepPlan& step(const StepRequest& request);
 
   // Creates a row with the blocks of a previous lookup, and with slots for its external tokens and
@@ -117,15 +107,14 @@ class Manager {
   Slots admit(const NewRow& asked, const std::vector<std::vector<BlockId>>& computed);
 
   // Reports that this number of a row's external tokens have arrived and that no more will follow.
-  // Publishes the blocks that they fill. Returns the row's number of computed tokens, from which it
-  // continues.
+  // Returns the row's number of computed tokens, from which it continues.
   int64_t finish_receiving(int32_t row, int64_t num_tokens);
 
-  // Serves a row created by `admit`. If the request is rejected, hashing is interrupted, or the
-  // slots do not fit, nothing changes. `lists_new`: whether the result lists the new blocks.
+  // Serves a row created by `admit`. If the slots do not fit, nothing changes. `lists_new`: whether
+  // the result lists the new blocks.
   Slots extend(const RowAsk& ask, bool lists_new = true);
-  // The same for several rows, which are served in this order. If one of the requests is rejected
-  // or hashing is interrupted, no row changes.
+  // The same for several rows, in this order. If one of the requests is rejected or hashing is
+  // interrupted, no row changes.
   std::vector<Slots> advance(const std::vector<RowAsk>& asks);
 
   // Removes the last num_tokens tokens of a row, which are rejected drafts. The next tokens of the
@@ -136,9 +125,8 @@ class Manager {
   // blocks. Shared blocks are copy-on-write.
   Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
 
-  // Swaps out rows created by `admit`. If they do not all fit, no row is moved. Returns (device
-  // page, host page) pairs. A block shared by several rows is moved only once. `swap_in` is the
-  // reverse operation. The moves must be executed in the order of the calls.
+  // Swaps out rows created by `admit`, and back in (see RowSwap). The moves must be executed in the
+  // order of the calls.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
 
@@ -148,22 +136,19 @@ class Manager {
   // Notifies the eviction policy that the blocks of the row were used.
   void access(int32_t row, double now);
 
-  // Frees rows one by one. Publishes the blocks filled since the row was last served, releases its
-  // blocks, tail first, and frees the row. If a step admitted the row, the next plan clears it.
-  // `features`: the caller's data about the conversations, for the eviction policy. Has no effect
-  // on a broken manager.
+  // Frees rows one by one. Publishes the blocks filled since the row was last served, and releases
+  // its blocks, tail first. `features`: the caller's data about the conversations, for the eviction
+  // policy. Has no effect on a broken manager.
   void free(const int32_t* rows, int64_t n, const ReleaseFeatures& features = {},
             const KeptNames& kept = {});
   void free(int32_t row, const ReleaseFeatures& features = {}) { free(&row, 1, features); }
   // Releases the blocks that were kept under this name.
   void release_kept(const std::string& name);
 
-  // Processes a worker's report on a step. If completed, this step and all earlier ones are done,
-  // and blocks released before can be reused. Otherwise, this step and all later ones are aborted.
-  // Their results are removed from the cache, the rows return to their earlier state, and the next
-  // plan sends the tables of these rows again. The `failed` device blocks and `failed_on_host`
-  // pages, which were not written correctly, are invalidated. Throws, without any change, if an
-  // argument is rejected.
+  // Processes a worker's report on a step. If completed, this step and all earlier ones are done.
+  // Otherwise, this step and all later ones are aborted: their results are removed from the cache,
+  // and the rows return to their earlier state. The `failed` device blocks and `failed_on_host`
+  // pages, which were not written correctly, are invalidated.
   Recompute report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
                    const std::vector<BlockId>& failed_on_host);
 
@@ -171,19 +156,16 @@ class Manager {
   // removed from the cache, and rows that used them return to their valid tokens.
   Recompute invalidate(const BlockId* ids, int64_t n);
 
-  // Pins the request's full blocks that are cached on the device for a session (see
-  // BlockPool::pin), replacing its earlier pins. Returns the number of pinned blocks.
+  // See SessionPins.
   int64_t pin(const std::string& session, TokenChain& chain);
-  // Removes the pins of a session. Returns the number of its blocks that were evicted despite their
-  // pins; 0 if the session has no pins.
   int64_t unpin(const std::string& session);
 
   // Removes the hashes of these blocks, which may be held or free (see BlockPool::evict).
   void evict(const BlockId* ids, int64_t n);
 
+  // Remove all cached content, or that of one group. Return false, without any change, while rows
+  // hold such blocks or loads are in flight.
   bool reset_prefix_cache();
-  // Removes all cached content of one group. Returns false, without any change, while rows hold
-  // blocks of the group or loads are in flight.
   bool reset_group(int64_t group);
 
   // Must be called after the weights have changed. Earlier hashes are no longer found, and existing

@@ -7,9 +7,14 @@
 // destination.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <unordered_set>
+#include <utility>
 #include <vector>
 
+#include "core/errors.h"
 #include "core/groups/row_blocks.h"
 #include "core/manager/step_plan.h"
 #include "core/pool/per_block.h"
@@ -19,10 +24,26 @@ namespace kvcache {
 class PlanBuilder {
  public:
   // `num_blocks`: blocks of the device pool.
-  PlanBuilder(size_t num_groups, int64_t num_blocks);
+  PlanBuilder(size_t num_groups, int64_t num_blocks) : num_held_(num_blocks) {
+    plan_.groups.resize(num_groups);
+  }
 
-  void begin(int64_t step_id, int64_t previous_step_id = -1);
-  const StepPlan& end();  // valid until the next `begin`
+  void begin(int64_t step_id, int64_t previous_step_id = -1) {
+    plan_.clear();
+    plan_.step_id = step_id;
+    plan_.previous_step_id = previous_step_id;
+    plan_.clear_rows.swap(clear_rows_);
+    is_step_ = true;
+  }
+  // Valid until the next `begin`.
+  const StepPlan& end() {
+    std::vector<int32_t>& clear = plan_.clear_rows;
+    std::sort(clear.begin(), clear.end());
+    clear.erase(std::unique(clear.begin(), clear.end()), clear.end());
+    drop_filled();
+    is_step_ = false;
+    return plan_;
+  }
   // Starts a call outside of steps, which creates only pairs for the caller and no plan.
   void begin_direct() { direct_pairs_.clear(); }
   const std::vector<int32_t>& direct_pairs() const { return direct_pairs_; }
@@ -37,7 +58,13 @@ class PlanBuilder {
   // Adds the results for the running rows of a step, all of which count as served until `refuse` is
   // called. Returns the array num_computed_tokens of these rows, which the caller sets before any
   // other result is added.
-  int32_t* answer_running(const int32_t* rows, const int32_t* num_tokens, int64_t n);
+  int32_t* answer_running(const int32_t* rows, const int32_t* num_tokens, int64_t n) {
+    plan_.rows.assign(rows, rows + n);
+    plan_.status.assign(static_cast<size_t>(n), static_cast<uint8_t>(Status::kServed));
+    plan_.num_tokens.assign(num_tokens, num_tokens + n);
+    plan_.num_computed_tokens.resize(static_cast<size_t>(n));
+    return plan_.num_computed_tokens.data();
+  }
   // Changes the result for the i-th running row to one that is not served.
   void refuse(int64_t i, Status status) {
     plan_.status[static_cast<size_t>(i)] = static_cast<uint8_t>(status);
@@ -53,7 +80,19 @@ class PlanBuilder {
   // Clears a row that starts in this step.
   void clear(int32_t row) { plan_.clear_rows.push_back(row); }
   // Appends the blocks of the row to its tables, starting with block from[g] in each group g.
-  void append(int32_t row, const RowBlocks* blocks, const int64_t* from);
+  void append(int32_t row, const RowBlocks* blocks, const int64_t* from) {
+    const size_t num_groups = plan_.groups.size();
+    bool any = false;
+    for (size_t g = 0; g < num_groups; ++g) any |= blocks[g].size() > from[g];
+    if (!any) return;
+    plan_.append_rows.push_back(row);
+    for (size_t g = 0; g < num_groups; ++g) {
+      StepPlan::Group& group = plan_.groups[g];
+      const std::vector<BlockId>& ids = blocks[g].blocks;
+      group.append_ids.insert(group.append_ids.end(), ids.begin() + from[g], ids.end());
+      group.append_splits.push_back(static_cast<int32_t>(group.append_ids.size()));
+    }
+  }
   // Replaces one entry of a table that the worker already has.
   void replace(int32_t row, uint8_t group, int64_t block, BlockId id) {
     if (!is_step_ || must_resend(row)) return;
@@ -85,7 +124,14 @@ class PlanBuilder {
   void clear_later(int32_t row) { clear_rows_.push_back(row); }
   // Makes the next plan send the complete table of the row. Until then, single entries are not
   // replaced.
-  void resend(int32_t row);
+  void resend(int32_t row) {
+    if (must_resend(row)) return;
+    if (row >= static_cast<int64_t>(is_resent_.size())) {
+      is_resent_.resize(static_cast<size_t>(row) + 1);
+    }
+    is_resent_[row] = 1;
+    resend_.push_back(row);
+  }
   bool must_resend(int32_t row) const {
     return row < static_cast<int64_t>(is_resent_.size()) && is_resent_[row] != 0;
   }
@@ -93,13 +139,66 @@ class PlanBuilder {
     if (must_resend(row)) is_resent_[row] = 0;
   }
   // Returns the rows to send, in the order of the `resend` calls, and clears the list.
-  std::vector<int32_t> take_resent();
+  std::vector<int32_t> take_resent() {
+    std::vector<int32_t> rows;
+    for (int32_t row : resend_) {
+      if (!must_resend(row)) continue;
+      is_resent_[row] = 0;
+      rows.push_back(row);
+    }
+    resend_.clear();
+    return rows;
+  }
 
   // Checks the last plan. Throws std::logic_error.
-  void check_invariants() const;
+  void check_invariants() const {
+    for (const std::vector<int32_t>* rows : {&plan_.rows, &plan_.append_rows, &plan_.clear_rows}) {
+      std::unordered_set<int32_t> seen;
+      for (int32_t row : *rows) require(row < 0 || seen.insert(row).second, "a row twice: ", row);
+    }
+    std::unordered_set<int32_t> written, loaded, sources, host_written;
+    for (size_t i = 0; i < plan_.copy.size(); i += 2) {
+      sources.insert(plan_.copy[i]);
+      require(written.insert(plan_.copy[i + 1]).second,
+              "a page is written twice: ", plan_.copy[i + 1]);
+    }
+    for (const std::vector<int32_t>* pages : {&plan_.zero, &plan_.fresh}) {
+      for (BlockId page : *pages) {
+        require(written.insert(page).second, "a page is written twice: ", page);
+        require(sources.count(page) == 0, "a page is copied before it is written: ", page);
+      }
+    }
+    for (size_t i = 0; i < plan_.swap_in.size(); i += 2) {
+      const BlockId page = plan_.swap_in[i + 1];
+      require(written.insert(page).second, "a page is written twice: ", page);
+      require(sources.count(page) == 0, "a page is copied before it is loaded: ", page);
+      loaded.insert(plan_.swap_in[i]);
+    }
+    for (size_t i = 0; i < plan_.swap_out.size(); i += 2) {
+      const BlockId page = plan_.swap_out[i + 1];
+      require(host_written.insert(page).second, "a host page is written twice: ", page);
+      require(loaded.count(page) == 0, "a host page is written and loaded: ", page);
+    }
+    require(is_step_ || held_.empty(), "blocks are held for a step that is over");
+  }
 
  private:
-  void drop_filled();
+  // Removes the pages that another section fills from `fresh`.
+  void drop_filled() {
+    std::vector<int32_t>& fresh = plan_.fresh;
+    if (fresh.empty()) return;
+    std::vector<int32_t> filled = plan_.zero;
+    for (const std::vector<int32_t>* pairs : {&plan_.copy, &plan_.swap_in}) {
+      for (size_t i = 1; i < pairs->size(); i += 2) filled.push_back((*pairs)[i]);
+    }
+    if (filled.empty()) return;
+    std::sort(filled.begin(), filled.end());
+    fresh.erase(std::remove_if(fresh.begin(), fresh.end(),
+                               [&](BlockId page) {
+                                 return std::binary_search(filled.begin(), filled.end(), page);
+                               }),
+                fresh.end());
+  }
   void add(std::vector<int32_t>* section, int32_t first, int32_t second) {
     if (!is_step_) section = &direct_pairs_;
     section->insert(section->end(), {first, second});

@@ -122,13 +122,12 @@ std::optional<std::vector<BlockId>> RowSwap::swap_out(const std::vector<int32_t>
 
 std::optional<std::vector<BlockId>> RowSwap::swap_in(const std::vector<int32_t>& rows) {
   Twins twins = cached_twins(rows);
+  const std::vector<int64_t> no_slots(rows.size());
+  if (num_blocks_back(rows, no_slots, twins) > c_.pool->num_free()) return std::nullopt;
   std::vector<BlockId> shared;
   for (const auto& [page, id] : twins) shared.push_back(id);
   std::sort(shared.begin(), shared.end());
   shared.erase(std::unique(shared.begin(), shared.end()), shared.end());
-  int64_t num_taken = num_unique_blocks(rows) - static_cast<int64_t>(twins.size());
-  for (BlockId id : shared) num_taken += c_.pool->ref_count(id) == 0;
-  if (num_taken > c_.pool->num_free()) return std::nullopt;
   c_.plan->begin_direct();
   begin();
   // Shared blocks are held first, so that loading does not evict any of them.

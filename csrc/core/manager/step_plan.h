@@ -2,6 +2,7 @@
 // The results of the manager's calls.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -35,9 +36,28 @@ struct StepPlan {
   std::vector<int32_t> fresh;    // new pages that no other section fills
   std::vector<int32_t> swap_in;  // (host page, device page) pairs
 
-  void clear();
+  void clear() {
+    for (std::vector<int32_t>* each : {&rows, &num_computed_tokens, &num_tokens, &clear_rows,
+                                       &append_rows, &swap_out, &copy, &zero, &fresh, &swap_in}) {
+      each->clear();
+    }
+    status.clear();
+    num_running = num_leaving = 0;
+    for (Group& group : groups) {
+      group.append_splits.assign(1, 0);
+      group.append_ids.clear();
+      group.replace.clear();
+    }
+  }
   // Whether the worker has nothing to do, because no page moves and no table changes.
-  bool is_empty() const;
+  bool is_empty() const {
+    for (const std::vector<int32_t>* each :
+         {&clear_rows, &append_rows, &swap_out, &copy, &zero, &fresh, &swap_in}) {
+      if (!each->empty()) return false;
+    }
+    return std::all_of(groups.begin(), groups.end(),
+                       [](const Group& group) { return group.replace.empty(); });
+  }
 };
 
 // The result for one request.

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "core/hashing/token_chain.h"
 #include "core/manager/publisher.h"
@@ -24,10 +25,36 @@ class TokenIntake {
 
   // Appends all ids of the call and computes the hashes that it needs. On an error or interruption,
   // removes all ids again.
-  void take_in(const StepRequest& request) const;
-  void take_in(const RowAsk* asks, int64_t num_rows) const;
+  void take_in(const StepRequest& request) const {
+    const int32_t* ids = request.token_ids;
+    append_ids(
+        request.num_ids == 0 ? 0 : request.num_rows,
+        [&](int64_t i) {
+          const int64_t n = request.num_ids_of(i);
+          if (n > 0) c_.row(request.rows[i]).chain->append(ids, n);
+          ids += n;
+        },
+        [&](int64_t i) { take_back(request, i); },
+        [&] {
+          hash_ahead(request);
+          // Checks again, because a signal handler may have appended tokens while another chain was
+          // hashed.
+          for (const NewRow& row : request.new_rows) checks_->check_new(*row.chain);
+        });
+  }
+  void take_in(const RowAsk* asks, int64_t num_rows) const {
+    append_ids(
+        num_rows,
+        [&](int64_t i) {
+          if (asks[i].num_ids > 0) c_.row(asks[i].row).chain->append(asks[i].ids, asks[i].num_ids);
+        },
+        [&](int64_t i) { take_back(asks[i]); }, [&] { hash_ahead(asks, num_rows); });
+  }
   // Removes the ids of a row that is not served: of the i-th row of a step, or of this request.
-  void take_back(const StepRequest& request, int64_t i) const;
+  void take_back(const StepRequest& request, int64_t i) const {
+    const int64_t n = request.num_ids_of(i);
+    if (n > 0) c_.row(request.rows[i]).chain->take_back(n);
+  }
   void take_back(const RowAsk& ask) const { c_.row(ask.row).chain->take_back(ask.num_ids); }
 
   // Computes the missing hashes. `reads`: whether they are needed for a lookup.
@@ -39,15 +66,65 @@ class TokenIntake {
   void hash_filled(int32_t row) const {
     if (publisher_->may_publish(row)) hash_ahead(*c_.row(row).chain, /*reads=*/false);
   }
-  void hash_rows() const;  // computes the hashes of all rows and of dropped blocks in the journal
+  // The hashes are needed because dropped blocks are known only by their hashes, and because
+  // restarted rows look up their own.
+  // Computes the hashes of all rows and of dropped blocks in the journal.
+  void hash_rows() const {
+    for (int32_t row : c_.rows->in_use()) hash_ahead(*c_.row(row).chain, /*reads=*/true);
+    for (const StepJournal::Step& step : c_.journal->in_flight()) {
+      for (const StepJournal::Dropped& each : step.dropped) hash_ahead(*each.chain, /*reads=*/true);
+    }
+  }
 
  private:
+  // Appends the ids of each row, then calls `hash`. On an error or interruption, removes the ids of
+  // all rows to which ids were appended.
+  template <class Append, class TakeBack, class Hash>
+  static void append_ids(int64_t num_rows, const Append& append, const TakeBack& take_back,
+                         const Hash& hash) {
+    int64_t num_appended = 0;
+    try {
+      for (; num_appended < num_rows; ++num_appended) append(num_appended);
+      hash();
+    } catch (...) {
+      for (int64_t i = 0; i < num_appended; ++i) take_back(i);
+      throw;
+    }
+  }
   bool must_hash(const TokenChain& chain, bool reads) const {
     return publisher_->is_enabled() && (reads || chain.write_cache()) &&
            chain.has_unhashed_blocks();
   }
-  void hash_ahead(const StepRequest& request) const;
-  void hash_ahead(const RowAsk* asks, int64_t num_rows) const;
+  void hash_ahead(const StepRequest& request) const {
+    std::vector<TokenChain*> chains;
+    const auto add = [&](TokenChain& chain, bool reads) {
+      if (must_hash(chain, reads)) chains.push_back(&chain);
+    };
+    for (int64_t i = 0; i < request.num_rows; ++i) {
+      const Row& row = c_.row(request.rows[i]);
+      // In most steps, a row fills no block, so its chain is not accessed.
+      if (row.num_computed + request.num_tokens[i] >= row.next_publish) {
+        add(*row.chain, /*reads=*/false);
+      }
+    }
+    for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
+      const int32_t row = request.swap_out_rows[i];
+      if (publisher_->may_publish(row)) add(*c_.row(row).chain, /*reads=*/false);
+    }
+    for (const NewRow& row : request.new_rows) add(*row.chain, row.reads());
+    TokenChain::hash_all(chains.data(), chains.size());
+  }
+  void hash_ahead(const RowAsk* asks, int64_t num_rows) const {
+    std::vector<TokenChain*> chains;
+    for (int64_t i = 0; i < num_rows; ++i) {
+      const Row& r = c_.row(asks[i].row);
+      const int64_t stop = asks[i].start.value_or(r.num_computed) + asks[i].num_tokens;
+      if (stop >= r.next_publish && must_hash(*r.chain, /*reads=*/false)) {
+        chains.push_back(r.chain.get());
+      }
+    }
+    TokenChain::hash_all(chains.data(), chains.size());
+  }
 
   RowContext c_;
   const Publisher* publisher_;
