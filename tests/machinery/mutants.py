@@ -210,7 +210,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        MANAGER + "demand.cpp",
+        MANAGER + "demand.h",
         "manager groups admission allocator_random",
         [
             (
@@ -226,7 +226,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        MANAGER + "row_release.cpp",
+        MANAGER + "row_release.h",
         "manager manager_life allocator_random",
         [
             ("if (r.by_step()) c_.plan->clear_later(row);", ""),
@@ -246,7 +246,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        MANAGER + "row_growth.cpp",
+        MANAGER + "row_growth.h",
         "manager groups tiers allocator_random",
         [("each.source = kNullBlock;\n}", "}")],
     ),

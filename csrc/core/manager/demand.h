@@ -4,12 +4,14 @@
 // Invariant: all calls are read-only.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
 #include "core/groups/cache_group.h"
 #include "core/groups/row_blocks.h"
 #include "core/groups/rules/page_rules.h"
+#include "core/groups/rules/tokens.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/options.h"
 #include "core/manager/row_context.h"
@@ -44,20 +46,78 @@ class DemandRules {
   // not fit, it releases its blocks that contain no slot of the span, and its pages with states
   // after earlier drafts.
   Demand of_running(const RowBlocks* held, const Span& span, bool may_share,
-                    bool gives_up = false) const;
+                    bool gives_up = false) const {
+    Demand demand = with_free(held, span, may_share, c_.pool->num_free(), /*gives_up=*/false);
+    if (demand.status == Status::kServed) return demand;
+    int64_t num_blocks = 0, num_freed = 0;
+    std::array<int64_t, kMaxGroups> num_surplus;
+    for (const CacheGroup& group : *c_.groups) {
+      const PageRules::LeastDemand least =
+          group.rules->least_demand(basis(), group, held[group.id], span, demand[group]);
+      num_surplus[group.id] = least.num_surplus;
+      num_freed += least.num_freed;
+      num_blocks += least.num_blocks;
+    }
+    if (gives_up && frees_at_once()) {
+      demand = with_free(held, span, may_share, c_.pool->num_free() + num_freed, /*gives_up=*/true);
+      if (demand.status == Status::kServed) {
+        for (const CacheGroup& group : *c_.groups)
+          demand[group].num_surplus = num_surplus[group.id];
+        demand.gives_up = true;
+        demand.num_spare = 0;  // so that these blocks are not used twice
+        return demand;
+      }
+    }
+    demand.status = never_or_wait(num_blocks, span);
+    return demand;
+  }
 
   // Returns the demand of a request that would start with these blocks. Null blocks after the first
   // num_dropped stand for host blocks to onboard.
-  Demand of_new(const RowBlocks* held, const NewRow& asked, const Span& span) const;
+  Demand of_new(const RowBlocks* held, const NewRow& asked, const Span& span) const {
+    const int64_t num_total = c_.pool->num_total(), num_reserved = asked.num_reserved_blocks;
+    int64_t num_free = c_.pool->num_free(), num_blocks = 0;
+    for (const CacheGroup& group : *c_.groups) {
+      const RowBlocks& each = held[group.id];
+      const bool has_source = each.source != kNullBlock;
+      num_blocks += each.num_alive() + has_source;
+      num_free -= num_taken(each, each.num_dropped, each.size());
+      num_free -= has_source && c_.pool->ref_count(each.source) == 0;
+    }
+    Demand demand = with_upfront(held, asked, span, {num_free, watermark_blocks_ + num_reserved});
+    for (const CacheGroup& group : *c_.groups) num_blocks += demand[group].num_new;
+    if (num_blocks <= num_total - watermark_blocks_) return demand;
+    // Without the hit, the request would be computed in chunks, and only its first chunk would
+    // respect the watermark. A large hit must therefore not cause a rejection: the request is
+    // admitted if nothing else is held.
+    const bool would_grow = span.start > 0 && !asked.computes_whole;
+    if (!would_grow || num_blocks > num_total) {
+      demand.status = Status::kNever;
+    } else if (c_.pool->num_free() == num_total) {
+      demand = with_upfront(held, asked, span, {num_free, num_reserved});
+    }
+    return demand;
+  }
 
   // Returns whether a request whose first chunk has this demand can be computed completely with the
   // free blocks, with all blocks of the pool, or never. Each later chunk has num_tokens tokens.
   Status of_whole(const RowBlocks* held, const TokenChain& chain, const Span& first,
-                  int64_t num_tokens, const Demand& demand) const;
+                  int64_t num_tokens, const Demand& demand) const {
+    const int64_t upfront = num_upfront(chain);
+    const Peak peak = peak_of_chunks(held, chain, first, num_tokens);
+    const bool never_fits = upfront + peak.num_held > c_.pool->num_total();
+    if (demand.status == Status::kNever || never_fits) return Status::kNever;
+    // Later chunks can use the blocks that are kept free for other requests, the source block of a
+    // hit that ends inside a block, and blocks of the hit that are no longer read.
+    const bool fits = upfront + peak.num_taken <= c_.pool->num_free();
+    return demand.status == Status::kServed && fits ? Status::kServed : Status::kWait;
+  }
 
   // The demand of a row that starts or returns with these blocks, considering only the number of
   // blocks. `skip_for`: see DemandFor.
-  Demand of(const RowBlocks* held, const Span& span, const Supply& supply, int64_t skip_for) const;
+  Demand of(const RowBlocks* held, const Span& span, const Supply& supply, int64_t skip_for) const {
+    return demand_of(held, {span, skip_for, /*may_share=*/false, /*gives_up=*/false}, supply);
+  }
 
   // Whether other rows hold a block in which token `start` or later tokens may be written.
   bool shares_from(const RowBlocks* held, int64_t start) const {
@@ -75,8 +135,32 @@ class DemandRules {
   }
 
  private:
+  // Inlined, because it runs for every row of a step and most arguments are constants at the call.
+  [[gnu::always_inline]] Demand demand_of(const RowBlocks* held, const DemandFor& asked,
+                                          const Supply& supply) const {
+    Demand demand;
+    const DemandBasis on = basis();
+    int64_t num_new = 0, num_free = supply.num_free;
+    for (const CacheGroup& group : *c_.groups) {
+      const RowBlocks& each = held[group.id];
+      GroupDemand& needs = demand[group];  // a reference, because copying would stall on each store
+      needs = {0, each.num_dropped, 0, 0, 0, false};
+      with_rules(group, [&](const auto& rules) __attribute__((always_inline)) {
+        rules.demand(on, group, each, asked, &needs, &num_free);
+      });
+      num_new += needs.num_new + needs.num_shared;
+    }
+    const bool fits = num_free - num_new >= supply.num_kept_free;
+    const int64_t kept = std::max(supply.num_kept_free, watermark_blocks_);
+    demand.status = fits ? Status::kServed : Status::kWait;
+    demand.num_spare = fits ? std::max<int64_t>(num_free - num_new - kept, 0) : 0;
+    demand.gives_up = false;
+    return demand;
+  }
   Demand with_free(const RowBlocks* held, const Span& span, bool may_share, int64_t num_free,
-                   bool gives_up) const;
+                   bool gives_up) const {
+    return demand_of(held, {span, /*skip_for=*/0, may_share, gives_up}, {num_free, 0});
+  }
   // Returns how many of these blocks of a hit are no longer free once a request takes them: blocks
   // without references, and blocks on the host (null), which are loaded into free blocks.
   int64_t num_taken(const RowBlocks& each, int64_t first, int64_t stop) const {
@@ -86,8 +170,17 @@ class DemandRules {
     }
     return n;
   }
+  // The demand of a new row, including the blocks allocated at admission.
   Demand with_upfront(const RowBlocks* held, const NewRow& asked, const Span& span,
-                      const Supply& supply) const;
+                      const Supply& supply) const {
+    const TokenChain& chain = *asked.chain;
+    Demand demand = of(held, span, {supply.num_free - num_upfront(chain), supply.num_kept_free},
+                       /*skip_for=*/asked.computes_whole ? span.stop : span.start);
+    for (const CacheGroup& group : *c_.groups) {
+      demand[group].num_new += group.rules->num_upfront(group, chain);
+    }
+    return demand;
+  }
   // Blocks allocated at admission.
   int64_t num_upfront(const TokenChain& chain) const {
     int64_t n = 0;
@@ -100,7 +193,31 @@ class DemandRules {
     int64_t num_held, num_taken;
   };
   Peak peak_of_chunks(const RowBlocks* held, const TokenChain& chain, const Span& first,
-                      int64_t num_tokens) const;
+                      int64_t num_tokens) const {
+    Peak peak{0, 0};
+    int64_t num_hits = 0;  // blocks of the hit that were free and that the row still holds
+    std::array<int64_t, kMaxGroups> first_held;  // first block of the hit that is held, by group
+    for (const CacheGroup& group : *c_.groups) {
+      const RowBlocks& each = held[group.id];
+      first_held[group.id] = each.num_dropped;
+      num_hits += num_taken(each, each.num_dropped, each.size());
+    }
+    for (Span span = first;; span = {span.stop, span.stop + num_tokens, first.lookahead}) {
+      span.stop = std::min(span.stop, chain.num_tokens());
+      int64_t num_held = 0, num_new = 0;
+      for (const CacheGroup& group : *c_.groups) {
+        const RowBlocks& each = held[group.id];
+        const PageRules::ChunkDemand chunk = group.rules->chunk_demand(group, each, first, span);
+        num_hits -= num_taken(each, first_held[group.id], chunk.num_left);
+        first_held[group.id] = std::max(first_held[group.id], chunk.num_left);
+        num_held += chunk.num_held;
+        num_new += chunk.num_new;
+      }
+      peak.num_held = std::max(peak.num_held, num_held);
+      peak.num_taken = std::max(peak.num_taken, num_hits + num_new);
+      if (span.stop == chain.num_tokens()) return peak;
+    }
+  }
   DemandBasis basis() const { return {c_.pool, &holders_, frees_at_once()}; }
   // Whether blocks that a row drops are free immediately, because no step can still read them.
   bool frees_at_once() const { return !c_.frees->defers(c_.journal->numbers().last_issued); }
