@@ -199,7 +199,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        MANAGER + "prefix_finder.cpp",
+        MANAGER + "prefix_finder.h",
         "groups manager tiers allocator_random",
         [
             ("if (stop == n) return n;", "return n;"),

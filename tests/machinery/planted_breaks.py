@@ -178,7 +178,7 @@ DEFECTS = [
     ),
     Defect(
         "row swap",
-        MANAGER + "row_swap.cpp",
+        MANAGER + "row_swap.h",
         "host.retain(&page, 1);  // prevents",
         "// prevents",  # a row does not hold a page that it shares
         "tiers allocator_random",

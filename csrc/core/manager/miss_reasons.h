@@ -5,11 +5,14 @@
 // always add up to the missed tokens.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/groups/cache_group.h"
@@ -58,7 +61,14 @@ struct MissReport {
 class MissReasons {
  public:
   // Records one in `explain_misses` of the blocks that leave the cache.
-  MissReasons(const RowContext& context, const HitEnds* ends, const ManagerOptions& options);
+  MissReasons(const RowContext& context, const HitEnds* ends, const ManagerOptions& options)
+      : c_(context),
+        ends_(ends),
+        group_(options.enable_caching ? group_of(*c_.groups) : nullptr),
+        lost_(options.num_blocks + options.num_host_blocks, options.explain_misses,
+              group_ == nullptr ? uint8_t{0} : group_->id, &c_.pool->view()),
+        signs_(kMostRecent),
+        recent_(kMostRecent) {}
 
   // The record to which both pools must report the blocks that leave the cache.
   LostBlocks* lost() { return &lost_; }
@@ -75,10 +85,22 @@ class MissReasons {
   // before a call changes anything.
   void release_dropped() { dropped_.clear(); }
   // Records that the request is admitted as this row. Called before blocks are evicted for it.
-  void note(int32_t row, const NewRow& asked, const Found& found, bool counts);
+  void note(int32_t row, const NewRow& asked, const Found& found, bool counts) {
+    MissReport& report = report_of(row);
+    report = of(asked, found);
+    for (size_t i = 0; counts && i < kNumMissReasons; ++i) total_[i] += report.missed[i];
+    add_recent(asked, report, row);
+    c_.pool->set_taker(report.num_hit > 0 ? Taker::kContinued : Taker::kNew);
+  }
   // Records that the row is a fork. It shares the computed tokens of its parent and looks up
   // nothing.
-  void note_fork(int32_t row, int64_t num_tokens, int64_t num_computed);
+  void note_fork(int32_t row, int64_t num_tokens, int64_t num_computed) {
+    MissReport& report = report_of(row);
+    report = {};
+    report.num_tokens = num_tokens;
+    report.num_hit = std::min(num_computed, num_tokens);
+    report.missed[static_cast<size_t>(MissReason::kNotRead)] = num_tokens - report.num_hit;
+  }
 
   // Returns the report for the admission of this row.
   MissReport of_row(int32_t row) const {
@@ -121,14 +143,73 @@ class MissReasons {
 
   // Divides the missed tokens of a report into ranges.
   struct Ranges {
-    void add_until(int64_t stop, MissReason reason);
+    void add_until(int64_t stop, MissReason reason) {
+      stop = std::min(stop, report->num_tokens);
+      if (stop <= position) return;
+      report->missed[static_cast<size_t>(reason)] += stop - position;
+      position = stop;
+    }
 
     MissReport* report;
     int64_t position;  // end of the last range
   };
 
-  MissReport of(const NewRow& asked, const Found& found) const;
-  void add_missing(const TokenChain& chain, int64_t last, Ranges* ranges) const;
+  // Whether both chains have this hash, and the prefixes that end with it have the same content.
+  static bool have_same_content(const TokenChain& one, const TokenChain& other, int64_t i) {
+    return i < std::min(one.num_known_hashes(), other.num_known_hashes()) &&
+           one.known_hash(i) == other.known_hash(i) && one.variant(i) == other.variant(i);
+  }
+  static uint64_t word_of(const Hash& hash) {
+    uint64_t word;
+    std::memcpy(&word, hash.bytes, sizeof(word));
+    return std::max<uint64_t>(word, 1);
+  }
+  MissReport of(const NewRow& asked, const Found& found) const {
+    const TokenChain& chain = *asked.chain;
+    MissReport report;
+    report.num_tokens = chain.num_tokens();
+    report.num_hit = found.num_taken;
+    Ranges ranges{&report, report.num_hit};
+    ranges.add_until(report.num_hit + asked.external.num_tokens, MissReason::kExternal);
+    if (!asked.reads() || group_ == nullptr) {
+      ranges.add_until(report.num_tokens, MissReason::kNotRead);
+      return report;
+    }
+    ranges.add_until(found.num_tokens, MissReason::kNotTaken);
+    ranges.add_until(found.num_with_host, MissReason::kNotLoaded);
+    const int64_t last =
+        ends_->longest(chain.num_tokens(), num_hashed(chain), /*with_partial=*/true);
+    ranges.add_until(std::min(found.num_shared_tokens, last), MissReason::kBoundary);
+    if (ranges.position < last && group_->keeps_all) {
+      ranges.add_until(std::min(find_cached(chain, ranges.position, last), last),
+                       MissReason::kBoundary);
+    }
+    if (ranges.position < last) add_missing(chain, last, &ranges);
+    ranges.add_until(report.num_tokens, MissReason::kTail);
+    return report;
+  }
+  // Adds the ranges up to token `last` whose blocks are not cached.
+  void add_missing(const TokenChain& chain, int64_t last, Ranges* ranges) const {
+    MissReport* const report = ranges->report;
+    const int64_t lost = find_lost(chain, ranges->position, last, report);
+    // A group that keeps all tokens can hit every cached block whose predecessors are cached.
+    MissReason reason = group_->keeps_all ? MissReason::kEvicted : MissReason::kBoundary;
+    if (report->lost)
+      reason = report->lost->is_evicted ? MissReason::kEvicted : MissReason::kRemoved;
+    ranges->add_until(std::min(lost, last), reason);
+    const Sign sign = sign_of(chain, ranges->position);
+    const auto add_recent = [&](bool is_in_flight, MissReason why) {
+      if (ranges->position >= last) return;
+      ranges->add_until(find_recent(chain, sign, ranges->position, last, is_in_flight), why);
+    };
+    add_recent(/*is_in_flight=*/true, MissReason::kInFlight);
+    if (!group_->keeps_all) add_recent(/*is_in_flight=*/false, MissReason::kBoundary);
+    if (ranges->position < last) {
+      ranges->add_until(find_other_keys(chain, sign, ranges->position, last),
+                        MissReason::kOtherKeys);
+    }
+    ranges->add_until(last, MissReason::kNew);
+  }
   // The place for the report of this row.
   MissReport& report_of(int32_t row) {
     const auto i = static_cast<size_t>(row);
@@ -145,23 +226,148 @@ class MissReasons {
   }
   // These functions return the end of the range that begins at token `first`, or `first` if the
   // range is empty.
-  int64_t find_lost(const TokenChain& chain, int64_t first, int64_t stop, MissReport* report) const;
-  int64_t find_cached(const TokenChain& chain, int64_t first, int64_t stop) const;
+  int64_t find_lost(const TokenChain& chain, int64_t first, int64_t stop,
+                    MissReport* report) const {
+    const int64_t bs = group_->block_size;
+    const int64_t num_blocks = std::min((stop + bs - 1) / bs, num_hashed(chain) / bs);
+    int64_t end = first;
+    int num_unknown = 0;
+    for (int64_t block = first / bs; block < num_blocks; ++block) {
+      const Hash& hash = chain.known_hash(group_->hash_index(block));
+      if (!lost_.is_sampled(hash)) continue;
+      const std::optional<LostBlocks::Loss> loss = lost_.find(hash);
+      const bool is_cached = this->is_cached(chain, block);
+      if (!loss && !is_cached) {
+        if (group_->keeps_all && ++num_unknown == kMostUnknown) break;
+        continue;
+      }
+      num_unknown = 0;
+      end = (block + 1) * bs;
+      if (!is_cached && !report->lost) report->lost = loss;
+    }
+    return end;
+  }
+  // Cached blocks may lie beyond the end of the hit, either because another group lacks blocks or
+  // because a drafting group must find one more block.
+  int64_t find_cached(const TokenChain& chain, int64_t first, int64_t stop) const {
+    const int64_t bs = group_->block_size, num_blocks = num_hashed(chain) / bs;
+    int64_t block = first / bs;
+    while (block * bs < stop && block < num_blocks && is_cached(chain, block)) ++block;
+    return std::max(first, block * bs);
+  }
+  // Compares with running requests that have not computed the block at `first`, or with all recent
+  // requests.
   int64_t find_recent(const TokenChain& chain, const Sign& sign, int64_t first, int64_t stop,
-                      bool is_in_flight) const;
+                      bool is_in_flight) const {
+    const int64_t bs = group_->block_size;
+    int64_t end = first;
+    for (size_t i = 0; i < kMostRecent && sign.missed_word != 0; ++i) {
+      const Sign& other = signs_[i];
+      if (other.fingerprint != sign.fingerprint) continue;
+      if (is_in_flight && other.first_missed > sign.first_missed) continue;
+      if (other.first_missed == sign.first_missed && other.missed_word != sign.missed_word)
+        continue;
+      const Recent& each = recent_[i];
+      if (each.chain == nullptr || !each.chain->write_cache()) continue;
+      if (is_in_flight) {
+        if (!c_.rows->is_still(each.row, each.admission)) continue;
+        if (c_.row(each.row).is_stale) continue;  // never publishes its blocks
+        if (!group_->keeps_all && c_.row(each.row).num_computed > first) continue;
+      }
+      for (int64_t block = sign.first_missed; block * bs < stop; ++block) {
+        if (!have_same_content(chain, *each.chain, group_->hash_index(block))) break;
+        end = std::max(end, (block + 1) * bs);
+      }
+    }
+    return std::min(end, stop);
+  }
   int64_t find_other_keys(const TokenChain& chain, const Sign& sign, int64_t first,
-                          int64_t stop) const;
-  void compare_with_recent(const TokenChain& chain, MissReport* report) const;
+                          int64_t stop) const {
+    int64_t end = first;
+    const int64_t at = group_->hash_index(first / group_->block_size);
+    if (at >= chain.num_known_hashes()) return first;
+    for (size_t i = 0; i < kMostRecent; ++i) {
+      if (signs_[i].fingerprint != sign.fingerprint || signs_[i].keys == sign.keys) continue;
+      const Recent& each = recent_[i];
+      if (each.chain == nullptr || at >= each.chain->num_known_hashes()) continue;
+      // With the same content, the keys differ only in items later in the prompt.
+      if (have_same_content(chain, *each.chain, at)) continue;
+      end = std::max(end, num_equal(chain, *each.chain, std::min(each.num_tokens, stop)));
+    }
+    return end - end % ends_->unit(/*with_partial=*/true);
+  }
+  void compare_with_recent(const TokenChain& chain, MissReport* report) const {
+    const Sign sign = sign_of(chain, report->num_hit);
+    for (size_t i = 0; i < kMostRecent; ++i) {
+      const Recent& each = recent_[i];
+      if (signs_[i].fingerprint != sign.fingerprint || each.chain == nullptr) continue;
+      if (each.chain.get() == &chain) continue;
+      const int64_t num_alike = num_equal(chain, *each.chain, report->num_tokens);
+      if (num_alike <= report->num_alike) continue;
+      report->num_alike = num_alike;
+      report->alike = each.name;
+      report->differs_in = chain.extra_keys().first_difference(each.chain->extra_keys());
+    }
+  }
   // `position`: the token at which the misses of the request begin.
-  Sign sign_of(const TokenChain& chain, int64_t position) const;
+  Sign sign_of(const TokenChain& chain, int64_t position) const {
+    Sign sign;
+    const int64_t n = std::min({chain.num_tokens(), kFingerprintTokens, c_.hash_block_size});
+    for (int64_t i = 0; i < n; ++i) {
+      sign.fingerprint += static_cast<uint32_t>(chain.tokens()[i]);
+      sign.fingerprint *= 0x9E3779B97F4A7C15;
+      sign.fingerprint ^= sign.fingerprint >> 32;
+    }
+    sign.keys = chain.extra_keys().digest();
+    if (group_ == nullptr) return sign;
+    sign.first_missed = position / group_->block_size;
+    const int64_t at = group_->hash_index(sign.first_missed);
+    if (at < chain.num_known_hashes()) sign.missed_word = word_of(chain.known_hash(at));
+    return sign;
+  }
   static int64_t num_equal(const TokenChain& one, const TokenChain& other, int64_t most) {
     const int64_t n = std::min({one.num_tokens(), other.num_tokens(), most});
     return std::mismatch(one.tokens(), one.tokens() + n, other.tokens()).first - one.tokens();
   }
-  void add_recent(const NewRow& asked, const MissReport& report, int32_t row);
-  void drop_oldest();
+  void add_recent(const NewRow& asked, const MissReport& report, int32_t row) {
+    const int64_t num_tokens = asked.chain->num_tokens();
+    if (num_tokens > kMostRecentTokens) return;
+    while (num_recent_ == kMostRecent ||
+           (num_recent_ > 0 && num_recent_tokens_ + num_tokens > kMostRecentTokens)) {
+      drop_oldest();
+    }
+    const size_t i = (oldest_ + num_recent_++) % kMostRecent;
+    signs_[i] = sign_of(*asked.chain, report.num_hit);
+    Recent& recent = recent_[i];
+    recent.admission = c_.row(row).admission;
+    recent.row = row;
+    recent.chain = asked.chain;
+    recent.name = asked.name.substr(0, kMostNameBytes);
+    recent.num_tokens = num_tokens;
+    num_recent_tokens_ += num_tokens;
+  }
+  void drop_oldest() {
+    Recent& recent = recent_[oldest_];
+    dropped_.push_back(std::move(recent.chain));
+    recent.chain = nullptr;
+    num_recent_tokens_ -= recent.num_tokens;
+    oldest_ = (oldest_ + 1) % kMostRecent;
+    --num_recent_;
+  }
 
-  static const CacheGroup* group_of(const std::vector<CacheGroup>& groups);
+  // Prefers groups that keep all tokens and, among them, the group with the smallest blocks,
+  // because small blocks show most precisely which tokens were seen.
+  static const CacheGroup* group_of(const std::vector<CacheGroup>& groups) {
+    const CacheGroup* best = nullptr;
+    for (const CacheGroup& group : groups) {
+      if (!group.is_cached) continue;
+      const bool is_better =
+          best == nullptr || group.keeps_all > best->keeps_all ||
+          (group.keeps_all == best->keeps_all && group.block_size < best->block_size);
+      if (is_better) best = &group;
+    }
+    return best;
+  }
 
   RowContext c_;
   const HitEnds* ends_;

@@ -37,25 +37,19 @@ struct Eviction {  // the eviction policy of one pool
   std::function<std::unique_ptr<EvictionOrder>(int64_t)> make;
 };
 
-struct ManagerOptions {  // all sizes are at most 2**31 - 1
+// For the meaning of each option, see `CacheOptions` (kvcache/allocator/options.py). All sizes are
+// at most 2**31 - 1.
+struct ManagerOptions {
   std::vector<GroupOptions> groups;
-  int64_t num_blocks = 0;     // including the null block
-  int64_t max_model_len = 0;  // tokens
-  // Tokens per hash. Must divide every block size. If this number is smaller than a block size,
-  // hits may also end inside blocks. If 0, the greatest common divisor of the block sizes is used,
-  // and hits consist of whole blocks.
-  int64_t hash_block_size = 0;
-  int64_t hash_bytes = 32;  // length of each hash, 1 to 32
+  int64_t num_blocks = 0;       // including the null block
+  int64_t max_model_len = 0;    // tokens
+  int64_t hash_block_size = 0;  // tokens; 0: the greatest common divisor of the block sizes
+  int64_t hash_bytes = 32;      // 1 to 32
   bool enable_caching = true;
-  // Window blocks and states stay cached for hits that end at multiples of this number of tokens,
-  // at the end of each prompt, or at the end of a shared prefix. 0: only prompts and shared
-  // prefixes. Negative: all hits.
-  int64_t retention_interval = -1;
+  int64_t retention_interval = -1;  // tokens; 0: only prompts and shared prefixes; negative: all
   int64_t num_preallocate_tokens = 0;
-  int64_t max_num_reqs = 0;  // maximum number of rows; 0: unlimited
-  // Number of free blocks that admission and preallocation must leave.
-  int64_t watermark_blocks = 0;
-  // Released blocks are not reused until the last issued step is reported as done.
+  int64_t max_num_reqs = 0;      // rows; 0: unlimited
+  int64_t watermark_blocks = 0;  // that admission and preallocation leave free
   bool fence_frees = false;
   bool record_events = false;
   bool prefault = true;        // commit the memory of the pools at construction (prefault.h)
@@ -63,9 +57,8 @@ struct ManagerOptions {  // all sizes are at most 2**31 - 1
   Eviction eviction, host_eviction;
   int64_t num_host_blocks = 0;  // including the null block; 0: no host tier
   HostWrites host_writes;
-  // Allows groups of recurrent states in calls outside of steps. The engine itself then copies a
-  // state from the row's old page to the new page. The old page is kept until the last issued step
-  // is reported as done.
+  // Allows groups of recurrent states in calls outside of steps. The engine copies a state from the
+  // row's old page, which is kept until the last issued step is done, to the new page.
   bool engine_copies_states = false;
 };
 
@@ -73,20 +66,17 @@ struct ManagerOptions {  // all sizes are at most 2**31 - 1
 // groups or the sizes without a default.
 void check_optional(const ManagerOptions& options);
 
-// Returns the options. Throws std::invalid_argument, naming the option, if one is out of range.
+// The functions below throw std::invalid_argument, naming the option, if one is out of range.
 ManagerOptions checked(const ManagerOptions& options);
 
-// Returns the number of tokens per hash. Throws std::invalid_argument if the given number does not
-// divide every block size.
+// Returns the number of tokens per hash, which must divide every block size.
 int64_t hash_block_size_of(const ManagerOptions& options);
-
 std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_block_size);
 
 // Returns the tokens per block, by group; 0 for a group that is not cached.
 std::vector<int64_t> cached_block_sizes(const std::vector<CacheGroup>& groups);
 
-// The checked options of a manager, and values derived from them. Throws std::invalid_argument,
-// naming the option, if one is out of range.
+// The checked options of a manager, and values derived from them.
 struct ManagerSetup {
   explicit ManagerSetup(const ManagerOptions& asked)
       : options(checked(asked)),

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <numeric>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -67,13 +68,7 @@ class Recovery {
     num_tokens = std::min(num_tokens, std::exchange(num_valid, kUnbounded));
     // The row keeps no block that is filled only in part, because its other slots may contain
     // anything.
-    const bool only_whole = std::exchange(c_.rows->info(row).was_aborted, false);
-    for (int64_t before = -1; only_whole && num_tokens != before;) {
-      before = num_tokens;
-      for (const CacheGroup& group : *c_.groups) {
-        if (group.rules->traits.appends) num_tokens -= num_tokens % group.block_size;
-      }
-    }
+    if (std::exchange(c_.rows->info(row).was_aborted, false)) num_tokens = in_blocks(num_tokens);
     r.state = RowState::kRunning;
     if (num_tokens < r.num_computed) recompute({{row, num_tokens}}, /*most_had=*/num_tokens);
     publisher_->refresh(row);
@@ -130,6 +125,14 @@ class Recovery {
   }
 
  private:
+  // Returns the largest number up to num_tokens that fills whole blocks in all groups.
+  int64_t in_blocks(int64_t num_tokens) const {
+    int64_t unit = 1;
+    for (const CacheGroup& group : *c_.groups) {
+      if (group.rules->traits.appends) unit = std::lcm(unit, group.block_size);
+    }
+    return num_tokens - num_tokens % unit;
+  }
   // Undoes this step and all later ones. Each row returns to its state before the first of these
   // steps that served it, and their results are removed from the device cache. No effect if the
   // step was already aborted.

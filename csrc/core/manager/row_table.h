@@ -58,8 +58,7 @@ class RowTable {
   AdmissionInfo& info(int32_t row) { return info_[row]; }
   const AdmissionInfo& info(int32_t row) const { return info_[row]; }
   // The number of tokens, including lookahead, up to which serving the row changes no block; 0 if
-  // unknown. It is set when the row is served. `disturb` resets it when the blocks of the row
-  // change by other means.
+  // unknown. Set when the row is served, and reset (`disturb`) when its blocks change otherwise.
   int64_t quiet_until(int32_t row) const { return quiet_until_[static_cast<size_t>(row)]; }
   const std::vector<int64_t>& quiet_until() const { return quiet_until_; }  // by row
   void set_quiet_until(int32_t row, int64_t num_tokens) {
