@@ -5,13 +5,18 @@
 #include <utility>
 #include <vector>
 
-#include "core/errors.h"
 #include "core/eviction/learned.h"
 #include "core/eviction/registry.h"
 
 namespace kvcache {
 
 namespace {
+
+// Returns null for the pool's built-in order, least recently released first.
+std::unique_ptr<EvictionOrder> policy_of(const Eviction& eviction, int64_t num_blocks) {
+  if (eviction.make) return eviction.make(num_blocks);
+  return make_eviction_policy(eviction.policy, eviction.options, num_blocks);
+}
 
 std::unique_ptr<BlockPool> pages_of(const ManagerOptions& options, const BlockPool& device) {
   const Eviction& eviction = options.host_eviction;
@@ -39,13 +44,6 @@ bool has_side_groups(const std::vector<CacheGroup>& groups) {
                      [](const CacheGroup& group) { return group.is_cached && !group.keeps_all; });
 }
 
-void compare(const BlockPool& pool, const PerBlock<int32_t>& counted, const char* what) {
-  for (BlockId id = 1; id < pool.num_blocks(); ++id) {
-    require(counted[id] == pool.ref_count(id), what, " ", id, " has ", pool.ref_count(id),
-            " references, but ", counted[id], " are held");
-  }
-}
-
 }  // namespace
 
 CacheTiers::CacheTiers(const ManagerSetup* setup, Steps* steps)
@@ -69,17 +67,6 @@ CacheTiers::CacheTiers(const ManagerSetup* setup, Steps* steps)
   } else if (num_host_blocks > 0) {
     learned->simulate_all(num_host_blocks);
   }
-}
-
-void CacheTiers::check_invariants(PerBlock<int32_t> device, PerBlock<int32_t> host) const {
-  pool_.check_invariants();
-  frees_.check_invariants(&device);
-  if (host_ != nullptr) {
-    host_->pages().check_invariants();
-    host_->check_invariants(&device, &host);
-    compare(host_->pages(), host, "host page");
-  }
-  compare(pool_, device, "block");
 }
 
 }  // namespace kvcache

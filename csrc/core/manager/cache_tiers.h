@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "core/errors.h"
 #include "core/listeners/event_log.h"
 #include "core/listeners/lost_blocks.h"
 #include "core/manager/cache_stats.h"
@@ -94,9 +95,24 @@ class CacheTiers {
 
   // Checks reference counts, given the references that rows hold on the device and on the host.
   // Throws std::logic_error.
-  void check_invariants(PerBlock<int32_t> device, PerBlock<int32_t> host) const;
+  void check_invariants(PerBlock<int32_t> device, PerBlock<int32_t> host) const {
+    pool_.check_invariants();
+    frees_.check_invariants(&device);
+    if (host_ != nullptr) {
+      host_->pages().check_invariants();
+      host_->check_invariants(&device, &host);
+      compare(host_->pages(), host, "host page");
+    }
+    compare(pool_, device, "block");
+  }
 
  private:
+  static void compare(const BlockPool& pool, const PerBlock<int32_t>& counted, const char* what) {
+    for (BlockId id = 1; id < pool.num_blocks(); ++id) {
+      require(counted[id] == pool.ref_count(id), what, " ", id, " has ", pool.ref_count(id),
+              " references, but ", counted[id], " are held");
+    }
+  }
   template <class Recorder, class Target>
   void add_recorders(Target* target) {
     const auto add = [&](BlockPool* pool, Tier tier) {

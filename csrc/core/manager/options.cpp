@@ -159,9 +159,4 @@ std::vector<int64_t> cached_block_sizes(const std::vector<CacheGroup>& groups) {
   return sizes;
 }
 
-std::unique_ptr<EvictionOrder> policy_of(const Eviction& eviction, int64_t num_blocks) {
-  if (eviction.make) return eviction.make(num_blocks);
-  return make_eviction_policy(eviction.policy, eviction.options, num_blocks);
-}
-
 }  // namespace kvcache

@@ -90,8 +90,4 @@ struct ManagerSetup {
   const HitEnds ends;
 };
 
-// Returns the eviction policy for a pool. Null selects the pool's built-in order, least recently
-// released first.
-std::unique_ptr<EvictionOrder> policy_of(const Eviction& eviction, int64_t num_blocks);
-
 }  // namespace kvcache

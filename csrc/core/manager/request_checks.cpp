@@ -17,21 +17,6 @@ void RequestChecks::check_places(int64_t start, int64_t num_slots, const char* w
   }
 }
 
-void RequestChecks::check_has_no_state(const char* call) const {
-  if (!has_state_) return;
-  throw_invalid(call,
-                " cannot return the required copies of states: expected step for a manager with a "
-                "recurrent group");
-}
-
-void RequestChecks::check_new(const TokenChain& chain, int64_t least_tokens) const {
-  checked_size("the number of tokens of a new request", chain.num_tokens(), least_tokens);
-  check_length(chain.num_tokens(), "a new request");
-  if (chain.block_size() == c_.hash_block_size) return;
-  throw_invalid("a request with hashes for block_size ", chain.block_size(),
-                " was passed to a manager with block_size ", c_.hash_block_size);
-}
-
 void RequestChecks::check_counts(const NewRow& asked) const {
   const ExternalTokens& external = asked.external;
   checked_size("max_host_blocks", asked.max_host_blocks, 0);
@@ -60,14 +45,6 @@ void RequestChecks::check_counts(const NewRow& asked) const {
   }
 }
 
-void RequestChecks::check_all_transferred(int64_t num_external) const {
-  for (const CacheGroup& group : setup_->groups) {
-    if (group.is_transferred || !group.is_cached) continue;
-    throw_invalid("external.num_tokens is ", num_external, ": expected 0, because group ", group.id,
-                  " is cached but not transferred, so it would lack their KV");
-  }
-}
-
 void RequestChecks::check_external(const NewRow& asked, int64_t num_hit, bool ends_inside) const {
   const int64_t num_known = asked.chain->num_tokens(), num_external = asked.external.num_tokens;
   if (num_external == 0) return;
@@ -80,31 +57,6 @@ void RequestChecks::check_external(const NewRow& asked, int64_t num_hit, bool en
   throw_invalid("external.num_tokens is ", num_external, ": expected at most ",
                 num_known - 1 - num_hit, ", because the request has ", num_known,
                 " tokens, of which ", num_hit, " are cached, and the last token must be computed");
-}
-
-void RequestChecks::check_receive(int32_t row, int64_t num_tokens) const {
-  const Row& r = c_.rows->at(row);
-  if (!r.is_receiving()) {
-    throw_invalid("row ", row,
-                  " is not receiving: expected a request that was admitted with external.delayed");
-  }
-  const int64_t most = r.num_computed - c_.rows->info(row).num_hit;
-  if (num_tokens >= 0 && num_tokens <= most) return;
-  throw_invalid("num_tokens is ", num_tokens, ": expected 0 to ", most,
-                ", the external tokens of the request");
-}
-
-void RequestChecks::check_departure(int32_t row, const std::string* keep_as) const {
-  if (keep_as == nullptr) {
-    if (!c_.row(row).is_receiving()) return;
-    throw_invalid("row ", row,
-                  " is receiving external tokens: expected a call to finish_receiving first, or "
-                  "keep_blocks");
-  }
-  check_on_device(row);
-  if (!c_.frees->keeps(*keep_as)) return;
-  throw_invalid("blocks of request '", *keep_as,
-                "' are already kept: expected a call to release_blocks first");
 }
 
 void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
@@ -125,29 +77,6 @@ void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
   if (num_rejected <= num_uncached) return;
   fail("at most ", std::max<int64_t>(num_uncached, 0),
        ", the number of uncached tokens of its last step");
-}
-
-// The end of the last block of the row, or part of a block, that is published or never will be.
-int64_t RequestChecks::num_cached(int32_t row) const {
-  int64_t num_tokens = 0;
-  for (const CacheGroup& group : setup_->groups) {
-    if (!group.is_cached) continue;
-    const RowBlocks& each = c_.held(row, group);
-    num_tokens = std::max(num_tokens, each.num_published * group.block_size);
-    if (!group.has_partial) continue;
-    num_tokens = std::max(num_tokens, each.num_partial * c_.hash_block_size);
-  }
-  return num_tokens;
-}
-
-void RequestChecks::check_only_drafts(int32_t row, int64_t num_rejected) const {
-  if (num_rejected == 0) return;
-  check_rejected(row, num_rejected);
-  const Row& r = c_.row(row);
-  const int64_t num_unknown = std::max<int64_t>(r.num_computed - r.num_known, 0);
-  if (num_rejected <= num_unknown) return;
-  throw_invalid("num_rejected_tokens of row ", row, " is ", num_rejected, ": expected at most ",
-                num_unknown, ", its drafts: tokens that were not known when it was last served");
 }
 
 int64_t RequestChecks::check_computed(const TokenChain& chain,
@@ -349,40 +278,6 @@ void RequestChecks::check_fork(int32_t row, const TokenChain& child) const {
   if (child.begins_like(*parent.chain, parent.num_computed)) return;
   throw_invalid("the child's tokens or extra keys differ from those of row ", row,
                 ": expected them to match for the ", parent.num_computed, " computed tokens");
-}
-
-void RequestChecks::check_swap(const std::vector<int32_t>& rows, bool on_host) const {
-  c_.rows->begin_call();
-  for (int32_t row : rows) {
-    check_driver(row, /*by_step=*/false);
-    if (!on_host) {
-      check_on_device(row);
-    } else if (!c_.row(row).is_on_host()) {
-      throw_invalid("row ", row, " is on the device: expected one that is swapped out");
-    }
-    check_not_receiving(row);
-    check_once(row);
-  }
-}
-
-void RequestChecks::check_leaving(const int32_t* rows, int64_t n, const KeptNames& kept) const {
-  c_.rows->begin_call();
-  for (int64_t i = 0; i < n; ++i) {
-    c_.rows->at(rows[i]);
-    check_departure(rows[i], kept.empty() ? nullptr : &kept[static_cast<size_t>(i)]);
-    if (c_.rows->name(rows[i])) continue;
-    throw_invalid("row ", rows[i], " would be freed twice: expected each row once");
-  }
-}
-
-void RequestChecks::check_report(int64_t step_id, bool completed,
-                                 const std::vector<BlockId>& failed,
-                                 const std::vector<BlockId>& failed_on_host) const {
-  c_.journal->check_step_id(step_id);
-  check_ids(failed, "failed_pages");
-  if (!failed_on_host.empty()) check_has_host("failed_host_pages contains pages");
-  for (BlockId page : failed_on_host) c_.host->pages().check_id(page, "failed_host_pages");
-  if (!completed) c_.journal->check_may_abort(step_id);
 }
 
 }  // namespace kvcache

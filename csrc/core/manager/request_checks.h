@@ -80,7 +80,13 @@ class RequestChecks {
                   num_sure + max_drafts_, ": ", num_sure, " known or sampled tokens and ",
                   max_drafts_, " drafts (num_speculative_blocks)");
   }
-  void check_has_no_state(const char* call) const;
+  void check_has_no_state(const char* call) const {
+    if (!has_state_) return;
+    throw_invalid(
+        call,
+        " cannot return the required copies of states: expected step for a manager with a "
+        "recurrent group");
+  }
   void check_has_host(const char* what) const {
     if (c_.host != nullptr) return;
     throw_invalid(what, ", but there is no host tier: expected num_host_blocks of 2 or more");
@@ -93,33 +99,84 @@ class RequestChecks {
     for (BlockId id : ids) c_.pool->check_id(id, name);
   }
 
-  void check_new(const TokenChain& chain, int64_t least_tokens = 1) const;
+  void check_new(const TokenChain& chain, int64_t least_tokens = 1) const {
+    checked_size("the number of tokens of a new request", chain.num_tokens(), least_tokens);
+    check_length(chain.num_tokens(), "a new request");
+    if (chain.block_size() == c_.hash_block_size) return;
+    throw_invalid("a request with hashes for block_size ", chain.block_size(),
+                  " was passed to a manager with block_size ", c_.hash_block_size);
+  }
   // Checks the numbers of tokens and blocks in a request for a new row.
   void check_counts(const NewRow& asked) const;
   // Checks that a row can go back by this many tokens. Known tokens can only be computed again.
   void check_rejected(int32_t row, int64_t num_rejected) const;
   // Checks that a row can go back by this many tokens, all of which are drafts.
-  void check_only_drafts(int32_t row, int64_t num_rejected) const;
+  void check_only_drafts(int32_t row, int64_t num_rejected) const {
+    if (num_rejected == 0) return;
+    check_rejected(row, num_rejected);
+    const Row& r = c_.row(row);
+    const int64_t num_unknown = std::max<int64_t>(r.num_computed - r.num_known, 0);
+    if (num_rejected <= num_unknown) return;
+    throw_invalid("num_rejected_tokens of row ", row, " is ", num_rejected, ": expected at most ",
+                  num_unknown, ", its drafts: tokens that were not known when it was last served");
+  }
   // Checks the request for one row outside of a step.
   void check_ask(const RowAsk& ask) const;
   // Checks the external tokens that follow a hit of num_hit tokens. `ends_inside`: the hit ends
   // inside a block.
   void check_external(const NewRow& asked, int64_t num_hit, bool ends_inside) const;
-  void check_receive(int32_t row, int64_t num_tokens) const;
+  void check_receive(int32_t row, int64_t num_tokens) const {
+    const Row& r = c_.rows->at(row);
+    if (!r.is_receiving()) {
+      throw_invalid(
+          "row ", row,
+          " is not receiving: expected a request that was admitted with external.delayed");
+    }
+    const int64_t most = r.num_computed - c_.rows->info(row).num_hit;
+    if (num_tokens >= 0 && num_tokens <= most) return;
+    throw_invalid("num_tokens is ", num_tokens, ": expected 0 to ", most,
+                  ", the external tokens of the request");
+  }
   void check_kept(const std::string& name) const {
     if (c_.frees->keeps(name)) return;
     throw_invalid("no blocks of request '", name,
                   "' are kept: expected a request that was freed with keep_blocks");
   }
   void check_fork(int32_t row, const TokenChain& child) const;
-  void check_swap(const std::vector<int32_t>& rows, bool on_host) const;
-  void check_leaving(const int32_t* rows, int64_t n, const KeptNames& kept) const;
+  void check_swap(const std::vector<int32_t>& rows, bool on_host) const {
+    c_.rows->begin_call();
+    for (int32_t row : rows) {
+      check_driver(row, /*by_step=*/false);
+      if (!on_host) {
+        check_on_device(row);
+      } else if (!c_.row(row).is_on_host()) {
+        throw_invalid("row ", row, " is on the device: expected one that is swapped out");
+      }
+      check_not_receiving(row);
+      check_once(row);
+    }
+  }
+  void check_leaving(const int32_t* rows, int64_t n, const KeptNames& kept) const {
+    c_.rows->begin_call();
+    for (int64_t i = 0; i < n; ++i) {
+      c_.rows->at(rows[i]);
+      check_departure(rows[i], kept.empty() ? nullptr : &kept[static_cast<size_t>(i)]);
+      if (c_.rows->name(rows[i])) continue;
+      throw_invalid("row ", rows[i], " would be freed twice: expected each row once");
+    }
+  }
   // Returns the number of tokens in these blocks, which the caller has looked up.
   int64_t check_computed(const TokenChain& chain, const std::vector<std::vector<BlockId>>& computed,
                          bool reads = true) const;
   void check_step(const StepRequest& request) const;
   void check_report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
-                    const std::vector<BlockId>& failed_on_host) const;
+                    const std::vector<BlockId>& failed_on_host) const {
+    c_.journal->check_step_id(step_id);
+    check_ids(failed, "failed_pages");
+    if (!failed_on_host.empty()) check_has_host("failed_host_pages contains pages");
+    for (BlockId page : failed_on_host) c_.host->pages().check_id(page, "failed_host_pages");
+    if (!completed) c_.journal->check_may_abort(step_id);
+  }
 
  private:
   // For states, checks that all drafts of the row's last step are rejected or known, because the
@@ -150,17 +207,45 @@ class RequestChecks {
       if (ids[i] < 0) TokenIds::fail_negative(i, ids[i]);
     }
   }
-  int64_t num_cached(int32_t row) const;
+  // The end of the last block of the row, or part of a block, that is published or never will be.
+  int64_t num_cached(int32_t row) const {
+    int64_t num_tokens = 0;
+    for (const CacheGroup& group : setup_->groups) {
+      if (!group.is_cached) continue;
+      const RowBlocks& each = c_.held(row, group);
+      num_tokens = std::max(num_tokens, each.num_published * group.block_size);
+      if (!group.has_partial) continue;
+      num_tokens = std::max(num_tokens, each.num_partial * c_.hash_block_size);
+    }
+    return num_tokens;
+  }
   int64_t check_covered(const std::vector<std::vector<BlockId>>& computed) const;
   void check_contain(const TokenChain& chain, const CacheGroup& group,
                      const std::vector<BlockId>& ids, int64_t first) const;
   void check_start(const RowAsk& ask) const;
-  void check_departure(int32_t row, const std::string* keep_as) const;
+  void check_departure(int32_t row, const std::string* keep_as) const {
+    if (keep_as == nullptr) {
+      if (!c_.row(row).is_receiving()) return;
+      throw_invalid("row ", row,
+                    " is receiving external tokens: expected a call to finish_receiving first, or "
+                    "keep_blocks");
+    }
+    check_on_device(row);
+    if (!c_.frees->keeps(*keep_as)) return;
+    throw_invalid("blocks of request '", *keep_as,
+                  "' are already kept: expected a call to release_blocks first");
+  }
   void check_step_row(const StepRequest& request, int64_t i) const;
   void check_step_pages(const StepRequest& request, int64_t i, int64_t start) const;
   void check_leaves_device(const StepRequest& request) const;
   void check_token_ids(const StepRequest& request) const;
-  void check_all_transferred(int64_t num_external) const;
+  void check_all_transferred(int64_t num_external) const {
+    for (const CacheGroup& group : setup_->groups) {
+      if (group.is_transferred || !group.is_cached) continue;
+      throw_invalid("external.num_tokens is ", num_external, ": expected 0, because group ",
+                    group.id, " is cached but not transferred, so it would lack their KV");
+    }
+  }
 
   const ManagerSetup* setup_;
   RowContext c_;

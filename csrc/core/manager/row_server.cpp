@@ -18,13 +18,6 @@ RowServer::RowServer(const RowContext& context, const Parts& parts, const Manage
       max_drafts_(max_drafts(*c_.groups)),
       candidate_(c_.groups->size()) {}
 
-void RowServer::note_served(const ServedRow& served) {
-  c_.journal->note_served(served.row, c_.row(served.row), served.safe_start);
-  // The complete table is sent when all rows are served.
-  if (c_.plan->must_resend(served.row)) return;
-  c_.plan->append(served.row, c_.rows->blocks(served.row), served.num_before.data());
-}
-
 // Returns the span of a running row. Tokens after the known tokens are drafts, except for the first
 // one. Inlined, because it runs for every row of a step.
 inline Span RowServer::span_of(const Row& r, int64_t num_rejected, int64_t num_tokens,
@@ -60,40 +53,31 @@ inline bool RowServer::pass_quietly(int32_t row, Row* r, const Span& span) {
 
 void RowServer::serve_rows(const StepRequest& request) {
   c_.pool->set_taker(Taker::kRunning);
-  const auto num_rows = static_cast<size_t>(request.num_rows);
-  int32_t* num_computed =
-      c_.plan->answer_running(request.rows, request.num_tokens, request.num_rows);
-  std::vector<StepJournal::Served>& noted = c_.journal->served();
-  noted.reserve(num_rows);
+  int32_t* starts = c_.plan->answer_running(request.rows, request.num_tokens, request.num_rows);
+  std::vector<StepJournal::Served>& served = c_.journal->served();
+  served.reserve(static_cast<size_t>(request.num_rows));
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const int32_t row = request.rows[i];
     const int64_t num_rejected = request.num_rejected_of(i), num_tokens = request.num_tokens[i];
     Row& r = c_.row(row);
     const Span span = span_of(r, num_rejected, num_tokens, request.lookahead_of(i));
-    num_computed[i] = static_cast<int32_t>(span.start);
-    if (num_tokens == 0) {  // allocates nothing on either tier
+    starts[i] = static_cast<int32_t>(span.start);
+    if (num_tokens == 0) {  // the row only loses its rejected drafts
       r.take_back(num_rejected);
     } else if (pass_quietly(row, &r, span)) {
-      noted.push_back({row, r.admission, span.start});
+      served.push_back({row, r.admission, span.start});
     } else {
       extend_row(row, span, request, i);
     }
   }
 }
 
-void RowServer::extend_row(int32_t row, const Span& span, const StepRequest& request, int64_t i) {
-  ServedRow served{row, span};
-  const Status status = extend(&served);
-  if (status == Status::kServed) return note_served(served);
-  parts_.intake->take_back(request, i);
-  c_.plan->refuse(i, status);
-}
-
 void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>& external_hits) {
   for (size_t i = 0; i < request.new_rows.size(); ++i) {
+    const NewRow& asked = request.new_rows[i];
     ServedRow served;
-    const int64_t external_hit = request.new_rows[i].external.num_tokens > 0 ? external_hits[i] : 0;
-    const Status status = admit_new(&served, request, i, external_hit);
+    const Status status =
+        admit_new(&served, asked, asked.external.num_tokens > 0 ? external_hits[i] : 0);
     const bool is_served = status == Status::kServed;
     const Span& span = served.span;
     c_.plan->answer(served.row, status, span.start, is_served ? span.stop - span.start : 0);
@@ -104,9 +88,7 @@ void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>
 }
 
 // Tries the longest hit first. Returns kNever only if the request never fits even without a hit.
-Status RowServer::admit_new(ServedRow* served, const StepRequest& request, size_t i,
-                            int64_t external_hit) {
-  const NewRow& asked = request.new_rows[i];
+Status RowServer::admit_new(ServedRow* served, const NewRow& asked, int64_t external_hit) {
   Status answer = Status::kNever;
   for (HitChoice choice : kHitChoices) {
     const PrefixHit& hit = find_hit(asked, choice);
@@ -141,15 +123,6 @@ const PrefixHit& RowServer::find_hit(const NewRow& asked, HitChoice choice) {
   return *hit;
 }
 
-// The tokens between the end of the hit and the start of the span come from another source.
-Span RowServer::span_of(const NewRow& asked, const PrefixHit& hit) {
-  const int64_t num_known = asked.chain->num_tokens();
-  const int64_t start = hit.num_tokens + asked.external.num_tokens;
-  const int64_t stop =
-      asked.external.is_delayed ? start : std::min(start + asked.num_tokens, num_known);
-  return {start, stop, asked.num_lookahead};
-}
-
 Status RowServer::would_fit(const NewRow& asked, bool whole) {
   Status answer = Status::kNever;
   for (HitChoice choice : kHitChoices) {
@@ -174,21 +147,6 @@ Status RowServer::would_extend(int32_t row, int64_t num_tokens,
   return r.is_on_host()
              ? parts_.swap->return_of(row, span, rules_).demand.status
              : rules_.of_running(c_.rows->blocks(row), span, r.may_share(), r.by_step()).status;
-}
-
-void RowServer::publish_left_states() {
-  for (const LeftState& left : growth_.left_states()) {
-    const CacheGroup& group = (*c_.groups)[left.group];
-    group.rules->publish_left(parts_.publisher, left.row, group, left.num_tokens, left.page);
-  }
-}
-
-void RowServer::publish_served() {
-  publish_left_states();
-  for (const StepJournal::Served& served : c_.journal->last().rows) {
-    parts_.publisher->publish(served.row);
-  }
-  growth_.release_left_states();
 }
 
 Status RowServer::extend(ServedRow* served) {
@@ -219,15 +177,6 @@ Demand RowServer::bring_back(ServedRow* served) {
   served->safe_start = 0;
   c_.resend(served->row);
   return back.demand;
-}
-
-// Marks the blocks that the row writes as computed by this row, including blocks that it took over
-// from another row.
-void RowServer::keep_own_blocks(const ServedRow& served) {
-  for (const CacheGroup& group : *c_.groups) {
-    const int64_t first_written = group.rules->first_written(group, served.span);
-    c_.held(served.row, group).lower_hits(first_written);
-  }
 }
 
 // Computes the demand of a request that takes this hit. Stores the request's initial blocks in
@@ -340,15 +289,6 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit) {
   return slots;
 }
 
-// Outside of steps, there is no plan. If a hit ends inside blocks, their copies wait until the
-// caller takes them.
-void RowServer::await_copies() {
-  const std::vector<int32_t>& pairs = c_.plan->direct_pairs();
-  c_.pool->retain(pairs.data(), static_cast<int64_t>(pairs.size()));
-  c_.frees->await_copies(pairs);
-  c_.frees->release_or_defer(c_.plan->take_held());
-}
-
 Slots RowServer::serve(const RowAsk& ask, bool lists_new) {
   const int32_t row = ask.row;
   Row& r = c_.row(row);
@@ -372,22 +312,6 @@ Slots RowServer::serve(const RowAsk& ask, bool lists_new) {
   if (lists_new) add_new_blocks(row, served.num_before.data(), &slots);
   publish_direct(row);
   return slots;
-}
-
-void RowServer::publish_direct(int32_t row) {
-  if (!growth_.left_states().empty()) {
-    publish_left_states();
-    growth_.release_left_states(/*engine_copies=*/true);
-  }
-  parts_.publisher->publish(row);
-}
-
-// Adds the blocks of the row to `slots`, starting with block from[g] in each group g.
-void RowServer::add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const {
-  for (const CacheGroup& group : *c_.groups) {
-    const std::vector<BlockId>& blocks = c_.held(row, group).blocks;
-    slots->new_blocks.emplace_back(blocks.begin() + from[group.id], blocks.end());
-  }
 }
 
 Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& chain) {
@@ -450,15 +374,6 @@ void RowServer::share_blocks(int32_t row, int32_t child) {
     each.num_partial = static_cast<int32_t>(
         std::max<int64_t>(each.num_partial, num_computed / c_.hash_block_size));
   }
-}
-
-// Accepts the drafts of the row's last step, which are all known tokens.
-void RowServer::accept_drafts(int32_t row) {
-  Row& r = c_.row(row);
-  if (r.num_drafts == 0) return;
-  growth_.accept_drafts(row, {r.num_computed, 0, 0, 0, r.num_drafts});
-  r.num_drafts = 0;
-  c_.resend(row);
 }
 
 int64_t RowServer::num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) const {

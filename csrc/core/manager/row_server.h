@@ -49,7 +49,13 @@ class RowServer {
   void serve_new(const StepRequest& request, const std::vector<int64_t>& external_hits = {});
   // Called when all rows of the step are served, so that later plans, but not this plan, can hit
   // the blocks that the step computes.
-  void publish_served();
+  void publish_served() {
+    publish_left_states();
+    for (const StepJournal::Served& served : c_.journal->last().rows) {
+      parts_.publisher->publish(served.row);
+    }
+    growth_.release_left_states();
+  }
 
   // See Manager. The hashes of the request must be known.
   Status would_fit(const NewRow& asked, bool whole);
@@ -89,13 +95,33 @@ class RowServer {
                                               HitChoice::kNone};
 
   bool pass_quietly(int32_t row, Row* r, const Span& span);
-  void extend_row(int32_t row, const Span& span, const StepRequest& request, int64_t i);
+  void extend_row(int32_t row, const Span& span, const StepRequest& request, int64_t i) {
+    ServedRow served{row, span};
+    const Status status = extend(&served);
+    if (status == Status::kServed) return note_served(served);
+    parts_.intake->take_back(request, i);
+    c_.plan->refuse(i, status);
+  }
   Status extend(ServedRow* served);
   void advance(int32_t row, Row* r, const Span& span);
   Demand bring_back(ServedRow* served);
-  void keep_own_blocks(const ServedRow& served);
-  void accept_drafts(int32_t row);
-  Status admit_new(ServedRow* served, const StepRequest& request, size_t i, int64_t external_hit);
+  // Marks the blocks that the row writes as computed by this row, including blocks that it took
+  // over from another row.
+  void keep_own_blocks(const ServedRow& served) {
+    for (const CacheGroup& group : *c_.groups) {
+      const int64_t first_written = group.rules->first_written(group, served.span);
+      c_.held(served.row, group).lower_hits(first_written);
+    }
+  }
+  // Accepts the drafts of the row's last step, which are all known tokens.
+  void accept_drafts(int32_t row) {
+    Row& r = c_.row(row);
+    if (r.num_drafts == 0) return;
+    growth_.accept_drafts(row, {r.num_computed, 0, 0, 0, r.num_drafts});
+    r.num_drafts = 0;
+    c_.resend(row);
+  }
+  Status admit_new(ServedRow* served, const NewRow& asked, int64_t external_hit);
   const PrefixHit& find_hit(const NewRow& asked, HitChoice choice);
   // Whether to retry a request with this status with a shorter hit. Requests with external tokens
   // cannot be retried, because external tokens are counted from the end of the hit.
@@ -104,7 +130,14 @@ class RowServer {
     return status == Status::kWait ? hit.copies_partial()
                                    : status == Status::kNever && hit.num_tokens > 0;
   }
-  static Span span_of(const NewRow& asked, const PrefixHit& hit);
+  // The tokens between the end of the hit and the start of the span come from another source.
+  static Span span_of(const NewRow& asked, const PrefixHit& hit) {
+    const int64_t num_known = asked.chain->num_tokens();
+    const int64_t start = hit.num_tokens + asked.external.num_tokens;
+    const int64_t stop =
+        asked.external.is_delayed ? start : std::min(start + asked.num_tokens, num_known);
+    return {start, stop, asked.num_lookahead};
+  }
   Span span_of(const Row& r, int64_t num_rejected, int64_t num_tokens, int64_t num_lookahead) const;
   Demand demand_of_new(const NewRow& asked, const PrefixHit& hit, const Span& span);
   void compare_hit(const TokenChain& chain, int64_t num_tokens);
@@ -120,11 +153,40 @@ class RowServer {
   }
   void copy_row(int32_t row, int32_t child, const std::shared_ptr<TokenChain>& chain);
   void share_blocks(int32_t row, int32_t child);
-  void note_served(const ServedRow& served);
-  void publish_left_states();
-  void await_copies();               // used by calls outside of steps
-  void publish_direct(int32_t row);  // called after a call outside of steps
-  void add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const;
+  void note_served(const ServedRow& served) {
+    c_.journal->note_served(served.row, c_.row(served.row), served.safe_start);
+    // The complete table is sent when all rows are served.
+    if (c_.plan->must_resend(served.row)) return;
+    c_.plan->append(served.row, c_.rows->blocks(served.row), served.num_before.data());
+  }
+  void publish_left_states() {
+    for (const LeftState& left : growth_.left_states()) {
+      const CacheGroup& group = (*c_.groups)[left.group];
+      group.rules->publish_left(parts_.publisher, left.row, group, left.num_tokens, left.page);
+    }
+  }
+  // Outside of steps, there is no plan. If a hit ends inside blocks, their copies wait until the
+  // caller takes them.
+  void await_copies() {
+    const std::vector<int32_t>& pairs = c_.plan->direct_pairs();
+    c_.pool->retain(pairs.data(), static_cast<int64_t>(pairs.size()));
+    c_.frees->await_copies(pairs);
+    c_.frees->release_or_defer(c_.plan->take_held());
+  }
+  void publish_direct(int32_t row) {
+    if (!growth_.left_states().empty()) {
+      publish_left_states();
+      growth_.release_left_states(/*engine_copies=*/true);
+    }
+    parts_.publisher->publish(row);
+  }
+  // Adds the blocks of the row to `slots`, starting with block from[g] in each group g.
+  void add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const {
+    for (const CacheGroup& group : *c_.groups) {
+      const std::vector<BlockId>& blocks = c_.held(row, group).blocks;
+      slots->new_blocks.emplace_back(blocks.begin() + from[group.id], blocks.end());
+    }
+  }
 
   RowContext c_;
   Parts parts_;
