@@ -248,7 +248,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         MANAGER + "row_growth.h",
         "manager groups tiers allocator_random",
-        [("each.source = kNullBlock;\n}", "}")],
+        [("each.source = kNullBlock;\n  }", "}")],
     ),
     (
         RULES + "tokens.h",
@@ -324,7 +324,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        MANAGER + "host_tier.cpp",
+        MANAGER + "host_tier.h",
         "tiers allocator_random allocator_contents",
         [
             ("++counts_.unwritten_blocks;", ""),
@@ -347,12 +347,18 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        MANAGER + "request_checks.cpp",
+        MANAGER + "request_checks.h",
         "manager manager_life external_tokens",
         [
             ("if (num_tokens >= 0 && num_tokens <= most) return;", "if (num_tokens >= 0) return;"),
-            ("if (num_rejected <= num_uncached) return;", "return;"),
             ("if (!completed) c_.journal->check_may_abort(step_id);", ""),
+        ],
+    ),
+    (
+        MANAGER + "request_checks.cpp",
+        "manager manager_life external_tokens",
+        [
+            ("if (num_rejected <= num_uncached) return;", "return;"),
             (
                 "check_driver(row, /*by_step=*/true);\n  if (num_tokens",
                 "c_.rows->at(row);\n  if (num_tokens",
@@ -754,7 +760,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
 SURVIVORS = {
     "block_pool.cpp:10": "Python cannot publish partial blocks in a bare pool; `make ctest` detects it.",
     "block_copy.h:3": "Runs are cut only for mapped host memory; `make gpu-less` detects it.",
-    "host_tier.cpp:3": "A block that is queued twice is still written only once.",
+    "host_tier.h:3": "A block that is queued twice is still written only once.",
     "hash_index.cpp:2": "The mutant only costs time: a search ends at the longest walk instead.",
     "transfer_plan.py:2": "With one head per rank, the skipped search finds no fewer fragments.",
     "hash_index.cpp:5": "Python cannot set the key; `make ctest`, which can, detects it.",

@@ -108,8 +108,8 @@ DEFECTS = [
     ),
     Defect(
         "row server",
-        MANAGER + "row_server.cpp",
-        "  parts_.intake->take_back(request, i);\n",
+        MANAGER + "row_server.h",
+        "    parts_.intake->take_back(request, i);\n",
         "",  # a waiting row keeps its new token ids
         "manager allocator_random",
     ),
@@ -122,7 +122,7 @@ DEFECTS = [
     ),
     Defect(
         "cache tiers",
-        MANAGER + "cache_tiers.cpp",
+        MANAGER + "cache_tiers.h",
         "frees_.defers(steps_->numbers().num_steps)",
         "false",  # blocks are overwritten before they are copied to the host
         "tiers allocator_random",
@@ -171,7 +171,7 @@ DEFECTS = [
     ),
     Defect(
         "host tier",
-        MANAGER + "host_tier.cpp",
+        MANAGER + "host_tier.h",
         "onboards_.front().step_id < num_completed",
         "onboards_.front().step_id <= num_completed",  # publishes blocks before they have arrived
         "tiers allocator_random",
