@@ -41,7 +41,7 @@ struct Fixture {
     return ids[0];
   }
   const PrefixHit& find(bool with_host = false, bool with_partial = false) {
-    return finder.find(*chain, with_partial, with_host);
+    return finder.find(*chain, with_partial, with_host, chain->read_cache());
   }
 };
 
@@ -125,7 +125,7 @@ TEST(with_partial_hits_a_drafter_needs_one_more_hash_block) {
 TEST(requests_that_do_not_read_the_cache_find_nothing) {
   Fixture f;
   f.cache(&f.pool, 0);
-  CHECK_EQ(f.finder.find(*Fixture::make_chain(4, /*reads=*/false), false, false).num_tokens, 0);
+  CHECK_EQ(f.find(Fixture::make_chain(4, /*reads=*/false), false, false).num_tokens, 0);
   ManagerOptions options{};
   options.enable_caching = false;
   Fixture off(full_groups(4), options);

@@ -341,9 +341,9 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "rows_[row].admission = ++num_admissions_;",
                 "rows_[row].admission = num_admissions_;",
             ),
-            ("if (with_all) out.insert(", "if (true) out.insert("),
-            ("if (tail.first_token != token || tail.num_left == 0)", "if (tail.num_left == 0)"),
-            ("{each.blocks.data() + each.num_dropped, each", "{each.blocks.data(), each"),
+            ("} else if (with_all) {", "} else {"),
+            ("|| column * group.block_size != token) continue;", ") continue;"),
+            ("if (column < each.num_dropped ||", "if (column < 0 ||"),
         ],
     ),
     (

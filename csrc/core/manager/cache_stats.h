@@ -2,9 +2,8 @@
 // Cache hit statistics, in total and over the most recent requests.
 //
 // A hit token is a token that a request did not have to compute, because another request had. A
-// request is counted once, at its first admission that reads the cache. If it is preempted and
-// admitted again, its tokens are not counted again, and of its hit, only tokens that it has never
-// had before.
+// request is counted once, at its first admission that reads the cache. If it is admitted again,
+// only the tokens of its hit that it has never had before are counted.
 #pragma once
 
 #include <algorithm>

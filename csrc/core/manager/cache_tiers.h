@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The two block tiers: the device pool and, if configured, the host pool.
 //
-// The tiers share one clock and one event log. The class also holds released device blocks that a
-// step may still read. Invariants: only rows, onboards and fences hold references to blocks
-// or pages, and the clocks of both tiers agree.
+// Invariants: only rows, onboards and fences hold references to blocks or pages, and the clocks of
+// both tiers agree.
 #pragma once
 
 #include <cstdint>

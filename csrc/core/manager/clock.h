@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The clock for eviction policies. The caller may set the time. Otherwise, the
-// system's steady clock is used, with a resolution of a few milliseconds. Every call reads the
-// clock, so reads must be fast.
+// The clock for eviction policies: the time that the caller sets or, by default, the system's
+// steady clock with a resolution of a few milliseconds. Every call reads it, so reads must be fast.
 //
 // Invariant: time never decreases.
 #pragma once

@@ -2,10 +2,9 @@
 // Manages cached blocks on the host, which are offloaded from the device and onboarded when
 // requests hit them.
 //
-// The host has its own pool of pages. A plan that offloads a block writes it to a page, which later
-// plans can find. A plan that onboards a page loads it into a device block. The block arrives when
-// the step is reported as done. Invariant: a page that a plan loads, and its destination block, are
-// held until the block arrives, so that neither of them is reused.
+// A plan that offloads a block writes it to a host page, which later plans can find. A plan that
+// onboards a page loads it into a device block, which arrives when the step is reported as done.
+// Invariant: the page and the block are held until then, so that neither of them is reused.
 #pragma once
 
 #include <algorithm>
@@ -38,8 +37,7 @@ class HostTier : public BlockListener {
     BlockId page, block;  // one reference to each is held
     int64_t column;       // index of the block in the sequence
     uint8_t group;
-    std::shared_ptr<TokenChain>
-        chain;  // for a hit, the block is published on arrival; otherwise null
+    std::shared_ptr<TokenChain> chain;  // of a hit, which is published on arrival; otherwise null
   };
 
   struct Context {
@@ -227,8 +225,7 @@ class HostTier : public BlockListener {
     const Copied content = content_of(id);
     BlockId page = pages_->find(content.hash, content.group);
     if (page != kNullBlock) {
-      pages_->retain(&page,
-                     1);  // holds the page until the pages that this plan writes are published
+      pages_->retain(&page, 1);  // until the pages that this plan writes are published
       offloads_.push_back({page, content, /*is_row=*/false, /*is_there=*/true});
       return false;
     }

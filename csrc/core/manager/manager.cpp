@@ -146,7 +146,7 @@ int64_t Manager::checkpoint_tokens(TokenChain& chain, int32_t row, int64_t num_t
   } else {
     checks_.check_new(chain);
     if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
-    const PrefixHit& hit = finder_.find(chain, by_step, /*with_host=*/by_step);
+    const PrefixHit& hit = finder_.find(chain, by_step, /*with_host=*/by_step, chain.read_cache());
     start = hit.num_tokens;
     num_shared = hit.num_shared_tokens;
   }
@@ -351,17 +351,14 @@ void Manager::mark_computed(int32_t row, int64_t num_tokens) {
   const Row& r = rows_[row];
   int64_t& num_marked = rows_.info(row).num_marked;
   const int64_t num_reached = std::min(num_tokens, r.num_computed);
-  // Most decode steps fill no block.
-  if (r.is_on_host() || !publisher_.may_publish(row)) {
-    num_marked = std::max(num_marked, num_reached);
-    return;
+  const bool publishes = !r.is_on_host() && publisher_.may_publish(row);
+  if (publishes) {  // most decode steps fill no block
+    tiers_.read_clock();
+    if (num_reached >= r.next_publish) intake_.hash_ahead(*r.chain, /*reads=*/false);
   }
-  tiers_.read_clock();
-  // Computes hashes before anything changes.
-  if (num_reached >= r.next_publish) intake_.hash_ahead(*r.chain, /*reads=*/false);
   const Soundness::Change change = this->change("mark_blocks_as_computed");
   num_marked = std::max(num_marked, num_reached);
-  publisher_.publish(row);
+  if (publishes) publisher_.publish(row);
 }
 
 void Manager::access(int32_t row, double now) {

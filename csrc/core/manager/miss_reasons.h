@@ -194,8 +194,9 @@ class MissReasons {
     const int64_t lost = find_lost(chain, ranges->position, last, report);
     // A group that keeps all tokens can hit every cached block whose predecessors are cached.
     MissReason reason = group_->keeps_all ? MissReason::kEvicted : MissReason::kBoundary;
-    if (report->lost)
+    if (report->lost) {
       reason = report->lost->is_evicted ? MissReason::kEvicted : MissReason::kRemoved;
+    }
     ranges->add_until(std::min(lost, last), reason);
     const Sign sign = sign_of(chain, ranges->position);
     const auto add_recent = [&](bool is_in_flight, MissReason why) {

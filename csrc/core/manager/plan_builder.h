@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Builds the plan of a step, which consists of results and changes.
 //
-// Between steps, the builder collects what the next plan must contain: freed rows to clear, and
-// rows whose tables must be sent again. Within a step, it holds the blocks that the plan reads.
+// Between steps, collects the freed rows to clear, and the rows whose tables must be sent again.
 // Invariant: a plan names each row at most once per section, and each page at most once as a
 // destination.
 #pragma once

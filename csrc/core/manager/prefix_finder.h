@@ -120,14 +120,10 @@ class PrefixFinder {
     hit_.sources.resize(groups_->size());
   }
 
-  // Returns the hit of a request, which excludes at least the last token. The result is valid until
-  // the next call. The hit is empty if caching is disabled or the request does not read the cache.
-  // Does not change the pools. The hashes of the chain must be known. Partial blocks are found only
-  // on the device.
-  const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host) {
-    return find(chain, with_partial, with_host, chain.read_cache());
-  }
-  // `reads` overrides the chain's setting. The hit has at most `most_tokens` tokens.
+  // Returns the hit of a request: at most `most_tokens` tokens, and never the last token, which
+  // must be computed. The hit is empty if caching is disabled or not `reads`. The hashes of the
+  // chain must be known. Partial blocks are found only on the device. The result is valid until the
+  // next call.
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host, bool reads,
                         int64_t most_tokens = kUnbounded) {
     reads = reads && is_enabled_ && chain.num_tokens() > 0;
@@ -210,9 +206,7 @@ class PrefixFinder {
   int64_t accepted_by_prefix(const CacheGroup& group, int64_t num_tokens) {
     const int64_t bs = group.block_size, redone = group.num_redone(with_partial_);
     int64_t& num_leading = num_leading_[group.id];
-    if (num_leading < 0) {
-      num_leading = find_leading(group, (num_tokens + redone) / bs);
-    }
+    if (num_leading < 0) num_leading = find_leading(group, (num_tokens + redone) / bs);
     // The hit ends no later than inside the block that follows the whole blocks.
     num_tokens = std::min(num_tokens, (num_leading + 1) * bs - hash_block_size_ - redone);
     num_tokens -= num_tokens % step_;
@@ -226,13 +220,10 @@ class PrefixFinder {
   int64_t accepted_by_window(const CacheGroup& group, int64_t num_tokens) {
     const int64_t bs = group.block_size, redone = group.num_redone(with_partial_);
     while (num_tokens > 0) {
-      if (redone > 0 && !is_end_found(group, num_tokens + redone)) {
-        num_tokens -= step_;
-        continue;
-      }
       const int64_t first_token = group.first_needed_token(num_tokens);
-      if (num_tokens % bs != 0 && first_token < num_tokens &&
-          partial_block_of(group, num_tokens) == kNullBlock) {
+      const bool reads_part = num_tokens % bs != 0 && first_token < num_tokens;
+      if ((redone > 0 && !is_end_found(group, num_tokens + redone)) ||
+          (reads_part && partial_block_of(group, num_tokens) == kNullBlock)) {
         num_tokens -= step_;
         continue;
       }
@@ -323,8 +314,7 @@ class PrefixFinder {
     std::vector<PrefixHit::HostBlock>& on_host = hit_.on_host[group.id];
     const int64_t num_tokens = hit_.num_tokens, num_blocks = num_tokens / group.block_size;
     blocks.resize(static_cast<size_t>(num_blocks));
-    if (group.keeps_all &&
-        group.is_cached) {  // find_leading has stored them, and blocks after them
+    if (group.keeps_all && group.is_cached) {  // find_leading has stored these blocks, and more
       while (!on_host.empty() && on_host.back().column >= num_blocks) on_host.pop_back();
     } else {
       for (int64_t b = group.first_hit_block(num_tokens); b < num_blocks; ++b) {

@@ -159,8 +159,14 @@ class RequestChecks {
   void check_leaving(const int32_t* rows, int64_t n, const KeptNames& kept) const {
     c_.rows->begin_call();
     for (int64_t i = 0; i < n; ++i) {
-      c_.rows->at(rows[i]);
-      check_departure(rows[i], kept.empty() ? nullptr : &kept[static_cast<size_t>(i)]);
+      const Row& r = c_.rows->at(rows[i]);
+      if (!kept.empty()) {
+        check_keeps(rows[i], kept[static_cast<size_t>(i)]);
+      } else if (r.is_receiving()) {
+        throw_invalid("row ", rows[i],
+                      " is receiving external tokens: expected a call to finish_receiving first, "
+                      "or keep_blocks");
+      }
       if (c_.rows->name(rows[i])) continue;
       throw_invalid("row ", rows[i], " would be freed twice: expected each row once");
     }
@@ -223,16 +229,11 @@ class RequestChecks {
   void check_contain(const TokenChain& chain, const CacheGroup& group,
                      const std::vector<BlockId>& ids, int64_t first) const;
   void check_start(const RowAsk& ask) const;
-  void check_departure(int32_t row, const std::string* keep_as) const {
-    if (keep_as == nullptr) {
-      if (!c_.row(row).is_receiving()) return;
-      throw_invalid("row ", row,
-                    " is receiving external tokens: expected a call to finish_receiving first, or "
-                    "keep_blocks");
-    }
+  // Checks that the blocks of the row can be kept under this name.
+  void check_keeps(int32_t row, const std::string& name) const {
     check_on_device(row);
-    if (!c_.frees->keeps(*keep_as)) return;
-    throw_invalid("blocks of request '", *keep_as,
+    if (!c_.frees->keeps(name)) return;
+    throw_invalid("blocks of request '", name,
                   "' are already kept: expected a call to release_blocks first");
   }
   void check_step_row(const StepRequest& request, int64_t i) const;

@@ -99,9 +99,9 @@ class RowSwap {
             num_blocks_back(rows, num_slots, {})};
   }
 
-  // Called outside of steps. Moves all rows, or none if they do not all fit. Returns (device page,
-  // host page) pairs; swap_in returns the reverse. Blocks that the device cache still contains are
-  // shared by the rows instead of moving back.
+  // Called outside of steps. Move all rows, or none if they do not all fit. Return (source page,
+  // destination page) pairs. Blocks that the device cache still contains do not move back, but are
+  // shared by the rows.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows) {
     if (num_unique_blocks(rows) > c_.host->pages().num_free()) return std::nullopt;
     c_.plan->begin_direct();

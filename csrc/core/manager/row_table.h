@@ -151,31 +151,30 @@ class RowTable {
       return {held->blocks.rbegin(), held->blocks.rend() - held->num_dropped};
     }
     std::vector<BlockId> out;
-    std::array<Tail, kMaxGroups> tails;  // in group order
-    size_t num_tails = 0, num_blocks = 0;
+    std::array<int64_t, kMaxGroups> num_left{};  // blocks that no round has taken yet, by group
     int64_t last = 0, unit = 0;  // tokens: where the last block begins, and where blocks may begin
+    size_t num_alive = 0;
     for (const CacheGroup& group : *groups_) {
       const RowBlocks& each = held[group.id];
-      if (!group.rules->traits.follows_sequence) {
-        if (with_all) out.insert(out.end(), each.blocks.rbegin(), each.blocks.rend());
-      } else if (each.num_alive() > 0) {
-        const int64_t first_token = (each.size() - 1) * group.block_size;
-        tails[num_tails++] = {each.blocks.data() + each.num_dropped, each.num_alive(),
-                              group.block_size, first_token};
-        num_blocks += static_cast<size_t>(each.num_alive());
-        last = std::max(last, first_token);
+      if (group.rules->traits.follows_sequence) {
+        num_left[group.id] = each.size();
+        num_alive += static_cast<size_t>(each.num_alive());
+        last = std::max(last, (each.size() - 1) * group.block_size);
         unit = std::gcd(unit, group.block_size);
+      } else if (with_all) {
+        out.insert(out.end(), each.blocks.rbegin(), each.blocks.rend());
       }
     }
-    num_blocks += out.size();
+    const size_t num_blocks = out.size() + num_alive;
     out.reserve(num_blocks);
     // Each round takes the blocks that begin at one token.
     for (int64_t token = last; out.size() < num_blocks; token -= unit) {
-      for (size_t i = 0; i < num_tails; ++i) {
-        Tail& tail = tails[i];
-        if (tail.first_token != token || tail.num_left == 0) continue;
-        out.push_back(tail.ids[--tail.num_left]);
-        tail.first_token -= tail.block_size;
+      for (const CacheGroup& group : *groups_) {
+        const RowBlocks& each = held[group.id];
+        const int64_t column = num_left[group.id] - 1;
+        if (column < each.num_dropped || column * group.block_size != token) continue;
+        out.push_back(each[column]);
+        num_left[group.id] = column;
       }
     }
     return out;
@@ -206,13 +205,6 @@ class RowTable {
   }
 
  private:
-  // The blocks of a group that were not yet taken by a round of `tail_first`.
-  struct Tail {
-    const BlockId* ids;
-    int64_t num_left;
-    int64_t block_size;
-    int64_t first_token;  // first token of the last remaining block
-  };
   size_t first_of(int32_t row) const { return static_cast<size_t>(row) * num_groups_; }
 
   const std::vector<CacheGroup>* groups_;

@@ -22,10 +22,8 @@ struct ExternalTokens {
 // A request for a new row.
 struct NewRow {
   std::shared_ptr<TokenChain> chain;
-  // Maximum number of tokens after the hit, clipped to the known tokens.
-  int64_t num_tokens = kMaxSize;
-  // Maximum number of host blocks in a hit; a hit with more host blocks uses none of them.
-  int64_t max_host_blocks = kMaxSize;
+  int64_t num_tokens = kMaxSize;       // maximum after the hit, clipped to the known tokens
+  int64_t max_host_blocks = kMaxSize;  // a hit with more host blocks uses none of them
   ExternalTokens external = {};
   std::optional<bool> read_cache = std::nullopt;  // overrides the setting of the chain
   int64_t num_lookahead = 0;                      // additional slots for drafts
@@ -33,15 +31,11 @@ struct NewRow {
   // The whole prompt is computed in one step from its own K and V. Therefore, blocks outside the
   // window at the end of the prompt are never allocated.
   bool computes_whole = false;
-  // Tokens of the prompt; 0: all known tokens. The known tokens of a preempted request also include
-  // its output.
-  int64_t num_prompt = 0;
+  int64_t num_prompt = 0;  // tokens without the output of a preempted request; 0: all known tokens
   // For `admit`: `PrefixHit::num_shared_tokens` of the lookup. Steps do this lookup themselves.
   int64_t num_shared = 0;
-  // Blocks are published when `mark_computed` reports that their tokens have KV, not when they are
-  // filled.
-  bool waits_for_marks = false;
-  std::string_view name = {};  // for reports on misses; valid during the call
+  bool waits_for_marks = false;  // publishes blocks when `mark_computed` reports that they have KV
+  std::string_view name = {};    // for reports on misses; valid during the call
 
   bool reads() const { return chain->reads(read_cache); }
 };

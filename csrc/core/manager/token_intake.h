@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Appends new token ids, and computes the hashes of the blocks that they fill, before anything else
-// changes.
+// Appends new token ids, and computes the hashes of the blocks that they fill.
 //
-// Hashing can be interrupted. Therefore all hashes that a call needs are computed in advance, and
-// ids that the call does not use are removed again. Hashes computed by the engine are read when
-// their tokens arrive.
+// Hashing can be interrupted. Therefore all hashes that a call needs are computed before anything
+// else changes, and ids that the call does not use are removed again.
 #pragma once
 
 #include <cstdint>
@@ -66,9 +64,8 @@ class TokenIntake {
   void hash_filled(int32_t row) const {
     if (publisher_->may_publish(row)) hash_ahead(*c_.row(row).chain, /*reads=*/false);
   }
-  // The hashes are needed because dropped blocks are known only by their hashes, and because
-  // restarted rows look up their own.
-  // Computes the hashes of all rows and of dropped blocks in the journal.
+  // Computes the hashes of all rows, which restarted rows look up, and of the dropped blocks in the
+  // journal, which are known only by their hashes.
   void hash_rows() const {
     for (int32_t row : c_.rows->in_use()) hash_ahead(*c_.row(row).chain, /*reads=*/true);
     for (const StepJournal::Step& step : c_.journal->in_flight()) {
