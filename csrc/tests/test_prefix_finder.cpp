@@ -125,7 +125,7 @@ TEST(with_partial_hits_a_drafter_needs_one_more_hash_block) {
 TEST(requests_that_do_not_read_the_cache_find_nothing) {
   Fixture f;
   f.cache(&f.pool, 0);
-  CHECK_EQ(f.find(Fixture::make_chain(4, /*reads=*/false), false, false).num_tokens, 0);
+  CHECK_EQ(f.finder.find(*f.chain, false, false, /*reads=*/false).num_tokens, 0);
   ManagerOptions options{};
   options.enable_caching = false;
   Fixture off(full_groups(4), options);

@@ -145,6 +145,18 @@ TEST(outside_of_a_step_rows_are_swapped_together) {
   CHECK_EQ(s.host.counts().swapped_in_blocks, 2);
 }
 
+TEST(a_return_does_not_share_pages_of_earlier_calls) {
+  Serving s;
+  const int32_t row = s.add_row(20);
+  s.serve(row, 0, 8);
+  s.end();
+  CHECK(s.swap.swap_out({row}).has_value());  // the pages have the ids of the blocks that have left
+  const Ids others = take(&s.pool, 18);
+  CHECK(s.swap.return_of(row, {8, 9, 0}, s.rules).demand.status == Status::kWait);
+  release(&s.pool, others);
+  CHECK(s.swap.return_of(row, {8, 9, 0}, s.rules).demand.status == Status::kServed);
+}
+
 TEST(num_blocks_back_counts_shared_blocks_once) {
   Serving s;
   const int32_t row = s.add_row(20);

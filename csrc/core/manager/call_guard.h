@@ -3,8 +3,7 @@
 // broken.
 //
 // During a call, a signal handler or an attention kind written in Python may call the manager again
-// or let another thread run. Both kinds of calls are rejected with an error that states the reason.
-// Invariant: at most one Scope exists, and it belongs to the owning thread.
+// or let another thread run. Invariant: at most one Scope exists, of the owning thread.
 #pragma once
 
 #include <sstream>

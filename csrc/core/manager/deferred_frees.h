@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Released blocks that may still be read.
 //
-// A step in flight may read a block until the step is reported as done. A connector may read a
-// block until it has sent the block. The source and destination of a copy are held until the caller
-// takes the copies. Invariant: the per-block counts equal the references held by fences, under
-// names and by copies.
+// They are held for steps in flight (fences), for connectors that send them (under names), or for
+// copies that the caller has not taken. Invariant: the per-block counts equal these references.
 #pragma once
 
 #include <algorithm>

@@ -41,10 +41,9 @@ class DemandRules {
   DemandRules(const RowContext& context, const ManagerOptions& options)
       : c_(context), holders_(context), watermark_blocks_(options.watermark_blocks) {}
 
-  // The demand of a row on the device. If the row does not fit, the status states whether it can
-  // ever fit. `may_share`: other rows may hold blocks that it writes. `gives_up`: if the row does
-  // not fit, it releases its blocks that contain no slot of the span, and its pages with states
-  // after earlier drafts.
+  // The demand of a row on the device. `may_share`: other rows may hold blocks that it writes.
+  // `gives_up`: if the row does not fit, it releases its blocks that contain no slot of the span,
+  // and its pages with states after earlier drafts.
   Demand of_running(const RowBlocks* held, const Span& span, bool may_share,
                     bool gives_up = false) const {
     Demand demand = with_free(held, span, may_share, c_.pool->num_free(), /*gives_up=*/false);

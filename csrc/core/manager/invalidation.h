@@ -47,8 +47,7 @@ class Invalidation {
     limit_by_drops();
   }
   // Adds an invalid block. The first num_valid tokens of the prefix that ends with this block
-  // remain valid.
-  // Returns whether this is new.
+  // remain valid. Returns whether this is new.
   bool add_block(BlockId id, int64_t num_valid) {
     const auto [known, is_new] = blocks_.emplace(id, num_valid);
     if (!is_new && known->second <= num_valid) return false;
@@ -226,9 +225,8 @@ class Invalidation {
     const int64_t stop = std::min(r.num_computed / c_.hash_block_size, group.hash_index(block));
     return add_hashes_of(*r.chain, group, num_valid, stop, [](int64_t) { return true; });
   }
-  // Adds the hashes of a block that its row has dropped or released, if lookups can still find the
-  // block. Whether they can find partial blocks is unknown, so all hashes of partial blocks are
-  // added.
+  // Adds the hashes of a block that its row has dropped or released, if lookups can find the block.
+  // Whether they can find parts of the block is unknown, so the hashes of all parts are added.
   bool add_dropped(const TokenChain& chain, const CacheGroup& group, int64_t block,
                    int64_t num_valid) {
     // While the block was published, other rows may have used it and published their own results.

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The manager's calls. Each call checks its input, appends and hashes tokens, and delegates the
-// work to a component.
+// Each call checks its input, appends and hashes tokens, and delegates the work to a component.
 #include "core/manager/manager.h"
 
 #include <algorithm>
@@ -18,6 +17,15 @@ bool copies_hits(const std::vector<CacheGroup>& groups) {
     const PageTraits& traits = group.rules->traits;
     return traits.updates_in_place || (traits.appends && !group.is_cached);
   });
+}
+
+// Returns the tokens per block, by group; 0 for a group that is not cached.
+std::vector<int64_t> cached_block_sizes(const std::vector<CacheGroup>& groups) {
+  std::vector<int64_t> sizes;
+  for (const CacheGroup& group : groups) {
+    sizes.push_back(group.is_cached ? group.block_size : 0);
+  }
+  return sizes;
 }
 
 }  // namespace

@@ -93,9 +93,8 @@ class Manager {
   // Returns the status that the row would get if it were served with this number of new tokens.
   Status would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
-  // Returns how many of the next num_tokens tokens a step should compute, so that it ends at a
-  // position where recurrent states are kept (see HitEnds). `row`: the row of the request, or
-  // -1.
+  // Returns how many of the next num_tokens tokens a step should compute, so that it ends where
+  // recurrent states are kept (see HitEnds). `row`: the row of the request, or -1.
   int64_t checkpoint_tokens(TokenChain& chain, int32_t row, int64_t num_tokens);
 
   // Serves running rows, then new requests, in the given order. The plan is valid until the next

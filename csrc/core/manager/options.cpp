@@ -151,12 +151,4 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
   return groups;
 }
 
-std::vector<int64_t> cached_block_sizes(const std::vector<CacheGroup>& groups) {
-  std::vector<int64_t> sizes;
-  for (const CacheGroup& group : groups) {
-    sizes.push_back(group.is_cached ? group.block_size : 0);
-  }
-  return sizes;
-}
-
 }  // namespace kvcache

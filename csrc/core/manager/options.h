@@ -73,9 +73,6 @@ ManagerOptions checked(const ManagerOptions& options);
 int64_t hash_block_size_of(const ManagerOptions& options);
 std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_block_size);
 
-// Returns the tokens per block, by group; 0 for a group that is not cached.
-std::vector<int64_t> cached_block_sizes(const std::vector<CacheGroup>& groups);
-
 // The checked options of a manager, and values derived from them.
 struct ManagerSetup {
   explicit ManagerSetup(const ManagerOptions& asked)

@@ -54,9 +54,8 @@ class PlanBuilder {
     plan_.num_running = num_running;
     plan_.num_leaving = num_leaving;
   }
-  // Adds the results for the running rows of a step, all of which count as served until `refuse` is
-  // called. Returns the array num_computed_tokens of these rows, which the caller sets before any
-  // other result is added.
+  // Adds the results for the running rows of a step, which count as served until `refuse` is
+  // called. Returns their num_computed_tokens, which the caller sets before it adds other results.
   int32_t* answer_running(const int32_t* rows, const int32_t* num_tokens, int64_t n) {
     plan_.rows.assign(rows, rows + n);
     plan_.status.assign(static_cast<size_t>(n), static_cast<uint8_t>(Status::kServed));

@@ -91,9 +91,9 @@ class PrefixFinder {
     int64_t hash_block_size;
   };
   // A drafter needs the hidden states of the tokens before the computed ones, so the last block
-  // that its group finds is recomputed. The group must therefore find one more block than the hit,
-  // even if this block ends after the last token that a hit may include. If hits can end inside
-  // blocks, one more hash block is enough.
+  // that its group finds is recomputed. The group must therefore find one more block than the hit
+  // (one more hash block if hits can end inside blocks), even after the last token that a hit may
+  // include.
   PrefixFinder(const Context& context, const ManagerOptions& options)
       : pool_(context.pool),
         host_(context.host),

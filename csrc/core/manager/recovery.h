@@ -89,9 +89,8 @@ class Recovery {
     given_.clear();
   }
 
-  // Called before the hashes of the device blocks for which `is_evicted` returns true are removed.
-  // Records in the journal which of these blocks belong to prefixes of freed rows whose steps may
-  // be in flight. If one of the blocks fails later, lookups cannot find it.
+  // Called before these device blocks lose their hashes, so that lookups no longer find them.
+  // Records in the journal which of them belong to freed rows whose steps may be in flight.
   void note_evicted(const std::function<bool(BlockId)>& is_evicted) {
     release_->note_forgotten();
     for (const StepJournal::Step& step : c_.journal->in_flight()) {
@@ -133,9 +132,8 @@ class Recovery {
     }
     return num_tokens - num_tokens % unit;
   }
-  // Undoes this step and all later ones. Each row returns to its state before the first of these
-  // steps that served it, and their results are removed from the device cache. No effect if the
-  // step was already aborted.
+  // Undoes this step and all later ones, unless the step was already aborted. Each row returns to
+  // its state before them, and their results are removed from the device cache.
   Recompute abort_from(int64_t step_id) {
     const std::vector<StepJournal::Step> aborted = c_.journal->abort_from(step_id);
     if (aborted.empty()) return {};

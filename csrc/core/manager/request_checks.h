@@ -55,9 +55,8 @@ class RequestChecks {
     throw_invalid("row ", row,
                   " is receiving external tokens: expected a call to finish_receiving first");
   }
-  // For circular buffers, checks that the slots of a step do not overwrite tokens that the step
-  // reads. The step needs `num_slots` slots, including lookahead, starting at token `start`. `what`
-  // describes the request in errors.
+  // For circular buffers, checks that num_slots slots from token `start` on, including lookahead,
+  // do not overwrite tokens that the step reads. `what` describes the request in errors.
   void check_places(int64_t start, int64_t num_slots, const char* what) const;
   // The same for a row whose last step may have been shorter than planned. With states of drafts,
   // it was not: its result is known, or a swap-out has accepted the drafts.

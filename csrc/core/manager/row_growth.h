@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Assigns blocks to rows: cache hits, new blocks, and copies of shared blocks.
 //
-// Applies a Demand that fits to the blocks of the row, the plan and the journal. Invariant: a row
-// holds exactly the blocks that were assigned to it and that it has not released. Between steps, no
-// state is about to leave its page.
+// Invariants: a row holds exactly the blocks that were assigned to it and that it has not released.
+// Between steps, no state is about to leave its page.
 #pragma once
 
 #include <algorithm>

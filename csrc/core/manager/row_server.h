@@ -2,8 +2,7 @@
 // Serves rows: allocates the next slots of running rows, admits requests, and forks rows.
 //
 // DemandRules computes what a row needs. If the demand fits, RowGrowth allocates it, and the
-// journal and the plan record it. Invariant: a row that does not fit is answered with the
-// corresponding status and remains unchanged.
+// journal and the plan record it. Invariant: a row that does not fit remains unchanged.
 #pragma once
 
 #include <cstdint>
@@ -87,9 +86,8 @@ class RowServer {
   }
 
  private:
-  // The kinds of hits that a request may take. A hit that ends inside a block needs that block and
-  // its copy. A hit with a state needs the page of the state and the page in which it continues. A
-  // shorter hit may need fewer blocks.
+  // The kinds of hits that a request may take. A shorter hit may need fewer blocks: without the
+  // block in which the hit ends and its copy, or without the page of a state and the page after it.
   enum class HitChoice : uint8_t { kPartial, kWhole, kNone };
   static constexpr HitChoice kHitChoices[] = {HitChoice::kPartial, HitChoice::kWhole,
                                               HitChoice::kNone};

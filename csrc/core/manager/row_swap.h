@@ -105,8 +105,8 @@ class RowSwap {
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows) {
     if (num_unique_blocks(rows) > c_.host->pages().num_free()) return std::nullopt;
     c_.plan->begin_direct();
-    begin();
     for (int32_t row : rows) leave(row);
+    moved_.clear();
     publisher_->publish_offloaded();
     return c_.plan->direct_pairs();
   }
@@ -119,13 +119,13 @@ class RowSwap {
     std::sort(shared.begin(), shared.end());
     shared.erase(std::unique(shared.begin(), shared.end()), shared.end());
     c_.plan->begin_direct();
-    begin();
     // Shared blocks are held first, so that loading does not evict any of them.
     const auto num_shared = static_cast<int64_t>(shared.size());
     c_.pool->retain(shared.data(), num_shared);
     c_.pool->notify(Hit{shared, Hit::By::kRequest});
     moved_ = std::move(twins);
     for (int32_t row : rows) load_all(row);
+    moved_.clear();
     c_.pool->release(shared.data(), num_shared);
     return c_.plan->direct_pairs();
   }
@@ -134,13 +134,12 @@ class RowSwap {
   // Returns which rows have moved. Their results follow the results for running rows.
   std::vector<bool> leave(const StepRequest& request) {
     std::vector<bool> have_left;
-    begin();
     for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
       const int32_t row = request.swap_out_rows[i];
       have_left.push_back(leave(row));
       if (have_left.back()) c_.journal->note_swapped(row, c_.row(row));
     }
-    begin();
+    moved_.clear();
     return have_left;
   }
   void answer(const StepRequest& request, const std::vector<bool>& have_left) {
@@ -149,7 +148,7 @@ class RowSwap {
       c_.plan->answer(row, have_left[i] ? Status::kServed : Status::kWait, c_.row(row).num_computed,
                       /*num_tokens=*/0);
     }
-    begin();  // rows that move later belong to another step
+    moved_.clear();
   }
 
   // The demand of a row on the host that a step will serve, with the pages that it still reads and
@@ -216,9 +215,6 @@ class RowSwap {
     std::vector<BlockId> blocks;                     // the other blocks
   };
 
-  // Starts a new call. Rows that are moved by the same call can share moved blocks. They do not
-  // share them with rows of earlier calls.
-  void begin() { moved_.clear(); }
   // Moves the row to the host, or returns false if it does not fit.
   bool leave(int32_t row) {
     const std::optional<Departure> departure = departure_of(row);
@@ -402,9 +398,8 @@ class RowSwap {
     }
     return most;
   }
-  // Marks the blocks that were loaded outside of a step as unpublished, except the first
-  // `num_shared` blocks. They are published once their tokens are known to be computed. `is_whole`:
-  // none of them is shared with another row.
+  // Marks the loaded blocks as unpublished, except the first `num_shared` blocks, until their
+  // tokens are known to be computed. `is_whole`: none of them is shared with another row.
   void note_returned(int32_t row, const CacheGroup& group, int64_t num_shared, bool is_whole) {
     const int64_t num_full = c_.row(row).num_computed / group.block_size;
     c_.held(row, group).num_published = is_whole ? std::min(num_shared, num_full) : num_full;
@@ -413,7 +408,8 @@ class RowSwap {
   RowContext c_;
   Publisher* publisher_;
   RowRelease* release_;
-  std::unordered_map<BlockId, BlockId> moved_;  // source -> destination
+  // Source -> destination, of the blocks that the current call has moved and its rows can share.
+  std::unordered_map<BlockId, BlockId> moved_;
 };
 
 }  // namespace kvcache

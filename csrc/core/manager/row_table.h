@@ -142,9 +142,9 @@ class RowTable {
     }
     return out;
   }
-  // Returns all blocks of the row. Blocks later in the sequence come first, because tails are
-  // evicted before heads in all groups. With `with_all`, blocks that do not follow the sequence
-  // come before all others. Otherwise, they are omitted.
+  // Returns all blocks of the row. Blocks later in the sequence come first, so that tails are
+  // evicted before heads. With `with_all`, blocks that do not follow the sequence come before all
+  // others.
   std::vector<BlockId> tail_first(int32_t row, bool with_all) const {
     const RowBlocks* held = blocks(row);
     if (num_groups_ == 1 && groups_->front().rules->traits.follows_sequence) {

@@ -125,8 +125,7 @@ class StepJournal {
     in_flight_.back().published.push_back({row, id, r.admission, first_token, group, generation});
   }
   void note_dropped(int32_t row, const Row& r, int64_t first_token, BlockId id) {
-    if (!notes(r)) return;
-    in_flight_.back().dropped.push_back({row, id, r.admission, first_token, r.chain});
+    if (notes(r)) note_forgotten({row, r.admission, r.chain}, first_token, id);
   }
   void note_left(int32_t row, const Row& r) {
     if (notes(r)) in_flight_.back().left.push_back({row, r.admission, r.chain});
@@ -180,9 +179,8 @@ class StepJournal {
       forget_oldest();
     }
   }
-  // Removes and returns this step and all later ones, newest first. Returns nothing if the step was
-  // already aborted. Published and dropped blocks of these steps may contain results of the
-  // preceding step. The preceding step therefore keeps these notes.
+  // Removes and returns this step and all later ones, newest first, unless it was already aborted.
+  // Their blocks may contain results of the preceding step, which therefore keeps these notes.
   std::vector<Step> abort_from(int64_t step_id) {
     std::vector<Step> aborted;
     const auto is_it = [&](const Step& step) { return step.id == step_id; };
