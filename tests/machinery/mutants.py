@@ -301,7 +301,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         MANAGER + "token_intake.h",
         "manager sequences hashing",
         [
-            ("for (int64_t i = 0; i < num_appended; ++i) take_back(i);", ""),
+            ("for (int64_t i = 0; i < num_appended; ++i) take_back(request, i);", ""),
             ("if (n > 0) c_.row(request.rows[i]).chain->take_back(n);", ""),
         ],
     ),

@@ -289,7 +289,7 @@ void Manager::take_in(const RowAsk* asks, size_t n) {
   }
   rows_.begin_call();
   for (size_t i = 0; i < n; ++i) checks_.check_ask(asks[i]);
-  intake_.take_in(asks, static_cast<int64_t>(n));
+  intake_.take_in(asks, n);
 }
 
 void Manager::reject(int32_t row, int64_t num_tokens) {

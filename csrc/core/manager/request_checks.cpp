@@ -26,7 +26,11 @@ void RequestChecks::check_counts(const NewRow& asked) const {
   checked_size("num_shared_tokens", asked.num_shared, 0);
   checked_size("external.num_tokens", external.num_tokens, 0);
   if (external.num_tokens > 0) {
-    check_all_transferred(external.num_tokens);
+    for (const CacheGroup& group : setup_->groups) {
+      if (group.is_transferred || !group.is_cached) continue;
+      throw_invalid("external.num_tokens is ", external.num_tokens, ": expected 0, because group ",
+                    group.id, " is cached but not transferred, so it would lack their KV");
+    }
     if (!asked.reads()) {
       throw_invalid("external.num_tokens is ", external.num_tokens,
                     ", but the request has read_cache=False: expected 0");

@@ -239,13 +239,6 @@ class RequestChecks {
   void check_step_pages(const StepRequest& request, int64_t i, int64_t start) const;
   void check_leaves_device(const StepRequest& request) const;
   void check_token_ids(const StepRequest& request) const;
-  void check_all_transferred(int64_t num_external) const {
-    for (const CacheGroup& group : setup_->groups) {
-      if (group.is_transferred || !group.is_cached) continue;
-      throw_invalid("external.num_tokens is ", num_external, ": expected 0, because group ",
-                    group.id, " is cached but not transferred, so it would lack their KV");
-    }
-  }
 
   const ManagerSetup* setup_;
   RowContext c_;

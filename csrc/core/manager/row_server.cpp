@@ -72,6 +72,14 @@ void RowServer::serve_rows(const StepRequest& request) {
   }
 }
 
+void RowServer::publish_served() {
+  publish_left_states();
+  for (const StepJournal::Served& served : c_.journal->last().rows) {
+    parts_.publisher->publish(served.row);
+  }
+  growth_.release_left_states();
+}
+
 void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>& external_hits) {
   for (size_t i = 0; i < request.new_rows.size(); ++i) {
     const NewRow& asked = request.new_rows[i];

@@ -48,13 +48,7 @@ class RowServer {
   void serve_new(const StepRequest& request, const std::vector<int64_t>& external_hits = {});
   // Called when all rows of the step are served, so that later plans, but not this plan, can hit
   // the blocks that the step computes.
-  void publish_served() {
-    publish_left_states();
-    for (const StepJournal::Served& served : c_.journal->last().rows) {
-      parts_.publisher->publish(served.row);
-    }
-    growth_.release_left_states();
-  }
+  void publish_served();
 
   // See Manager. The hashes of the request must be known.
   Status would_fit(const NewRow& asked, bool whole);

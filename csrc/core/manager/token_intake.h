@@ -5,6 +5,7 @@
 // else changes, and ids that the call does not use are removed again.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -21,32 +22,38 @@ class TokenIntake {
   TokenIntake(const RowContext& context, const Publisher* publisher, const RequestChecks* checks)
       : c_(context), publisher_(publisher), checks_(checks) {}
 
-  // Appends all ids of the call and computes the hashes that it needs. On an error or interruption,
-  // removes all ids again.
-  void take_in(const StepRequest& request) const {
-    const int32_t* ids = request.token_ids;
-    append_ids(
-        request.num_ids == 0 ? 0 : request.num_rows,
-        [&](int64_t i) {
-          const int64_t n = request.num_ids_of(i);
-          if (n > 0) c_.row(request.rows[i]).chain->append(ids, n);
-          ids += n;
-        },
-        [&](int64_t i) { take_back(request, i); },
-        [&] {
-          hash_ahead(request);
-          // Checks again, because a signal handler may have appended tokens while another chain was
-          // hashed.
-          for (const NewRow& row : request.new_rows) checks_->check_new(*row.chain);
-        });
+  // Append all ids of the call and compute the hashes that it needs. On an error or interruption,
+  // remove all ids again. (Not inlined into `step`, whose loops are faster in separate functions.)
+  [[gnu::noinline]] void take_in(const StepRequest& request) const {
+    int64_t num_appended = 0;  // rows
+    try {
+      const int32_t* ids = request.token_ids;
+      for (; request.num_ids > 0 && num_appended < request.num_rows; ++num_appended) {
+        const int64_t n = request.num_ids_of(num_appended);
+        if (n > 0) c_.row(request.rows[num_appended]).chain->append(ids, n);
+        ids += n;
+      }
+      hash_ahead(request);
+      // Checks again, because a signal handler may have appended tokens while another chain was
+      // hashed.
+      for (const NewRow& row : request.new_rows) checks_->check_new(*row.chain);
+    } catch (...) {
+      for (int64_t i = 0; i < num_appended; ++i) take_back(request, i);
+      throw;
+    }
   }
-  void take_in(const RowAsk* asks, int64_t num_rows) const {
-    append_ids(
-        num_rows,
-        [&](int64_t i) {
-          if (asks[i].num_ids > 0) c_.row(asks[i].row).chain->append(asks[i].ids, asks[i].num_ids);
-        },
-        [&](int64_t i) { take_back(asks[i]); }, [&] { hash_ahead(asks, num_rows); });
+  void take_in(const RowAsk* asks, size_t n) const {
+    size_t num_appended = 0;
+    try {
+      for (; num_appended < n; ++num_appended) {
+        const RowAsk& ask = asks[num_appended];
+        if (ask.num_ids > 0) c_.row(ask.row).chain->append(ask.ids, ask.num_ids);
+      }
+      hash_ahead(asks, n);
+    } catch (...) {
+      for (size_t i = 0; i < num_appended; ++i) take_back(asks[i]);
+      throw;
+    }
   }
   // Removes the ids of a row that is not served: of the i-th row of a step, or of this request.
   void take_back(const StepRequest& request, int64_t i) const {
@@ -74,20 +81,6 @@ class TokenIntake {
   }
 
  private:
-  // Appends the ids of each row, then calls `hash`. On an error or interruption, removes the ids of
-  // all rows to which ids were appended.
-  template <class Append, class TakeBack, class Hash>
-  static void append_ids(int64_t num_rows, const Append& append, const TakeBack& take_back,
-                         const Hash& hash) {
-    int64_t num_appended = 0;
-    try {
-      for (; num_appended < num_rows; ++num_appended) append(num_appended);
-      hash();
-    } catch (...) {
-      for (int64_t i = 0; i < num_appended; ++i) take_back(i);
-      throw;
-    }
-  }
   bool must_hash(const TokenChain& chain, bool reads) const {
     return publisher_->is_enabled() && (reads || chain.write_cache()) &&
            chain.has_unhashed_blocks();
@@ -111,9 +104,9 @@ class TokenIntake {
     for (const NewRow& row : request.new_rows) add(*row.chain, row.reads());
     TokenChain::hash_all(chains.data(), chains.size());
   }
-  void hash_ahead(const RowAsk* asks, int64_t num_rows) const {
+  void hash_ahead(const RowAsk* asks, size_t n) const {
     std::vector<TokenChain*> chains;
-    for (int64_t i = 0; i < num_rows; ++i) {
+    for (size_t i = 0; i < n; ++i) {
       const Row& r = c_.row(asks[i].row);
       const int64_t stop = asks[i].start.value_or(r.num_computed) + asks[i].num_tokens;
       if (stop >= r.next_publish && must_hash(*r.chain, /*reads=*/false)) {
