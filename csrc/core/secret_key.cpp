@@ -14,13 +14,8 @@ namespace kvcache {
 SecretKey SecretKey::drawn() {
   SecretKey key;
   if (getentropy(key.numbers_, sizeof(key.numbers_)) != 0) {
-    throw std::runtime_error("getentropy failed: expected 80 random bytes");
+    throw std::runtime_error("getentropy failed: expected 72 random bytes");
   }
-  return key;
-}
-
-const SecretKey& SecretKey::of_process() {
-  static const SecretKey key = drawn();
   return key;
 }
 

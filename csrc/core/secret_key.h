@@ -16,12 +16,14 @@ namespace kvcache {
 // 2**-32.
 class SecretKey {
  public:
-  SecretKey() = default;     // a key of zeros, with equal folds in every process, for tests
   static SecretKey drawn();  // a random key; throws std::runtime_error if there are no random bytes
-  static const SecretKey& of_process();
+  static const SecretKey& of_process() {
+    static const SecretKey key = drawn();
+    return key;
+  }
 
-  uint64_t fold(const Hash& hash, uint8_t group = 0) const {
-    uint64_t sum = numbers_[8] + numbers_[9] * group;
+  uint64_t fold(const Hash& hash) const {
+    uint64_t sum = numbers_[8];
     for (int i = 0; i < 8; i += 2) {
       uint64_t words;
       std::memcpy(&words, hash.bytes + 4 * i, sizeof(words));
@@ -37,7 +39,9 @@ class SecretKey {
   }
 
  private:
-  uint64_t numbers_[10] = {};
+  SecretKey() = default;
+
+  uint64_t numbers_[9] = {};
 };
 
 // Folds a hash to 64 bits that stay the same for the life of the process. Two distinct hashes that

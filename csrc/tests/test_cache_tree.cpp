@@ -27,23 +27,21 @@ struct Cached {
   explicit Cached(int num_blocks)
       : blocks(num_blocks), numbers(num_blocks), index(blocks.data(), num_blocks) {}
 
-  // `by_tag`: adds the block without its parent, as in pools of copies, which know parents only by
-  // tag.
-  void add(BlockId id, uint32_t number, bool by_tag) {
+  void add(BlockId id, uint32_t number) {
     blocks[id].hash = hash_of(number);
-    index.insert(id);
+    index.insert(key_of(blocks[id]), id);
     numbers[id] = number;
-    const BlockId parent = by_tag ? kNullBlock : index.find(hash_of(number / 2), 0);
-    const uint64_t tag = tag_of(hash_of(number / 2));
-    tree.add(id, parent, number == 1 ? nullptr : &tag, &changed);
+    const CacheTree::Parent parent{parent_of(id), index.find(parent_of(id))};
+    tree.add(id, key_of(blocks[id]), number == 1 ? nullptr : &parent, &changed);
     check_changes();
   }
   void remove(BlockId id) {
-    tree.remove(id, tag_of(hash_of(numbers[id] / 2)), &changed);
-    index.erase(id);
+    tree.remove(id, parent_of(id), &changed);
+    index.erase(key_of(blocks[id]), id);
     numbers[id] = 0;
     check_changes();
   }
+  uint64_t parent_of(BlockId id) const { return key_of(hash_of(numbers[id] / 2), 0); }
   bool is_needed(BlockId id) const {
     int num_twins = 0, num_children = 0;
     for (size_t other = 1; other < blocks.size(); ++other) {
@@ -51,15 +49,6 @@ struct Cached {
       num_children += numbers[other] > 1 && numbers[other] / 2 == numbers[id];
     }
     return num_twins == 1 && num_children > 0;
-  }
-  std::vector<CacheTree::Member> members() const {
-    std::vector<CacheTree::Member> found;
-    for (size_t id = 1; id < blocks.size(); ++id) {
-      if (numbers[id] == 0) continue;
-      const auto tag = [&](uint32_t number) { return tag_of(hash_of(number)); };
-      found.push_back({static_cast<BlockId>(id), tag(numbers[id]), tag(numbers[id] / 2)});
-    }
-    return found;
   }
   // Checks that every block that became a leaf, or is no longer a leaf, was reported as changed.
   void check_changes() {
@@ -77,49 +66,45 @@ struct Cached {
     }
     known = now;
     changed.clear();
-    tree.check_invariants(members());
+    std::vector<BlockId> indexed;
+    for (size_t id = 1; id < blocks.size(); ++id) {
+      if (numbers[id] != 0) indexed.push_back(static_cast<BlockId>(id));
+    }
+    tree.check_invariants(indexed, [&](BlockId id) { return parent_of(id); });
   }
 
   std::vector<Block> blocks;
   std::vector<uint32_t> numbers;  // number of each block; 0: not cached
   HashIndex index;
-  CacheTree tree{blocks.data(), static_cast<int64_t>(blocks.size())};
+  CacheTree tree{&index, blocks.data(), static_cast<int64_t>(blocks.size())};
   std::vector<BlockId> changed;
   std::vector<bool> known = std::vector<bool>(blocks.size());
   std::vector<bool> was_there = std::vector<bool>(blocks.size());
 };
 
-// Runs random operations. They include duplicates, parents that are removed before their children
-// and added again, and parent ids that are reused for other hashes.
-void run(uint32_t seed, bool by_tag) {
-  std::mt19937 random(seed);
-  const int num_blocks = 2 + static_cast<int>(random() % 14);
-  const uint32_t num_hashes = 1 + random() % 12;
-  Cached cached(num_blocks);
-  const int first_by_tag = by_tag ? static_cast<int>(random() % 50) : 1'000;
-  for (int step = 0; step < 300; ++step) {
-    if (step == first_by_tag) cached.tree.find_by_tag(cached.members());
-    const BlockId id = 1 + static_cast<BlockId>(random() % (num_blocks - 1));
-    if (cached.numbers[id] == 0) {
-      cached.add(id, 1 + random() % num_hashes, step >= first_by_tag && random() % 2 == 0);
-    } else {
-      cached.remove(id);
+// Random operations include duplicates, parents that are removed before their children and added
+// again, and parent ids that are reused for other hashes.
+TEST(a_block_is_a_leaf_unless_it_is_the_only_path_to_a_child) {
+  for (uint32_t seed = 1; seed <= 400; ++seed) {
+    std::mt19937 random(seed);
+    const int num_blocks = 2 + static_cast<int>(random() % 14);
+    const uint32_t num_hashes = 1 + random() % 12;
+    Cached cached(num_blocks);
+    for (int step = 0; step < 300; ++step) {
+      const BlockId id = 1 + static_cast<BlockId>(random() % (num_blocks - 1));
+      if (cached.numbers[id] == 0) {
+        cached.add(id, 1 + random() % num_hashes);
+      } else {
+        cached.remove(id);
+      }
     }
   }
-}
-
-TEST(a_block_is_a_leaf_unless_it_is_the_only_path_to_a_child) {
-  for (uint32_t seed = 1; seed <= 400; ++seed) run(seed, /*by_tag=*/false);
-}
-
-TEST(leaves_are_correct_if_parents_are_found_by_tag) {
-  for (uint32_t seed = 1; seed <= 400; ++seed) run(seed, /*by_tag=*/true);
 }
 
 TEST(a_chain_needs_no_map_entry) {
   Cached cached(60);
   const size_t before = cached.tree.num_bytes();
-  for (BlockId id = 1; id < 30; ++id) cached.add(id, uint32_t{1} << id >> 1, /*by_tag=*/false);
+  for (BlockId id = 1; id < 30; ++id) cached.add(id, uint32_t{1} << id >> 1);
   for (BlockId id = 29; id > 0; --id) cached.remove(id);
   CHECK_EQ(cached.tree.num_bytes(), before);
 }

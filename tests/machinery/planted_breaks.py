@@ -81,8 +81,8 @@ DEFECTS = [
     Defect(
         "hash index",
         POOL + "hash_index.h",
-        "if (block.group == group && block.hash == hash)",
-        "if (block.group == group)",  # treats blocks with equal hash tags as equal
+        "return block.group == group && block.hash == hash;",
+        "return block.group == group;",  # treats blocks with equal keys as equal
         "block_pool",
     ),
     Defect(

@@ -80,10 +80,7 @@ class Publisher final : public Publishing {
   void publish_run(int32_t row, const CacheGroup& group, int64_t first_block, const BlockId* ids,
                    int64_t n) override {
     const Row& r = c_.row(row);
-    Content content = content_of(*r.chain, group, first_block);
-    const RowBlocks& each = c_.held(row, group);
-    if (group.keeps_all && first_block > each.num_dropped) content.before = each[first_block - 1];
-    publish_ids(content, group, ids, n);
+    publish_ids(content_of(*r.chain, group, first_block), group, ids, n);
     const bool notifies = serves_chains(group);
     for (int64_t i = 0; notifies && i < n; ++i) {
       if (group.is_read_at(first_block + i, c_.rows->info(row).retained)) {

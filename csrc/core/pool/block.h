@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/hash.h"
+#include "core/secret_key.h"
 
 namespace kvcache {
 
@@ -19,5 +20,30 @@ struct alignas(16) Block {
   uint16_t epoch;      // equal to the pool's epoch if the block is cached
 };
 static_assert(sizeof(Block) == 48, "every byte here is paid once per block");
+
+// Identifies a hash in a group, like `tag_of` a hash.
+inline uint64_t key_of(const Hash& hash, uint8_t group) {
+  return uint64_t{group} << 56 ^ tag_of(hash);
+}
+inline uint64_t key_of(const Block& block) { return key_of(block.hash, block.group); }
+
+// Gives a pool's eviction policy access to the hashes of the pool's blocks.
+class PublishedBlocks {
+ public:
+  PublishedBlocks() = default;
+  // Both must outlive this object. `epoch`: the pool's epoch.
+  PublishedBlocks(const Block* blocks, const uint16_t* epoch) : blocks_(blocks), epoch_(epoch) {}
+
+  // Returns a block of the pool, or null if it is not published under a hash.
+  const Block* find(BlockId id) const {
+    const Block& block = blocks_[id];
+    return block.epoch == *epoch_ && block.older != kNullBlock ? &block : nullptr;
+  }
+  void prefetch(BlockId id) const { __builtin_prefetch(&blocks_[id], 1); }
+
+ private:
+  const Block* blocks_ = nullptr;
+  const uint16_t* epoch_ = nullptr;
+};
 
 }  // namespace kvcache

@@ -4,7 +4,6 @@
 #include <numeric>
 
 #include "core/errors.h"
-#include "core/pool/tags_ahead.h"
 
 namespace kvcache {
 
@@ -27,7 +26,7 @@ BlockPool::BlockPool(int64_t num_blocks, std::unique_ptr<EvictionOrder> order)
   if (order == nullptr) return;
   order->attach(&view_);
   if (auto* listener = dynamic_cast<BlockListener*>(order.get())) listeners_.push_back(listener);
-  candidates_ = std::make_unique<Candidates>(std::move(order), blocks_.data(), num_blocks);
+  candidates_ = std::make_unique<Candidates>(std::move(order), &index_, blocks_.data(), num_blocks);
   is_plain_ = false;
 }
 
@@ -55,12 +54,12 @@ void BlockPool::set_cached(BlockId id, uint8_t group, uint64_t parent, uint32_t 
   if (group >= evicted_by_group_.size()) evicted_by_group_.resize(size_t{group} + 1);
 }
 
-uint8_t BlockPool::forget_hashes(BlockId id, uint32_t tag) {
+uint8_t BlockPool::forget_hashes(BlockId id, uint64_t key) {
   Block& block = blocks_[id];
   uint8_t flags = 0;
   if (is_indexed(block)) {
     flags = Forgotten::kHasHash;
-    if (index_.erase(tag, id)) flags |= Forgotten::kIsLast;
+    if (index_.erase(key, id)) flags |= Forgotten::kIsLast;
   }
   block.epoch = 0;
   --num_cached_;
@@ -75,13 +74,11 @@ void BlockPool::take_oldest(int64_t n, BlockId* out) {
     cached_free_.remove(links_.data(), out[i]);
     __builtin_prefetch(&blocks_[out[i]], 1);
   }
-  auto tags = tags_ahead<kPrefetchBlocks>(index_, n, [&](int64_t i) -> HashOfGroup {
-    const Block& block = blocks_[out[i]];
-    return {block.hash, block.group};
-  });
+  auto keys =
+      keys_ahead<kPrefetchBlocks>(index_, n, [&](int64_t i) { return key_of(blocks_[out[i]]); });
   for (int64_t i = 0; i < n; ++i) {
     ++evicted_by_group_[blocks_[out[i]].group];
-    flags_[i] = forget_hashes(out[i], tags.next(i));
+    flags_[i] = forget_hashes(out[i], keys.next(i));
   }
 }
 
@@ -190,8 +187,8 @@ void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
 }
 
 void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, uint8_t group) {
-  auto tags = tags_ahead<kPrefetchBlocks>(
-      index_, n, [&](int64_t i) -> HashOfGroup { return {content.hash(i), group}; });
+  auto keys = keys_ahead<kPrefetchBlocks>(
+      index_, n, [&](int64_t i) { return key_of(content.hash(i), group); });
   check_caller("publish");
   check_publish(ids, n, group);
   const Soundness::Change change = this->change("publish");
@@ -199,41 +196,27 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
   reserve_flags(n);
   uint8_t* const is_first = flags_.data();
   const uint32_t root = content.root ? short_tag_of(*content.root) : 0;
-  uint64_t lineage = tag_of(*content.parent);
-  const auto publish_one = [&](int64_t i) {
-    const uint32_t tag = tags.next(i);
+  CacheTree::Parent parent{key_of(*content.parent, group), kNullBlock};
+  bool has_parent = content.is_chain && !content.begins_chain;
+  if (candidates_ && has_parent) parent.oldest = index_.find(parent.key);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t key = keys.next(i);
     Block& block = blocks_[ids[i]];
-    const Hash& hash = content.hash(i);
-    const uint64_t parent = std::exchange(lineage, tag_of(hash));
     if (!is_cached(block)) {
-      set_cached(ids[i], group, parent, content.root ? root : static_cast<uint32_t>(lineage));
+      set_cached(ids[i], group, parent.key, content.root ? root : static_cast<uint32_t>(key));
     }
-    lineage_[ids[i]].set_parent(parent);  // partial hashes were published without the parent
-    block.hash = hash;
+    lineage_[ids[i]].set_parent(parent.key);  // partial hashes were published without the parent
+    block.hash = content.hash(i);
     variants_.note(ids[i], content.variant(i), content.adapter);
-    is_first[i] = index_.insert(tag, ids[i]);
-  };
-  if (!candidates_) {
-    for (int64_t i = 0; i < n; ++i) publish_one(i);
-  } else {
-    for (int64_t i = 0; i < n; ++i) {
-      publish_one(i);
-      const bool has_parent = content.is_chain && (i > 0 || !content.begins_chain);
-      BlockId parent = kNullBlock;
-      if (has_parent) parent = i > 0 ? ids[i - 1] : parent_of_first(content, group);
-      add_place(ids[i], parent, has_parent);
-    }
+    const BlockId oldest = index_.insert(key, ids[i]);
+    is_first[i] = oldest == ids[i];
+    if (candidates_) add_place(ids[i], key, has_parent ? &parent : nullptr);
+    parent = {key, oldest};
+    has_parent = content.is_chain;
   }
   if (listeners_.empty()) return;
   tell(&BlockListener::on_publish, Published{{ids, n}, group, is_first, &content});
   finish();
-}
-
-BlockId BlockPool::parent_of_first(const Content& content, uint8_t group) const {
-  const Block& block = blocks_[content.before];
-  const bool is_it = content.before != kNullBlock && is_indexed(block) && block.group == group &&
-                     block.hash == *content.parent;
-  return is_it ? content.before : index_.find(*content.parent, group);
 }
 
 Copied BlockPool::copied(BlockId id, bool is_chain) const {
@@ -249,12 +232,12 @@ void BlockPool::publish_copy(BlockId id, const Copied& copied) {
   set_cached(id, copied.group, copied.parent, copied.root);
   blocks_[id].hash = copied.hash;
   variants_.note(id, copied.variant, copied.adapter);
-  if (candidates_ && !candidates_->tree().finds_by_tag()) {
-    candidates_->tree().find_by_tag(published());
-  }
-  const uint8_t is_first = index_.insert(id);
+  const uint64_t key = key_of(blocks_[id]);
+  const uint8_t is_first = index_.insert(key, id) == id;
   if (candidates_) {
-    add_place(id, kNullBlock, copied.is_chain && copied.root != short_tag_of(copied.hash));
+    const bool has_parent = copied.is_chain && copied.root != short_tag_of(copied.hash);
+    const CacheTree::Parent parent{copied.parent, index_.find(copied.parent)};
+    add_place(id, key, has_parent ? &parent : nullptr);
   }
   tell(&BlockListener::on_publish,
        Published{{&id, 1}, copied.group, &is_first, /*content=*/nullptr, &copied});
@@ -285,13 +268,13 @@ void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, 
 int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint8_t group, bool prefix, BlockId* out,
                           int64_t stride) const {
   // Prefetches a hash's bucket first, then its block.
-  auto tags = tags_ahead<2 * kPrefetchBlocks>(
-      index_, n, [&](int64_t i) -> HashOfGroup { return {hashes[i * stride], group}; });
+  auto keys = keys_ahead<2 * kPrefetchBlocks>(
+      index_, n, [&](int64_t i) { return key_of(hashes[i * stride], group); });
   int64_t num_leading = -1;
   for (int64_t i = 0; i < n; ++i) {
-    const uint32_t tag = tags.next(i);
-    if (i + kPrefetchBlocks < n) index_.prefetch_block(tags[i + kPrefetchBlocks]);
-    const BlockId id = index_.find(tag, hashes[i * stride], group);
+    const uint64_t key = keys.next(i);
+    if (i + kPrefetchBlocks < n) index_.prefetch_block(keys[i + kPrefetchBlocks]);
+    const BlockId id = index_.find(key, hashes[i * stride], group);
     out[i] = id == kNullBlock ? -1 : id;
     if (id != kNullBlock || num_leading >= 0) continue;
     num_leading = i;

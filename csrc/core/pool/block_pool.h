@@ -232,9 +232,9 @@ class BlockPool {
   // its first blocks.
   void take_oldest(int64_t n, BlockId* out);
   void take_chosen(int64_t n, BlockId* out);
-  // Removes a block from the index. `tag`: the index's tag of its hash. Returns its flags for
+  // Removes a block from the index. `key`: the key of its hash. Returns its flags for
   // `tell_forgotten`, which completes this.
-  uint8_t forget_hashes(BlockId id, uint32_t tag);
+  uint8_t forget_hashes(BlockId id, uint64_t key);
   // The same, and removes its place in the tree and its pins.
   uint8_t forget(BlockId id, bool evicted);
   // Makes `flags_` large enough for n blocks.
@@ -256,10 +256,13 @@ class BlockPool {
   bool has_pin(const Block& block) const { return pins_ && pins_->has(id_of(block)); }
   void check_copy(BlockId id) const;
   void check_released(const Released& released) const;
-  BlockId parent_of_first(const Content& content, uint8_t group) const;
-  void add_place(BlockId id, BlockId parent, bool has_parent);
-  std::vector<CacheTree::Member> published() const;
-  void update_changed();
+  // Adds a block to the tree; null: without a parent.
+  void add_place(BlockId id, uint64_t key, const CacheTree::Parent* parent);
+  // Updates blocks that have become leaves, or are no longer leaves, because another block was
+  // added or removed.
+  void update_changed() {
+    for (const BlockId other : changed_) update_candidate(other);
+  }
   BlockId first_unpinned();
   void unlist(BlockId id);
   void update_candidates(const BlockId* ids, int64_t n);
@@ -270,13 +273,13 @@ class BlockPool {
   int64_t num_blocks_;
   ZeroedArray<Block> blocks_;
   ZeroedArray<Link> links_;
-  struct Lineage {  // 12 bytes: tags of the hashes in the block's chain
+  struct Lineage {  // 12 bytes: the key of the parent, and the short tag of the chain's first hash
     uint32_t parent_upper, parent_lower, root;
 
     uint64_t parent() const { return uint64_t{parent_upper} << 32 | parent_lower; }
-    void set_parent(uint64_t tag) {
-      parent_upper = static_cast<uint32_t>(tag >> 32);
-      parent_lower = static_cast<uint32_t>(tag);
+    void set_parent(uint64_t key) {
+      parent_upper = static_cast<uint32_t>(key >> 32);
+      parent_lower = static_cast<uint32_t>(key);
     }
   };
   ZeroedArray<Lineage> lineage_;  // lineage of cached blocks

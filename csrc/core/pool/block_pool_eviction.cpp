@@ -53,23 +53,17 @@ BlockId BlockPool::first_unpinned() {
 }
 
 uint8_t BlockPool::forget(BlockId id, bool evicted) {
-  const uint32_t tag = index_.tag_of(blocks_[id].hash, blocks_[id].group);
-  index_.prefetch_bucket(tag);
+  const uint64_t key = key_of(blocks_[id]);
+  index_.prefetch_bucket(key);
   if (pins_) pins_->forget(id, evicted);
   changed_.clear();
   if (candidates_) {
     candidates_->set_idle(id, false);
     candidates_->tree().remove(id, lineage_[id].parent(), &changed_);
   }
-  const uint8_t flags = forget_hashes(id, tag);
+  const uint8_t flags = forget_hashes(id, key);
   update_changed();
   return flags;
-}
-
-// Updates blocks that have become leaves, or are no longer leaves, because another block was added
-// or removed.
-void BlockPool::update_changed() {
-  for (BlockId other : changed_) update_candidate(other);
 }
 
 void BlockPool::clear_places() {
@@ -114,20 +108,10 @@ void BlockPool::unpin(const BlockId* ids, int64_t n) {
   if (candidates_) update_candidates(ids, n);
 }
 
-void BlockPool::add_place(BlockId id, BlockId parent, bool has_parent) {
-  const uint64_t parent_tag = lineage_[id].parent();
+void BlockPool::add_place(BlockId id, uint64_t key, const CacheTree::Parent* parent) {
   changed_.clear();
-  candidates_->tree().add(id, parent, has_parent ? &parent_tag : nullptr, &changed_);
+  candidates_->tree().add(id, key, parent, &changed_);
   update_changed();
-}
-
-std::vector<CacheTree::Member> BlockPool::published() const {
-  std::vector<CacheTree::Member> members;
-  for (BlockId id = 1; id < next_fresh_; ++id) {
-    const Block& block = blocks_[id];
-    if (is_indexed(block)) members.push_back({id, tag_of(block.hash), lineage_[id].parent()});
-  }
-  return members;
 }
 
 void BlockPool::check_places() const {
@@ -148,7 +132,12 @@ void BlockPool::check_places() const {
     require(has_pin(blocks_[id]) && blocks_[id].ref_count == 0,
             "passed over, but not pinned: ", id);
   }
-  if (candidates_) candidates_->tree().check_invariants(published());
+  if (!candidates_) return;
+  std::vector<BlockId> indexed;
+  for (BlockId id = 1; id < next_fresh_; ++id) {
+    if (is_indexed(blocks_[id])) indexed.push_back(id);
+  }
+  candidates_->tree().check_invariants(indexed, [&](BlockId id) { return lineage_[id].parent(); });
 }
 
 }  // namespace kvcache

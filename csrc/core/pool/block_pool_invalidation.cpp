@@ -32,7 +32,7 @@ void BlockPool::evict_derived(const InvalidChains& invalid, bool is_uniform) {
     const Block& block = blocks_[id];
     if (!is_cached(block) || invalid.roots.count(lineage_[id].root) == 0) continue;
     found.push_back(id);
-    by_hash.emplace(key_of(block.group, tag_of(block.hash)), id);
+    by_hash.emplace(key_of(block), id);
   }
   if (is_uniform) {
     const auto touched = [&](BlockId id) { return !is_untouched(id, invalid.hashes, &by_hash); };
@@ -49,12 +49,12 @@ bool BlockPool::is_untouched(BlockId id, const std::unordered_set<uint64_t>& inv
   for (BlockId up = id;;) {
     const Block& block = blocks_[up];
     if (invalid.count(tag_of(block.hash)) != 0) break;
-    path.push_back(key_of(block.group, tag_of(block.hash)));
+    path.push_back(key_of(block));
     if (short_tag_of(block.hash) == lineage_[up].root) {
       verdict = kUntouched;
       break;
     }
-    const auto parent = by_hash->find(key_of(block.group, lineage_[up].parent()));
+    const auto parent = by_hash->find(lineage_[up].parent());
     if (parent == by_hash->end()) break;
     if (parent->second <= kNullBlock) {
       verdict = parent->second;

@@ -5,90 +5,68 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <unordered_map>
 #include <vector>
 
 #include "core/hash.h"
 #include "core/pool/block.h"
-#include "core/secret_key.h"
+#include "core/pool/hash_index.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {
 
-// Identifies the blocks of a group with this `tag_of` a hash.
-inline uint64_t key_of(uint8_t group, uint64_t tag) { return uint64_t{group} << 56 ^ tag; }
-inline uint64_t key_of(const Block& block) { return key_of(block.group, tag_of(block.hash)); }
-
-// Counts the cached children of each (hash, group). The counts are stored with the blocks published
-// under the hash, and only their sum over the ring is meaningful. A child records the block that
-// was its parent when it was added. If a hash with children has no block left, or its block was
-// published after the children, the hash has an entry in a map. This is rare, except in pools of
-// copies, which know parents only by tag. In these pools, every hash has an entry.
+// Counts the cached children of each (hash, group). The count is stored with the oldest block under
+// the hash, which the index finds. If there is no such block, because a parent was evicted before
+// its children or published after them, the count is stored in a map. Both are rare.
 //
-// Hashes are identified by tags. Two hashes of a group practically never have equal tags by chance.
-// If they do, a block of one hash may count a child of the other hash as its own, and is then
-// evicted later than necessary.
+// Parents are identified by keys (`key_of`). If two hashes had equal keys, a block might be evicted
+// earlier or later than necessary.
 class CacheTree {
  public:
-  CacheTree(const Block* blocks, int64_t num_blocks)
-      : blocks_(blocks), places_(static_cast<size_t>(num_blocks)) {}
+  CacheTree(const HashIndex* index, const Block* blocks, int64_t num_blocks)
+      : index_(index), blocks_(blocks), places_(static_cast<size_t>(num_blocks)) {}
+
+  struct Parent {
+    uint64_t key;
+    BlockId oldest;  // the oldest block with this key, or the null block if there is none
+  };
 
   // Whether lookups could still find all other cached blocks without this block, because it has no
   // cached child or because another block has the same hash.
-  bool is_leaf(BlockId id) const {
-    return places_[id].num_children == 0 || blocks_[id].younger != id;
-  }
+  bool is_leaf(BlockId id) const { return places_[id].num_children == 0 || !is_alone(id); }
   // Each block has one mark bit for the caller's own use. Adding the block resets the bit.
   bool is_marked(BlockId id) const { return places_[id].is_marked != 0; }
   void mark(BlockId id, bool is_marked) { places_[id].is_marked = is_marked; }
-  // Adds a block that was just published and is in the ring of its hash. `parent_tag`: tag of its
-  // parent's hash; null for the first block of a chain. `parent`: a block under that hash; the null
-  // block if there is none or, in a tree that finds parents by tag, if it is unknown. Appends other
-  // blocks that have become leaves, or are no longer leaves, to `changed`.
-  void add(BlockId id, BlockId parent, const uint64_t* parent_tag, std::vector<BlockId>* changed);
-  // Removes a block before it leaves the ring of its hash. Blocks that were never added are
-  // allowed. Appends blocks that become leaves, or are no longer leaves, to `changed`.
-  void remove(BlockId id, uint64_t parent_tag, std::vector<BlockId>* changed);
+  // Adds a block that was just inserted into the index with this key, as a child of this parent
+  // (null, or the block itself: it has no parent). Appends other blocks that have become leaves, or
+  // are no longer leaves, to `changed`.
+  void add(BlockId id, uint64_t key, const Parent* parent, std::vector<BlockId>* changed);
+  // Removes a block before it is erased from the index. Blocks that are not in the index are
+  // ignored. `parent`: the key of its parent, if it has one. Appends to `changed` like
+  // `add`.
+  void remove(BlockId id, uint64_t parent, std::vector<BlockId>* changed);
   void clear();
   size_t num_bytes() const;
-  // A published block, with the tags of its hash and of its parent's hash.
-  struct Member {
-    BlockId id;
-    uint64_t tag, parent_tag;
-  };
-  // Throws std::logic_error unless all counts agree with the published blocks.
-  void check_invariants(const std::vector<Member>& members) const;
-  // Switches to finding parents by tags. `members`: the published blocks.
-  void find_by_tag(const std::vector<Member>& members);
-  bool finds_by_tag() const { return finds_by_tag_; }
+  // Throws std::logic_error unless all counts agree with these blocks, which must be all blocks in
+  // the index. `parent_of` returns the key of a block's parent.
+  void check_invariants(const std::vector<BlockId>& indexed,
+                        const std::function<uint64_t(BlockId)>& parent_of) const;
 
  private:
   struct Place {
-    // Parent when the block was added; kUnknown: the parent's hash had no block; null block: no
-    // parent.
-    BlockId parent;
-    uint32_t num_children : 31;
+    uint32_t num_children : 30;  // of its hash; 0 unless the block is the oldest under the hash
+    uint32_t has_parent : 1;
     uint32_t is_marked : 1;
   };
-  // An entry for a hash whose children may not have recorded a block under it. Contains one block
-  // under the hash, or the number of children if there is none.
-  struct Entry {
-    BlockId block;
-    int32_t num_children;
-  };
-  static constexpr BlockId kUnknown = -1;
 
   bool is_alone(BlockId id) const { return blocks_[id].younger == id; }
-  bool is_known(BlockId parent, uint64_t key) const;
-  void adopt(BlockId id, uint64_t key);
-  BlockId block_at(uint64_t key) const;
-  void drop_child(BlockId id, uint64_t parent_tag, std::vector<BlockId>* changed);
-  void drop_child_of(BlockId parent, std::vector<BlockId>* changed);
 
+  const HashIndex* index_;
   const Block* blocks_;
   ZeroedArray<Place> places_;
-  std::unordered_map<uint64_t, Entry> entries_;  // keyed by group and tag
-  bool finds_by_tag_ = false;
+  // The number of children of each hash without a block, by key.
+  std::unordered_map<uint64_t, uint32_t> orphans_;
 };
 
 }  // namespace kvcache

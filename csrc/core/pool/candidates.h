@@ -14,8 +14,9 @@ namespace kvcache {
 
 class Candidates {
  public:
-  Candidates(std::unique_ptr<EvictionOrder> order, const Block* blocks, int64_t num_blocks)
-      : order_(std::move(order)), tree_(blocks, num_blocks) {}
+  Candidates(std::unique_ptr<EvictionOrder> order, const HashIndex* index, const Block* blocks,
+             int64_t num_blocks)
+      : order_(std::move(order)), tree_(index, blocks, num_blocks) {}
 
   EvictionOrder& order() const { return *order_; }
   CacheTree& tree() { return tree_; }

@@ -13,7 +13,7 @@ namespace kvcache {
 struct Copied {
   Hash hash;
   uint8_t group;
-  uint64_t parent;  // tag of the parent's hash
+  uint64_t parent;  // key of the parent (block.h)
   uint32_t root;
   bool is_chain;     // whether the block is found only through its parent
   uint64_t variant;  // see variants.h
@@ -34,10 +34,9 @@ struct Content {
   int64_t num_lookahead = 0;  // number of tokens after a block that its hash also covers
   int64_t first_token = 0;    // position of the first of `tokens`
   const std::shared_ptr<const void>* labels = nullptr;  // labels for events; null: none
-  bool is_chain = true;         // whether a block is useless without its parent
-  bool begins_chain = false;    // the first block has no parent
-  BlockId before = kNullBlock;  // probable parent of the first block; the null block: unknown
-  uint32_t adapter = 0;         // adapter of all blocks (variants.h)
+  bool is_chain = true;       // whether a block is useless without its parent
+  bool begins_chain = false;  // the first block has no parent
+  uint32_t adapter = 0;       // adapter of all blocks (variants.h)
 
   const Hash& hash(int64_t i) const { return hashes[i * stride]; }
   uint64_t variant(int64_t i) const { return variants == nullptr ? 0 : variants[i * stride]; }

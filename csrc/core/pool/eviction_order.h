@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "core/hash.h"
-#include "core/pool/published_blocks.h"
+#include "core/pool/block.h"
 
 namespace kvcache {
 

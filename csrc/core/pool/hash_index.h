@@ -11,57 +11,52 @@
 
 #include "core/hash.h"
 #include "core/pool/block.h"
-#include "core/secret_key.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {
 
 // Maps (hash, group) to the blocks published under it, oldest first. The table consists of buckets
 // of one cache line each, which are searched without a branch per entry. Entries contain 32 bits of
-// the key, so that a search accesses a block only if it almost certainly matches. An entry refers
-// to the oldest block of a ring of duplicates, so insertion and removal are O(1) for any number of
-// duplicates.
+// the key (`key_of`), so that a search accesses a block only if it almost certainly matches. An
+// entry refers to the oldest block of a ring of duplicates, so insertion and removal are O(1) for
+// any number of duplicates.
 class HashIndex {
  public:
-  HashIndex(Block* blocks, int64_t num_blocks, const SecretKey& key = SecretKey::drawn());
-  // Returns the tag of a hash, which is used in searches. Callers that process many hashes compute
-  // each tag once. A tag is valid only for the current key, which an insertion may replace.
-  uint32_t tag_of(const Hash& hash, uint8_t group) const {
-    return static_cast<uint32_t>(key_.fold(hash, group) >> 32) | 1u;  // 0 marks an empty slot
-  }
-  BlockId find(uint32_t tag, const Hash& hash, uint8_t group) const {
-    const Place place = place_of(tag, hash, group);
-    return place.slot < 0 ? kNullBlock : buckets_[place.bucket].ids[place.slot];
+  HashIndex(Block* blocks, int64_t num_blocks);
+
+  // Returns the oldest block under this hash, or the null block if there is none. Callers that
+  // process many hashes compute each key once.
+  BlockId find(uint64_t key, const Hash& hash, uint8_t group) const {
+    return id_at(search(key, [&](BlockId id) {
+      const Block& block = blocks_[id];
+      return block.group == group && block.hash == hash;
+    }));
   }
   BlockId find(const Hash& hash, uint8_t group) const {
-    return find(tag_of(hash, group), hash, group);
+    return find(key_of(hash, group), hash, group);
   }
-  // Inserts a block as the youngest of its ring. Its hash and group must be set and have this tag.
-  // Returns whether the block is the first under its hash.
-  bool insert(uint32_t tag, BlockId id);
-  bool insert(BlockId id) { return insert(tag_of(id), id); }
-  bool erase(uint32_t tag, BlockId id);  // returns whether it was the last block under its hash
-  bool erase(BlockId id) { return erase(tag_of(id), id); }
+  // The same, if only the key is known. Two hashes practically never have equal keys.
+  BlockId find(uint64_t key) const {
+    return id_at(search(key, [&](BlockId id) { return key_of(blocks_[id]) == key; }));
+  }
+  // Inserts a block as the youngest of its ring. Its hash and group must be set and have this key.
+  // Returns the oldest block under its hash.
+  BlockId insert(uint64_t key, BlockId id);
+  bool erase(uint64_t key, BlockId id);  // returns whether it was the last block under its hash
   // Removes all entries in O(1): buckets of an earlier epoch count as empty, and the first
   // insertion into a bucket empties it.
   void clear() {
-    longest_walk_ = 1;
     if (++epoch_ == 0) buckets_.zero();  // the epoch wrapped around
   }
-  // Prefetches the data that `find` with this tag will read. The first function prefetches the
+  // Prefetches the data that `find` with this key will read. The first function prefetches the
   // bucket. The second prefetches the block, after the bucket has arrived.
-  void prefetch_bucket(uint32_t tag) const { __builtin_prefetch(&buckets_[home_of(tag)], 1); }
-  void prefetch_block(uint32_t tag) const {
-    const Bucket& bucket = buckets_[home_of(tag)];
-    const unsigned slots = slots_with(bucket, tag);
+  void prefetch_bucket(uint64_t key) const { __builtin_prefetch(&buckets_[home_of(key)], 1); }
+  void prefetch_block(uint64_t key) const {
+    const Bucket& bucket = buckets_[home_of(key)];
+    const unsigned slots = slots_with(bucket, tag_in_bucket(key));
     if (slots != 0) __builtin_prefetch(&blocks_[bucket.ids[__builtin_ctz(slots)]], 1);
   }
   size_t num_bytes() const { return buckets_.num_bytes(); }
-  // The maximum number of buckets per search. With a secret key, a search of more than kLongestWalk
-  // buckets practically never occurs. If it does, the index draws a new key and is rebuilt.
-  int64_t longest_walk() const { return longest_walk_; }
-  static constexpr int64_t kLongestWalk = 16;
-  int64_t num_keys() const { return num_keys_; }  // number of keys drawn
 
  private:
   static constexpr int kSlots = 7;
@@ -77,6 +72,10 @@ class HashIndex {
     int64_t bucket;
     int slot;  // -1: not found
   };
+
+  static uint32_t tag_in_bucket(uint64_t key) {
+    return static_cast<uint32_t>(key >> 32) | 1u;  // 0 marks an empty slot
+  }
   // Returns a bit mask. Bit i is set if slot i has this tag.
   static unsigned slots_with(const Bucket& bucket, uint32_t tag) {
 #if defined(__SSE2__)
@@ -94,39 +93,73 @@ class HashIndex {
     return slots;
 #endif
   }
-  uint32_t tag_of(BlockId id) const { return tag_of(blocks_[id].hash, blocks_[id].group); }
-  int64_t home_of(uint32_t tag) const {
-    return static_cast<int64_t>((uint64_t{tag} * static_cast<uint64_t>(num_buckets_)) >> 32);
+  int64_t home_of(uint64_t key) const {
+    return static_cast<int64_t>(((key >> 32) * static_cast<uint64_t>(num_buckets_)) >> 32);
   }
   int64_t after(int64_t bucket) const { return bucket + 1 == num_buckets_ ? 0 : bucket + 1; }
-  Place place_of(uint32_t tag, const Hash& hash, uint8_t group) const {
-    // The search is bounded, because there may be no bucket without displaced entries. All entries
-    // lie within this distance of their home bucket.
-    int64_t b = home_of(tag);
+  BlockId id_at(const Place& place) const {
+    return place.slot < 0 ? kNullBlock : buckets_[place.bucket].ids[place.slot];
+  }
+  // Finds the entry of this key whose block matches.
+  template <class Matches>
+  Place search(uint64_t key, const Matches& matches) const {
+    const uint32_t tag = tag_in_bucket(key);
+    int64_t b = home_of(key);
     // If the home bucket belongs to this epoch, so do all buckets that can hold its entries.
     if (buckets_[b].epoch != epoch_) return {b, -1};
-    for (int64_t left = longest_walk_; left > 0; --left, b = after(b)) {
+    // The search is bounded, because there may be no bucket without displaced entries.
+    for (int64_t left = num_buckets_; left > 0; --left, b = after(b)) {
       const Bucket& bucket = buckets_[b];
       for (unsigned slots = slots_with(bucket, tag); slots != 0; slots &= slots - 1) {
         const int slot = __builtin_ctz(slots);
-        const Block& block = blocks_[bucket.ids[slot]];
-        if (block.group == group && block.hash == hash) return {b, slot};
+        if (matches(bucket.ids[slot])) return {b, slot};
       }
       if (bucket.num_displaced == 0) break;
     }
     return {b, -1};
   }
-  void add(uint32_t tag, BlockId id);
-  void draw_new_key();
+  void add(uint64_t key, BlockId id);
 
   Block* blocks_;
-  SecretKey key_;
   int64_t num_buckets_;
   ZeroedArray<Bucket> buckets_;
   uint32_t epoch_ = 0;
-  int64_t num_keys_ = 1;
-  int64_t longest_walk_ = 1;
-  int64_t most_walk_ = kLongestWalk;  // a longer search triggers a new key
 };
+
+// The keys of a batch of hashes. Computes each key once, kAhead positions before it is needed, and
+// prefetches its bucket. `key_at(i)` returns the i-th of n keys.
+template <int64_t kAhead, class KeyAt>
+class KeysAhead {
+ public:
+  KeysAhead(const HashIndex& index, int64_t n, const KeyAt& key_at)
+      : index_(index), n_(n), key_at_(key_at) {
+    for (int64_t i = 0; i < kAhead; ++i) fetch(i);
+  }
+  // Must be called for each position, in order. Earlier keys are not kept.
+  uint64_t next(int64_t i) {
+    const uint64_t key = keys_[i % kAhead];
+    fetch(i + kAhead);
+    return key;
+  }
+  // Returns the i-th key, which one of the next kAhead calls of `next` will return.
+  uint64_t operator[](int64_t i) const { return keys_[i % kAhead]; }
+
+ private:
+  void fetch(int64_t i) {
+    if (i >= n_) return;
+    keys_[i % kAhead] = key_at_(i);
+    index_.prefetch_bucket(keys_[i % kAhead]);
+  }
+
+  const HashIndex& index_;
+  int64_t n_;
+  KeyAt key_at_;
+  uint64_t keys_[kAhead];
+};
+
+template <int64_t kAhead, class KeyAt>
+KeysAhead<kAhead, KeyAt> keys_ahead(const HashIndex& index, int64_t n, const KeyAt& key_at) {
+  return {index, n, key_at};
+}
 
 }  // namespace kvcache

@@ -2,18 +2,20 @@
 // Maps hashes of prefixes that end inside a block to partially filled blocks.
 //
 // Only managers whose hash blocks are smaller than their allocation blocks have partial blocks.
-// They copy the block when it is hit. The blocks under one hash form a list, oldest first, and so
-// do the entries of a block. Every operation is O(1) per entry, for any number of blocks with equal
-// prefixes.
+// They copy the block when it is hit. Every operation is O(1) per entry, for any number of blocks
+// with equal prefixes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
+#include <list>
 #include <unordered_map>
 #include <vector>
 
 #include "core/hash.h"
+#include "core/pool/block.h"
 #include "core/pool/variants.h"
-#include "core/secret_key.h"
 
 namespace kvcache {
 
@@ -22,46 +24,65 @@ class PartialIndex {
   // Returns the oldest block with the content of this hash, or the null block if there is none or
   // its variant differs.
   BlockId find(const Hash& hash, uint8_t group, uint64_t variant = 0) const {
-    if (by_hash_.empty()) return kNullBlock;
-    const auto found = by_hash_.find({hash, group});
-    if (found == by_hash_.end()) return kNullBlock;
-    const Part& part = parts_[found->second.first];
-    return is_variant(part.variant, variant) ? part.block : kNullBlock;
+    if (by_content_.empty()) return kNullBlock;
+    const auto found = by_content_.find({hash, group});
+    if (found == by_content_.end()) return kNullBlock;
+    const Part& oldest = found->second.front();
+    return is_variant(oldest.variant, variant) ? oldest.block : kNullBlock;
   }
-  void add(BlockId id, const Hash& hash, uint8_t group, uint64_t variant = 0);
-  void forget(BlockId id);  // removes all entries of the block
-  void clear();
+  void add(BlockId id, const Hash& hash, uint8_t group, uint64_t variant = 0) {
+    ByContent::value_type& same = *by_content_.try_emplace({hash, group}).first;
+    same.second.push_back({id, variant});
+    of_block_[id].push_back({&same, std::prev(same.second.end())});
+  }
+  void forget(BlockId id) {  // removes all entries of the block
+    const auto block = of_block_.find(id);
+    if (block == of_block_.end()) return;
+    for (const Entry& entry : block->second) {
+      entry.same->second.erase(entry.part);
+      if (entry.same->second.empty()) by_content_.erase(entry.same->first);
+    }
+    of_block_.erase(block);
+  }
+  void clear() {
+    by_content_.clear();
+    of_block_.clear();
+  }
   bool empty() const { return of_block_.empty(); }
   bool has(BlockId id) const { return of_block_.count(id) != 0; }
-  std::vector<Hash> of(BlockId id) const;
+  // Returns the hashes of a block's parts, latest first.
+  std::vector<Hash> of(BlockId id) const {
+    std::vector<Hash> out;
+    const auto block = of_block_.find(id);
+    if (block == of_block_.end()) return out;
+    for (const Entry& entry : block->second) out.push_back(entry.same->first.hash);
+    std::reverse(out.begin(), out.end());
+    return out;
+  }
 
  private:
-  static constexpr int32_t kNone = -1;
-  struct Key {
+  struct Content {
     Hash hash;
     uint8_t group;
-    bool operator==(const Key& other) const { return group == other.group && hash == other.hash; }
-  };
-  struct KeyHash {
-    size_t operator()(const Key& key) const {
-      return SecretKey::of_process().fold(key.hash, key.group);
+    bool operator==(const Content& other) const {
+      return group == other.group && hash == other.hash;
     }
   };
+  struct ContentHash {
+    size_t operator()(const Content& of) const { return key_of(of.hash, of.group); }
+  };
   struct Part {
-    Key key;
     BlockId block;
-    int32_t older, younger;  // neighbors under the same hash
-    int32_t next_of_block;   // the block's next shorter part, or the next unused entry
     uint64_t variant;
   };
-  struct Ends {
-    int32_t first, last;  // oldest and youngest entry
+  using ByContent = std::unordered_map<Content, std::list<Part>, ContentHash>;  // oldest first
+  struct Entry {
+    ByContent::value_type* same;  // the parts with the content of this part
+    std::list<Part>::iterator part;
   };
 
-  std::vector<Part> parts_;
-  int32_t unused_ = kNone;
-  std::unordered_map<Key, Ends, KeyHash> by_hash_;
-  std::unordered_map<BlockId, int32_t> of_block_;  // the block's latest part
+  ByContent by_content_;
+  std::unordered_map<BlockId, std::vector<Entry>> of_block_;  // in the order of their addition
 };
 
 }  // namespace kvcache
