@@ -5,7 +5,6 @@
 #include <cmath>
 #include <sstream>
 #include <stdexcept>
-#include <utility>
 
 #include "core/errors.h"
 #include "core/eviction/last_access.h"
@@ -24,97 +23,60 @@ struct Option {
   bool is_integer = false;
 };
 
-using Values = std::map<std::string, double>;  // all options of a policy
-
-struct Entry {
+struct Policy {
   const char* name;
-  std::vector<Option> options;
+  std::vector<Option> options;  // for the device; no policy has options on the host
   bool serves_host;  // can serve the host tier, which tracks neither accesses nor priorities
-  std::unique_ptr<EvictionOrder> (*make)(int64_t num_blocks, const Values& values);
-  // Creates the host's policy from the device's policy. Set only for policies that the host can use
-  // only if the device uses them too. Such policies have no options on the host.
-  std::unique_ptr<EvictionOrder> (*make_beside)(int64_t num_blocks,
-                                                const EvictionOrder* device) = nullptr;
 };
 
-const Entry kEntries[] = {
-    {"last_access",
-     {},
-     false,
-     [](int64_t num_blocks, const Values&) -> std::unique_ptr<EvictionOrder> {
-       return std::make_unique<LastAccess>(num_blocks);
-     }},
-    {"learned",
-     {{"tenant_share", 1, 0, 1}, {"state_share", 1, 0, 1}},
-     true,
-     [](int64_t num_blocks, const Values& values) -> std::unique_ptr<EvictionOrder> {
-       return std::make_unique<Learned>(num_blocks, values.at("tenant_share"),
-                                        values.at("state_share"));
-     },
-     [](int64_t num_blocks, const EvictionOrder* device) -> std::unique_ptr<EvictionOrder> {
-       const auto* learned = dynamic_cast<const Learned*>(device);
-       if (learned == nullptr) return nullptr;
-       return std::make_unique<LearnedCopies>(num_blocks, learned->reuse());
-     }},
-    {"lru",
-     {},
-     true,
-     [](int64_t, const Values&) -> std::unique_ptr<EvictionOrder> { return nullptr; }},
-    {"priority",
-     {{"default_priority", 35, 0, 100, true}},
-     false,
-     [](int64_t num_blocks, const Values& values) -> std::unique_ptr<EvictionOrder> {
-       return std::make_unique<Priority>(num_blocks,
-                                         static_cast<int32_t>(values.at("default_priority")));
-     }},
+const Policy kPolicies[] = {
+    {"last_access", {}, false},
+    {"learned", {{"tenant_share", 1, 0, 1}, {"state_share", 1, 0, 1}}, true},
+    {"lru", {}, true},
+    {"priority", {{"default_priority", 35, 0, 100, true}}, false},
 };
 
-// The pool for which a policy is chosen, and the name of the argument.
-struct Target {
-  const char* argument;
-  bool is_host;
+using Values = std::map<std::string, double>;  // options by name
 
-  bool takes(const Entry& entry) const { return entry.serves_host || !is_host; }
-};
+// The name of the argument that selects the policy of a tier.
+const char* argument_for(Tier tier) { return tier == Tier::kDevice ? "eviction" : "host_eviction"; }
 
-constexpr Target kDevicePool{"eviction", false};
-constexpr Target kHostPool{"host_eviction", true};
+bool can_serve(Tier tier, const Policy& policy) {
+  return tier == Tier::kDevice || policy.serves_host;
+}
 
-std::vector<std::string> names_for(const Target& target) {
+std::vector<std::string> names_for(Tier tier) {
   std::vector<std::string> names;
-  for (const Entry& entry : kEntries) {
-    if (target.takes(entry)) names.emplace_back(entry.name);
+  for (const Policy& policy : kPolicies) {
+    if (can_serve(tier, policy)) names.emplace_back(policy.name);
   }
   return names;
 }
 
-const Entry& entry_of(const Target& target, const std::string& name) {
-  bool is_known = false;
-  for (const Entry& entry : kEntries) {
-    if (name != entry.name) continue;
-    if (target.takes(entry)) return entry;
-    is_known = true;
-  }
+const Policy& policy_of(Tier tier, const std::string& name) {
+  const auto* policy = std::find_if(std::begin(kPolicies), std::end(kPolicies),
+                                    [&](const Policy& each) { return name == each.name; });
+  const bool is_known = policy != std::end(kPolicies);
+  if (is_known && can_serve(tier, *policy)) return *policy;
   std::string names;
-  for (const std::string& each : names_for(target)) names += (names.empty() ? "" : ", ") + each;
-  throw std::invalid_argument(
-      std::string(target.argument) + " is '" + name + "': expected one of " + names +
-      (is_known ? " (the host tier tracks neither accesses nor priorities)" : ""));
+  for (const std::string& each : names_for(tier)) names += (names.empty() ? "" : ", ") + each;
+  throw_invalid(argument_for(tier), " is '", name, "': expected one of ", names,
+                is_known ? " (the host tier tracks neither accesses nor priorities)" : "");
 }
 
-void check_option(const Target& target, const Entry& entry, const std::string& name, double value) {
+void check_option(Tier tier, const Policy& policy, const std::string& name, double value) {
   std::ostringstream text;
-  text << target.argument << " '" << entry.name << "': option '" << name << "' is " << value
+  text << argument_for(tier) << " '" << policy.name << "': option '" << name << "' is " << value
        << ": expected ";
-  if (entry.options.empty() || (target.is_host && entry.make_beside != nullptr)) {
+  if (policy.options.empty() || tier == Tier::kHost) {
     throw std::invalid_argument(text.str() + "no options");
   }
-  const auto option = std::find_if(entry.options.begin(), entry.options.end(),
+  const auto option = std::find_if(policy.options.begin(), policy.options.end(),
                                    [&](const Option& each) { return name == each.name; });
-  if (option == entry.options.end()) {
+  if (option == policy.options.end()) {
     text << "one of the options ";
-    for (const Option& each : entry.options) {
-      text << (&each == &entry.options.front() ? "'" : ", '") << each.name << "'";
+    for (const Option& each : policy.options) {
+      text << (&each == &policy.options.front() ? "'" : ", '") << each.name << "'";
     }
     throw std::invalid_argument(text.str());
   }
@@ -126,17 +88,14 @@ void check_option(const Target& target, const Entry& entry, const std::string& n
   throw std::invalid_argument(text.str());
 }
 
-// A registered policy with the values of its options.
-struct Choice {
-  Choice(const Target& target, const std::string& name, const Values& options)
-      : entry(entry_of(target, name)), values(options) {
-    for (const auto& [option, value] : options) check_option(target, entry, option, value);
-    for (const Option& each : entry.options) values.try_emplace(each.name, each.standard);
-  }
-
-  const Entry& entry;
-  Values values;
-};
+// Returns the values of all options of a policy.
+Values checked_values(Tier tier, const std::string& name, const Values& options) {
+  const Policy& policy = policy_of(tier, name);
+  for (const auto& [option, value] : options) check_option(tier, policy, option, value);
+  Values values = options;
+  for (const Option& each : policy.options) values.try_emplace(each.name, each.standard);
+  return values;
+}
 
 int64_t checked_blocks(int64_t num_blocks) {
   return checked_size("num_blocks", num_blocks, 2, " (the null block is counted)");
@@ -144,41 +103,45 @@ int64_t checked_blocks(int64_t num_blocks) {
 
 }  // namespace
 
-std::vector<std::string> eviction_names() { return names_for(kDevicePool); }
+std::vector<std::string> eviction_names() { return names_for(Tier::kDevice); }
 
-std::vector<std::string> host_eviction_names() { return names_for(kHostPool); }
+std::vector<std::string> host_eviction_names() { return names_for(Tier::kHost); }
 
 std::unique_ptr<EvictionOrder> make_eviction_policy(const std::string& name,
                                                     const std::map<std::string, double>& options,
                                                     int64_t num_blocks) {
-  const Choice choice(kDevicePool, name, options);
-  return choice.entry.make(checked_blocks(num_blocks), choice.values);
+  const Values values = checked_values(Tier::kDevice, name, options);
+  const int64_t n = checked_blocks(num_blocks);
+  if (name == "last_access") return std::make_unique<LastAccess>(n);
+  if (name == "learned") {
+    return std::make_unique<Learned>(n, values.at("tenant_share"), values.at("state_share"));
+  }
+  if (name == "priority") {
+    return std::make_unique<Priority>(n, static_cast<int32_t>(values.at("default_priority")));
+  }
+  return nullptr;
 }
 
 void check_host_eviction(const std::string& name, const std::map<std::string, double>& options) {
-  const Choice choice(kHostPool, name, options);
+  checked_values(Tier::kHost, name, options);
 }
 
 void check_host_eviction_beside(const std::string& host, const std::string& device) {
-  const Entry& entry = entry_of(kHostPool, host);
-  if (entry.make_beside == nullptr || host == device) return;
-  throw std::invalid_argument("host_eviction is '" + host + "', and eviction is '" + device +
-                              "': expected '" + host +
-                              "' for both, because the host learns from releases on the device");
+  policy_of(Tier::kHost, host);
+  if (host != "learned" || host == device) return;
+  throw_invalid("host_eviction is '", host, "', and eviction is '", device, "': expected '", host,
+                "' for both, because the host learns from releases on the device");
 }
 
 std::unique_ptr<EvictionOrder> make_host_eviction_policy(
     const std::string& name, const std::map<std::string, double>& options, int64_t num_blocks,
     const EvictionOrder* device) {
-  const Choice choice(kHostPool, name, options);
-  checked_blocks(num_blocks);
-  if (choice.entry.make_beside == nullptr) {
-    auto policy = choice.entry.make(num_blocks, choice.values);
-    return policy != nullptr ? std::move(policy) : std::make_unique<LeastRecent>(num_blocks);
-  }
-  auto policy = choice.entry.make_beside(num_blocks, device);
-  if (policy == nullptr) check_host_eviction_beside(name, "another");
-  return policy;
+  check_host_eviction(name, options);
+  const int64_t n = checked_blocks(num_blocks);
+  if (name == "lru") return std::make_unique<LeastRecent>(n);
+  const auto* learned = dynamic_cast<const Learned*>(device);
+  if (learned == nullptr) check_host_eviction_beside(name, "another");
+  return std::make_unique<LearnedCopies>(n, learned->reuse());
 }
 
 }  // namespace kvcache

@@ -5,7 +5,6 @@
 
 #include "core/errors.h"
 #include "core/hashing/cbor.h"
-#include "core/hashing/cbor_ints.h"
 #include "core/hashing/long_work.h"
 #include "core/hashing/sha256.h"
 #include "core/hashing/xxh3.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes heads of CBOR items (RFC 8949) in their shortest form.
+// Writes CBOR items (RFC 8949) in their shortest form.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +35,11 @@ inline uint8_t* write_head(uint8_t* p, uint8_t major, uint32_t value) {
   std::memcpy(p, &head, kBytesWritten);
   return p + kSize[form];
 }
+
+// Writes the token ids of a block, and returns their end. May overwrite kIntsOverwritten bytes
+// after the end.
+uint8_t* write_ints(uint8_t* p, const int32_t* values, int64_t n);
+inline constexpr int64_t kIntsOverwritten = 64;
 
 inline void append_head(std::string* out, uint8_t major, uint32_t value) {
   uint8_t head[kBytesWritten];

@@ -202,10 +202,11 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
   for (int64_t i = 0; i < n; ++i) {
     const uint64_t key = keys.next(i);
     Block& block = blocks_[ids[i]];
-    if (!is_cached(block)) {
+    if (is_cached(block)) {
+      lineage_[ids[i]].set_parent(parent.key);  // partial content is published without the parent
+    } else {
       set_cached(ids[i], group, parent.key, content.root ? root : static_cast<uint32_t>(key));
     }
-    lineage_[ids[i]].set_parent(parent.key);  // partial hashes were published without the parent
     block.hash = content.hash(i);
     variants_.note(ids[i], content.variant(i), content.adapter);
     const BlockId oldest = index_.insert(key, ids[i]);

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/hashing/cbor_ints.h"
-
 #include "core/hashing/cbor.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)

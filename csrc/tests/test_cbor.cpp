@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/hashing/cbor_ints.h"
+#include "core/hashing/cbor.h"
 
 #include <cstdint>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "core/hashing/cbor.h"
 #include "tests/check.h"
 
 using namespace kvcache;
