@@ -33,7 +33,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("if (num_free_ != num_total()) return false;", ""),
             ("  num_evicted_ += num_evicted;", "  num_evicted_ += 1;"),
             ("if (index_.erase(key, id)) flags |= Forgotten::kIsLast;", "index_.erase(key, id);"),
-            ("if (candidates_) update_candidates(ids, n);", ""),
+            ("if (candidates_) candidates_->set_idle(ids[i], false);", ""),
             ("if (blocks_[ids[j]].ref_count++ > 0) continue;", "continue;"),
             ("&& !is_cached(block)) {\n      throw", "&& false) {\n      throw"),
             (

@@ -38,13 +38,13 @@ HashAlgorithm hash_algorithm_of(std::string_view name) {
 }
 
 Hash hash_seed(std::string_view seed, HashAlgorithm algorithm) {
-  std::vector<uint8_t> buffer(seed.size() + kBytesWritten + kSha256Padding);
+  std::vector<uint8_t> buffer(seed.size() + kBytesWritten);
   uint8_t* p = write_head(buffer.data(), kText, static_cast<uint32_t>(seed.size()));
   p = std::copy(seed.begin(), seed.end(), p);
   const auto size = static_cast<size_t>(p - buffer.data());
   Hash out{};  // clears the bytes after a short digest
   if (algorithm == HashAlgorithm::kSha256Cbor) {
-    sha256_in_place(buffer.data(), size, out.bytes);
+    sha256(buffer.data(), size, out.bytes);
   } else {
     xxh3_128(buffer.data(), size, out.bytes);
   }
@@ -52,29 +52,32 @@ Hash hash_seed(std::string_view seed, HashAlgorithm algorithm) {
 }
 
 void BlockHasher::Encoded::encode(const BlockContent& block) {
-  // Bytes of the encoded block that are not counted separately below, plus the bytes after its end
-  // that may be overwritten.
-  constexpr size_t kOther = 16 + kSha256Padding;
-  static_assert(kSha256Padding >= kIntsOverwritten);
-  const std::string_view extra = block.extra;
-  const size_t capacity =
-      static_cast<size_t>(block.num_tokens) * kMaxHeadBytes + sizeof(Hash) + extra.size() + kOther;
-  if (bytes.size() < capacity) bytes.resize(capacity);
   algorithm = block.algorithm;
-  const auto parent_size = static_cast<size_t>(digest_bytes(algorithm));
-  uint8_t* p = bytes.data();
-  p = write_head(p, kArray, 3);
-  p = write_head(p, kBytes, static_cast<uint32_t>(parent_size));
+  reserve(block);
+  const auto parent_size = static_cast<uint32_t>(digest_bytes(algorithm));
+  uint8_t* p = write_head(bytes.data(), kArray, 3);
+  p = write_head(p, kBytes, parent_size);
   parent_at = static_cast<size_t>(p - bytes.data());
-  p = write_head(p + parent_size, kArray, static_cast<uint32_t>(block.num_tokens));
+  p += parent_size;  // written by `hash`
+  p = write_head(p, kArray, static_cast<uint32_t>(block.num_tokens));
   p = write_ints(p, block.tokens, block.num_tokens);
-  if (extra.empty()) {
+  if (block.extra.empty()) {
     *p++ = kCborNull;
   } else {
-    p = std::copy(extra.begin(), extra.end(), p);
+    p = std::copy(block.extra.begin(), block.extra.end(), p);
   }
   size = static_cast<size_t>(p - bytes.data());
-  if (algorithm == HashAlgorithm::kSha256Cbor) num_chunks = sha256_pad(bytes.data(), size);
+  const bool is_sha256 = algorithm == HashAlgorithm::kSha256Cbor;
+  num_chunks = is_sha256 ? sha256_pad(bytes.data(), size) : 0;
+}
+
+void BlockHasher::Encoded::reserve(const BlockContent& block) {
+  constexpr size_t kHeads = 16;  // enough for everything but the parent, the tokens and the keys
+  static_assert(kSha256Padding >= kIntsOverwritten);
+  const size_t most = kHeads + sizeof(Hash) +
+                      static_cast<size_t>(block.num_tokens) * kMaxHeadBytes + block.extra.size() +
+                      kSha256Padding;
+  if (bytes.size() < most) bytes.resize(most);
 }
 
 void BlockHasher::Encoded::hash(const Hash& parent, Hash* out) {
@@ -92,11 +95,8 @@ void BlockHasher::hash_two(const std::array<BlockContent, 2>& blocks,
                            const std::array<const Hash*, 2>& parents, Hash* out) {
   static const Sha256Implementation& sha256 = sha256_implementations().front();
   for (size_t i = 0; i < 2; ++i) encoded_[i].encode(blocks[i]);
-  const auto is_sha256 = [](const Encoded& each) {
-    return each.algorithm == HashAlgorithm::kSha256Cbor;
-  };
-  if (sha256.digest_two == nullptr || !std::all_of(encoded_.begin(), encoded_.end(), is_sha256) ||
-      encoded_[0].num_chunks != encoded_[1].num_chunks) {
+  const size_t num_chunks = encoded_[0].num_chunks;
+  if (sha256.digest_two == nullptr || num_chunks == 0 || encoded_[1].num_chunks != num_chunks) {
     for (size_t i = 0; i < 2; ++i) encoded_[i].hash(*parents[i], &out[i]);
     return;
   }
@@ -104,7 +104,7 @@ void BlockHasher::hash_two(const std::array<BlockContent, 2>& blocks,
       {encoded_[0].bytes.data(), out[0].bytes, parents[0]->bytes},
       {encoded_[1].bytes.data(), out[1].bytes, parents[1]->bytes},
   };
-  sha256.digest_two(messages, encoded_[0].num_chunks);
+  sha256.digest_two(messages, num_chunks);
 }
 
 std::vector<Hash> hash_blocks(HashAlgorithm algorithm, const int32_t* tokens, size_t num_tokens,

@@ -65,12 +65,13 @@ class BlockHasher {
   class Encoded {
    public:
     void encode(const BlockContent& block);
+    void reserve(const BlockContent& block);
     void hash(const Hash& parent, Hash* out);
 
     HashAlgorithm algorithm = HashAlgorithm::kSha256Cbor;
     size_t size = 0;        // without padding
     size_t parent_at = 0;   // position of the parent hash; Sha256Message::kLinkAt for SHA-256
-    size_t num_chunks = 0;  // of the padded message; only for SHA-256
+    size_t num_chunks = 0;  // of the padded message; 0 for XXH3
     std::vector<uint8_t> bytes;
   };
 

@@ -109,9 +109,12 @@ bool has_sha_ni() {
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_SSE4_1) != 0;
 }
 
-// Inserts the link into the first chunk of a linked message, which is in registers.
-__attribute__((target("sse4.1"))) inline void insert_link(const Sha256Message& message,
-                                                          __m128i* chunk) {
+// Loads a chunk of a message. The link of a linked message is inserted in registers.
+__attribute__((target("sse4.1"))) inline void load_chunk(const Sha256Message& message, size_t i,
+                                                         __m128i* chunk) {
+  const auto* const given = reinterpret_cast<const __m128i*>(message.chunks + i * kChunkBytes);
+  for (int k = 0; k < 4; ++k) chunk[k] = _mm_loadu_si128(given + k);
+  if (i > 0 || message.link == nullptr) return;
   constexpr int kBefore = Sha256Message::kLinkAt, kShift = 16 - kBefore;
   const auto* const link = reinterpret_cast<const __m128i*>(message.link);
   const __m128i first = _mm_loadu_si128(link), second = _mm_loadu_si128(link + 1);
@@ -142,10 +145,21 @@ __attribute__((target("sha,sse4.1"))) inline __m128i next_words(__m128i* schedul
   return next;
 }
 
-__attribute__((target("sha,sse4.1"))) inline void store_digest(__m128i abef, __m128i cdgh,
-                                                               uint8_t* out) {
-  const __m128i feba = _mm_shuffle_epi32(abef, 0x1B);
-  const __m128i dchg = _mm_shuffle_epi32(cdgh, 0xB1);
+// The instructions expect the words of a state in this order, the first in the highest lane.
+struct ShaNiState {
+  __m128i abef, cdgh;
+};
+
+__attribute__((target("sse4.1"))) inline ShaNiState first_state() {
+  const auto* const words = reinterpret_cast<const __m128i*>(kFirstState);
+  const __m128i badc = _mm_shuffle_epi32(_mm_load_si128(words), 0xB1);
+  const __m128i hgfe = _mm_shuffle_epi32(_mm_load_si128(words + 1), 0x1B);
+  return {_mm_alignr_epi8(badc, hgfe, 8), _mm_blend_epi16(hgfe, badc, 0xF0)};
+}
+
+__attribute__((target("sse4.1"))) inline void store_digest(const ShaNiState& state, uint8_t* out) {
+  const __m128i feba = _mm_shuffle_epi32(state.abef, 0x1B);
+  const __m128i dchg = _mm_shuffle_epi32(state.cdgh, 0xB1);
   const __m128i abcd = _mm_blend_epi16(feba, dchg, 0xF0), efgh = _mm_alignr_epi8(dchg, feba, 8);
   auto* const digest = reinterpret_cast<__m128i*>(out);
   _mm_storeu_si128(digest, swap_bytes(abcd));
@@ -157,44 +171,31 @@ __attribute__((target("sha,sse4.1"))) inline void store_digest(__m128i abef, __m
 template <int N>
 __attribute__((target("sha,sse4.1"))) void digest_sha_ni(const Sha256Message* messages,
                                                          size_t num_chunks) {
-  const auto* const words = reinterpret_cast<const __m128i*>(kFirstState);
   const auto* const constants = reinterpret_cast<const __m128i*>(kConstants);
-  // The instructions expect the words as (a, b, e, f) and (c, d, g, h), with the first word in the
-  // highest lane.
-  const __m128i badc = _mm_shuffle_epi32(_mm_load_si128(words), 0xB1);
-  const __m128i hgfe = _mm_shuffle_epi32(_mm_load_si128(words + 1), 0x1B);
-  __m128i abef[N], cdgh[N];
-  for (int k = 0; k < N; ++k) {
-    abef[k] = _mm_alignr_epi8(badc, hgfe, 8);
-    cdgh[k] = _mm_blend_epi16(hgfe, badc, 0xF0);
-  }
+  ShaNiState states[N];
+  std::fill_n(states, N, first_state());
   for (size_t chunk = 0; chunk < num_chunks; ++chunk) {
-    __m128i abef_before[N], cdgh_before[N];
-    std::copy_n(abef, N, abef_before);
-    std::copy_n(cdgh, N, cdgh_before);
+    ShaNiState before[N];
+    std::copy_n(states, N, before);
     __m128i schedules[N][4];  // the last 16 words
-    for (int k = 0; k < N; ++k) {
-      const auto* const given =
-          reinterpret_cast<const __m128i*>(messages[k].chunks + chunk * kChunkBytes);
-      for (int i = 0; i < 4; ++i) schedules[k][i] = _mm_loadu_si128(given + i);
-      if (chunk == 0 && messages[k].link != nullptr) insert_link(messages[k], schedules[k]);
-    }
+    for (int k = 0; k < N; ++k) load_chunk(messages[k], chunk, schedules[k]);
 #pragma GCC unroll 16
     for (int i = 0; i < kNumRounds / 4; ++i) {
 #pragma GCC unroll 2
       for (int k = 0; k < N; ++k) {
+        auto& [abef, cdgh] = states[k];
         const __m128i sums =
             _mm_add_epi32(next_words(schedules[k], i), _mm_load_si128(constants + i));
-        cdgh[k] = _mm_sha256rnds2_epu32(cdgh[k], abef[k], sums);
-        abef[k] = _mm_sha256rnds2_epu32(abef[k], cdgh[k], _mm_shuffle_epi32(sums, 0x0E));
+        cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sums);
+        abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(sums, 0x0E));
       }
     }
     for (int k = 0; k < N; ++k) {
-      abef[k] = _mm_add_epi32(abef[k], abef_before[k]);
-      cdgh[k] = _mm_add_epi32(cdgh[k], cdgh_before[k]);
+      states[k].abef = _mm_add_epi32(states[k].abef, before[k].abef);
+      states[k].cdgh = _mm_add_epi32(states[k].cdgh, before[k].cdgh);
     }
   }
-  for (int k = 0; k < N; ++k) store_digest(abef[k], cdgh[k], messages[k].out);
+  for (int k = 0; k < N; ++k) store_digest(states[k], messages[k].out);
 }
 
 void digest_one_sha_ni(const Sha256Message& message, size_t num_chunks) {
@@ -278,17 +279,12 @@ size_t sha256_pad(uint8_t* data, size_t size) {
   return num_chunks;
 }
 
-void sha256_in_place(uint8_t* data, size_t size, uint8_t* out,
-                     const Sha256Implementation& implementation) {
-  const size_t num_chunks = sha256_pad(data, size);
-  implementation.digest({data, out}, num_chunks);
-}
-
 void sha256(const uint8_t* data, size_t size, uint8_t* out,
             const Sha256Implementation& implementation) {
   std::vector<uint8_t> padded(size + kSha256Padding);
   std::copy_n(data, size, padded.data());
-  sha256_in_place(padded.data(), size, out, implementation);
+  const size_t num_chunks = sha256_pad(padded.data(), size);
+  implementation.digest({padded.data(), out}, num_chunks);
 }
 
 }  // namespace kvcache

@@ -38,12 +38,9 @@ const std::vector<Sha256Implementation>& sha256_implementations();
 void sha256(const uint8_t* data, size_t size, uint8_t* out,
             const Sha256Implementation& implementation = sha256_implementations().front());
 
-// Number of bytes after the end of the data that the padding overwrites.
-inline constexpr size_t kSha256Padding = 72;
-// Like sha256, for data that the caller no longer needs. The data is padded in place.
-void sha256_in_place(uint8_t* data, size_t size, uint8_t* out,
-                     const Sha256Implementation& implementation = sha256_implementations().front());
-// Pads data in place, and returns its number of chunks.
+// Pads data in place, and returns its number of chunks. Overwrites kSha256Padding bytes after the
+// end of the data.
 size_t sha256_pad(uint8_t* data, size_t size);
+inline constexpr size_t kSha256Padding = 72;
 
 }  // namespace kvcache

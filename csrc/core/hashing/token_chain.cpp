@@ -125,16 +125,11 @@ class TokenChain::Hashing {
     chain->is_hashing_ = true;
     ++chain->tokens_->num_hashing_;
   }
-  Hashing(Hashing&& other) noexcept : chain_(std::exchange(other.chain_, nullptr)) {}
-  Hashing& operator=(Hashing&& other) noexcept {
-    std::swap(chain_, other.chain_);
-    return *this;
-  }
   ~Hashing() {
-    if (chain_ == nullptr) return;
     chain_->is_hashing_ = false;
     --chain_->tokens_->num_hashing_;
   }
+  Hashing(const Hashing&) = delete;
 
   const TokenChain* chain() const { return chain_; }
 
@@ -194,11 +189,10 @@ class TokenChain::HashingPair {
         if (chain->is_hashing_ || chain->has_unhashed_blocks()) each.emplace(chain);
       }
     }
-    if (!pair_[0]) std::swap(pair_[0], pair_[1]);
-    return pair_[0].has_value();
+    return pair_[0] || pair_[1];
   }
-  Hashing& first() { return *pair_[0]; }
-  Hashing* second() { return pair_[1] ? &*pair_[1] : nullptr; }
+  Hashing& first() { return pair_[0] ? *pair_[0] : *pair_[1]; }
+  Hashing* second() { return pair_[0] && pair_[1] ? &*pair_[1] : nullptr; }  // null: none is left
 
  private:
   TokenChain* const* chains_;

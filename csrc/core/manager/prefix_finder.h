@@ -13,7 +13,7 @@
 #include "core/hashing/token_chain.h"
 #include "core/manager/options.h"
 #include "core/pool/block_pool.h"
-#include "core/pool/simulated_cache.h"
+#include "core/pool/eviction_order.h"
 
 namespace kvcache {
 

@@ -127,8 +127,8 @@ void BlockPool::retain(const BlockId* ids, int64_t n) {
     if (block.ref_count++ > 0) continue;
     --num_free_;
     unlist(ids[i]);
+    if (candidates_) candidates_->set_idle(ids[i], false);
   }
-  if (candidates_) update_candidates(ids, n);
   note_use();
 }
 

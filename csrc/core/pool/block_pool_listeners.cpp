@@ -51,14 +51,10 @@ void BlockPool::finish() {
 }
 
 void BlockPool::tell_forgotten(Forgotten::Why why, const Blocks& blocks) {
-  if (!partial_.empty()) {
-    for (const BlockId id : blocks) partial_.forget(id);
-  }
+  for (const BlockId id : blocks) partial_.forget(id);
   tell(&BlockListener::on_forget, Forgotten{blocks, why, flags_.data(), blocks_.data()});
   // Forgotten after the notification, because listeners that copy the blocks read their variants.
-  if (!variants_.empty()) {
-    for (const BlockId id : blocks) variants_.forget(id);
-  }
+  for (const BlockId id : blocks) variants_.forget(id);
   finish();
 }
 

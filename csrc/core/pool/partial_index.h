@@ -36,6 +36,7 @@ class PartialIndex {
     of_block_[id].push_back({&same, std::prev(same.second.end())});
   }
   void forget(BlockId id) {  // removes all entries of the block
+    if (of_block_.empty()) return;
     const auto block = of_block_.find(id);
     if (block == of_block_.end()) return;
     for (const Entry& entry : block->second) {
@@ -48,7 +49,6 @@ class PartialIndex {
     by_content_.clear();
     of_block_.clear();
   }
-  bool empty() const { return of_block_.empty(); }
   bool has(BlockId id) const { return of_block_.count(id) != 0; }
   // Returns the hashes of a block's parts, latest first.
   std::vector<Hash> of(BlockId id) const {

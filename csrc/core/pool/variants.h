@@ -46,7 +46,6 @@ class Variants {
   void forget(BlockId id) {
     if (!by_block_.empty()) by_block_.erase(id);
   }
-  bool empty() const { return by_block_.empty(); }
   void clear() { by_block_.clear(); }
 
  private:

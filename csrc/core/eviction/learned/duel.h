@@ -11,7 +11,7 @@
 #include "core/eviction/learned/hazards.h"
 #include "core/eviction/learned/segments.h"
 #include "core/hash.h"
-#include "core/pool/simulated_cache.h"
+#include "core/pool/eviction_order.h"
 
 namespace kvcache {
 

@@ -3,6 +3,8 @@
 
 namespace kvcache {
 
+const PageRules& AttentionKind::rules() const { return kTokenRules; }
+
 void TokenRules::drop(Growth* growth, int32_t row, const CacheGroup& group, int64_t drop_to) {
   RowBlocks& each = growth->held(row, group);
   std::vector<BlockId> dropped;
