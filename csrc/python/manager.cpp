@@ -16,12 +16,7 @@
 #include <utility>
 
 #include "core/errors.h"
-#include "core/groups/chunked_local.h"
-#include "core/groups/circular_window.h"
-#include "core/groups/cross_attention.h"
-#include "core/groups/full_attention.h"
-#include "core/groups/recurrent_state.h"
-#include "core/groups/sliding_window.h"
+#include "core/groups/kinds.h"
 #include "python/arrays.h"
 #include "python/construct.h"
 #include "python/fast_method.h"

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/groups/cache_group.h"
-#include "core/groups/full_attention.h"
+#include "core/groups/kinds.h"
 #include "core/groups/rules/page_rules.h"
 #include "core/hashing/token_chain.h"
 #include "core/pool/block_pool.h"

@@ -7,9 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/groups/full_attention.h"
-#include "core/groups/recurrent_state.h"
-#include "core/groups/sliding_window.h"
+#include "core/groups/kinds.h"
 #include "tests/check.h"
 #include "tests/core_fixtures.h"
 

@@ -17,11 +17,7 @@
 #include <vector>
 
 #include "core/eviction/registry.h"
-#include "core/groups/chunked_local.h"
-#include "core/groups/cross_attention.h"
-#include "core/groups/full_attention.h"
-#include "core/groups/recurrent_state.h"
-#include "core/groups/sliding_window.h"
+#include "core/groups/kinds.h"
 #include "tests/check.h"
 #include "tests/manager_driver.h"
 

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/manager/publisher.h"
 
-#include "core/groups/recurrent_state.h"
-#include "core/groups/sliding_window.h"
+#include "core/groups/kinds.h"
 #include "core/listeners/event_log.h"
 #include "tests/check.h"
 #include "tests/core_fixtures.h"

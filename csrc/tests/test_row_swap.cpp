@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/manager/row_swap.h"
 
-#include "core/groups/recurrent_state.h"
-#include "core/groups/sliding_window.h"
+#include "core/groups/kinds.h"
 #include "tests/serving_fixture.h"
 
 using namespace kvcache;

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/groups/full_attention.h"
+#include "core/groups/kinds.h"
 #include "core/hashing/block_hash.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/manager.h"

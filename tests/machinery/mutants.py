@@ -173,14 +173,15 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        GROUPS + "sliding_window.h",
+        GROUPS + "kinds.h",
         "groups specs",
-        [("num_computed_tokens - window_ + 1", "num_computed_tokens - window_ + 2")],
-    ),
-    (
-        GROUPS + "chunked_local.h",
-        "groups specs",
-        [("return num_computed_tokens / chunk_size_ * chunk_size_;", "return 0;")],
+        [
+            (
+                "window_ + 1, 0);\n  }\n  bool is_retained",
+                "window_ + 2, 0);\n  }\n  bool is_retained",
+            ),
+            ("return num_computed_tokens / chunk_size_ * chunk_size_;", "return 0;"),
+        ],
     ),
     (
         GROUPS + "cache_group.h",

@@ -1,5 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pages with recurrent states: a page contains the state after the last token of its block.
+//
+// A step updates the state in place, in the page of the block that contains its last token. If the
+// step enters another block, the plan first copies the state to the new page. The old page contains
+// the state at the block boundary, and can be hit, only if a step ended exactly there. A state
+// inside a block can be hit if a step of the prompt ended at a hash boundary. In that case, the
+// next step also continues in another page.
+//
+// With n speculative blocks, n spare pages follow the page that contains a row's state. A step
+// writes the state after its i-th draft to the i-th of these pages. If drafts are rejected, the row
+// continues from the page of the last accepted draft. The pages swap places, and no state is
+// copied.
 #pragma once
 
 #include <vector>
