@@ -92,7 +92,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        POOL + "cache_tree.cpp",
+        POOL + "candidates.cpp",
         "eviction tiers",
         [
             ("places_[block.younger].num_children += place.num_children;", ""),

@@ -196,7 +196,7 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
   reserve_flags(n);
   uint8_t* const is_first = flags_.data();
   const uint32_t root = content.root ? short_tag_of(*content.root) : 0;
-  CacheTree::Parent parent{key_of(*content.parent, group), kNullBlock};
+  Candidates::Parent parent{key_of(*content.parent, group), kNullBlock};
   bool has_parent = content.is_chain && !content.begins_chain;
   if (candidates_ && has_parent) parent.oldest = index_.find(parent.key);
   for (int64_t i = 0; i < n; ++i) {
@@ -237,7 +237,7 @@ void BlockPool::publish_copy(BlockId id, const Copied& copied) {
   const uint8_t is_first = index_.insert(key, id) == id;
   if (candidates_) {
     const bool has_parent = copied.is_chain && copied.root != short_tag_of(copied.hash);
-    const CacheTree::Parent parent{copied.parent, index_.find(copied.parent)};
+    const Candidates::Parent parent{copied.parent, index_.find(copied.parent)};
     add_place(id, key, has_parent ? &parent : nullptr);
   }
   tell(&BlockListener::on_publish,

@@ -235,7 +235,7 @@ class BlockPool {
   // Removes a block from the index. `key`: the key of its hash. Returns its flags for
   // `tell_forgotten`, which completes this.
   uint8_t forget_hashes(BlockId id, uint64_t key);
-  // The same, and removes its place in the tree and its pins.
+  // The same, and removes it from the candidates and removes its pins.
   uint8_t forget(BlockId id, bool evicted);
   // Makes `flags_` large enough for n blocks.
   void reserve_flags(int64_t n) {
@@ -256,8 +256,8 @@ class BlockPool {
   bool has_pin(const Block& block) const { return pins_ && pins_->has(id_of(block)); }
   void check_copy(BlockId id) const;
   void check_released(const Released& released) const;
-  // Adds a block to the tree; null: without a parent.
-  void add_place(BlockId id, uint64_t key, const CacheTree::Parent* parent);
+  // Adds a published block to the candidates (candidates.h); null: without a parent.
+  void add_place(BlockId id, uint64_t key, const Candidates::Parent* parent);
   // Updates blocks that have become leaves, or are no longer leaves, because another block was
   // added or removed.
   void update_changed() {

@@ -57,10 +57,7 @@ uint8_t BlockPool::forget(BlockId id, bool evicted) {
   index_.prefetch_bucket(key);
   if (pins_) pins_->forget(id, evicted);
   changed_.clear();
-  if (candidates_) {
-    candidates_->set_idle(id, false);
-    candidates_->tree().remove(id, lineage_[id].parent(), &changed_);
-  }
+  if (candidates_) candidates_->remove(id, lineage_[id].parent(), &changed_);
   const uint8_t flags = forget_hashes(id, key);
   update_changed();
   return flags;
@@ -108,9 +105,9 @@ void BlockPool::unpin(const BlockId* ids, int64_t n) {
   if (candidates_) update_candidates(ids, n);
 }
 
-void BlockPool::add_place(BlockId id, uint64_t key, const CacheTree::Parent* parent) {
+void BlockPool::add_place(BlockId id, uint64_t key, const Candidates::Parent* parent) {
   changed_.clear();
-  candidates_->tree().add(id, key, parent, &changed_);
+  candidates_->add(id, key, parent, &changed_);
   update_changed();
 }
 
@@ -123,8 +120,8 @@ void BlockPool::check_places() const {
     num_pinned += has_pin(block);
     require(!has_pin(block) || is_cached(block), "a block that is not cached is pinned: ", id);
     if (!candidates_) continue;
-    const bool may_go = is_cached(block) && block.ref_count == 0 && !has_pin(block) &&
-                        candidates_->tree().is_leaf(id);
+    const bool may_go =
+        is_cached(block) && block.ref_count == 0 && !has_pin(block) && candidates_->is_leaf(id);
     require(candidates_->has(id) == may_go, "the order has the wrong candidates: ", id);
   }
   require(num_pinned == this->num_pinned(), "num_pinned is wrong");
@@ -137,7 +134,7 @@ void BlockPool::check_places() const {
   for (BlockId id = 1; id < next_fresh_; ++id) {
     if (is_indexed(blocks_[id])) indexed.push_back(id);
   }
-  candidates_->tree().check_invariants(indexed, [&](BlockId id) { return lineage_[id].parent(); });
+  candidates_->check_invariants(indexed, [&](BlockId id) { return lineage_[id].parent(); });
 }
 
 }  // namespace kvcache

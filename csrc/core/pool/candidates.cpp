@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/pool/cache_tree.h"
+#include "core/pool/candidates.h"
 
 #include <map>
 
@@ -7,7 +7,8 @@
 
 namespace kvcache {
 
-void CacheTree::add(BlockId id, uint64_t key, const Parent* parent, std::vector<BlockId>* changed) {
+void Candidates::add(BlockId id, uint64_t key, const Parent* parent,
+                     std::vector<BlockId>* changed) {
   const Block& block = blocks_[id];
   Place& place = places_[id];
   place = {};
@@ -29,7 +30,8 @@ void CacheTree::add(BlockId id, uint64_t key, const Parent* parent, std::vector<
   }
 }
 
-void CacheTree::remove(BlockId id, uint64_t parent, std::vector<BlockId>* changed) {
+void Candidates::remove(BlockId id, uint64_t parent, std::vector<BlockId>* changed) {
+  set_idle(id, false);
   const Block& block = blocks_[id];
   if (block.younger == kNullBlock) return;
   Place& place = places_[id];
@@ -52,19 +54,20 @@ void CacheTree::remove(BlockId id, uint64_t parent, std::vector<BlockId>* change
   if (children != orphans_.end() && --children->second == 0) orphans_.erase(children);
 }
 
-void CacheTree::clear() {
+void Candidates::clear(BlockId stop) {
+  for (BlockId id = 1; id < stop; ++id) set_idle(id, false);
   orphans_.clear();
   places_.zero();
 }
 
-size_t CacheTree::num_bytes() const {
+size_t Candidates::num_bytes() const {
   constexpr size_t kEntryBytes = sizeof(decltype(orphans_)::value_type) + 2 * sizeof(void*);
-  return places_.num_bytes() + orphans_.size() * kEntryBytes +
+  return order_->num_bytes() + places_.num_bytes() + orphans_.size() * kEntryBytes +
          orphans_.bucket_count() * sizeof(void*);
 }
 
-void CacheTree::check_invariants(const std::vector<BlockId>& indexed,
-                                 const std::function<uint64_t(BlockId)>& parent_of) const {
+void Candidates::check_invariants(const std::vector<BlockId>& indexed,
+                                  const std::function<uint64_t(BlockId)>& parent_of) const {
   std::map<uint64_t, int64_t> num_children, num_counted;
   for (const BlockId id : indexed) {
     const Place& place = places_[id];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compares the tree of cached blocks with a count of children for each hash.
-#include "core/pool/cache_tree.h"
+// Compares the leaves among cached blocks with a count of children for each hash.
+#include "core/pool/candidates.h"
 
 #include <cstring>
 #include <random>
@@ -22,6 +22,12 @@ Hash hash_of(uint32_t number) {
   return hash;
 }
 
+struct NoOrder : EvictionOrder {
+  void insert(BlockId) override {}
+  void remove(BlockId) override {}
+  BlockId victim() override { return kNullBlock; }
+};
+
 // Blocks whose hashes are numbers. The parent of number k is k / 2. Number 1 has no parent.
 struct Cached {
   explicit Cached(int num_blocks)
@@ -31,7 +37,7 @@ struct Cached {
     blocks[id].hash = hash_of(number);
     index.insert(key_of(blocks[id]), id);
     numbers[id] = number;
-    const CacheTree::Parent parent{parent_of(id), index.find(parent_of(id))};
+    const Candidates::Parent parent{parent_of(id), index.find(parent_of(id))};
     tree.add(id, key_of(blocks[id]), number == 1 ? nullptr : &parent, &changed);
     check_changes();
   }
@@ -76,7 +82,8 @@ struct Cached {
   std::vector<Block> blocks;
   std::vector<uint32_t> numbers;  // number of each block; 0: not cached
   HashIndex index;
-  CacheTree tree{&index, blocks.data(), static_cast<int64_t>(blocks.size())};
+  Candidates tree{std::make_unique<NoOrder>(), &index, blocks.data(),
+                  static_cast<int64_t>(blocks.size())};
   std::vector<BlockId> changed;
   std::vector<bool> known = std::vector<bool>(blocks.size());
   std::vector<bool> was_there = std::vector<bool>(blocks.size());
