@@ -407,6 +407,13 @@ auto sound(const BlockPool& pool) {
   return (pool.*kMethod)();
 }
 
+// Calls a method with a batch of ids.
+template <void (BlockPool::*kMethod)(const BlockId*, int64_t)>
+void with_ids(BlockPool& pool, const py::object& ids) {
+  const Int32Input array(ids, "ids");
+  (pool.*kMethod)(array.data(), array.size());
+}
+
 // Validates the ids even if the policy does not use them.
 void check_ids(const BlockPool& pool, const Int32Input& ids) {
   for (py::ssize_t i = 0; i < ids.size(); ++i) pool.check_id(ids.data()[i], "ids");
@@ -507,23 +514,11 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
             self.set_now(milliseconds(seconds, "seconds"));
           },
           py::arg("seconds"), "Set the policy's clock. The clock never goes backwards.")
-      .def(
-          "pin",
-          [](BlockPool& self, const py::object& ids) {
-            const Int32Input array(ids, "ids");
-            self.pin(array.data(), array.size());
-          },
-          py::arg("ids"),
-          "Add a pin to each cached block. A pinned block is evicted only if no unpinned cached "
-          "block\n"
-          "is free. A pin ends when the block is no longer cached under its hash.")
-      .def(
-          "unpin",
-          [](BlockPool& self, const py::object& ids) {
-            const Int32Input array(ids, "ids");
-            self.unpin(array.data(), array.size());
-          },
-          py::arg("ids"), "Remove a pin from each block.")
+      .def("pin", &with_ids<&BlockPool::pin>, py::arg("ids"),
+           "Add a pin to each cached block. A pinned block is evicted only if no unpinned cached "
+           "block\n"
+           "is free. A pin ends when the block is no longer cached under its hash.")
+      .def("unpin", &with_ids<&BlockPool::unpin>, py::arg("ids"), "Remove a pin from each block.")
       .def(
           "is_pinned",
           [](const BlockPool& self, const py::object& id) {
@@ -582,22 +577,11 @@ Example:
           "Uncached blocks are allocated first, in the order in which they were released. If there "
           "are\n"
           "too few of them, the policy chooses cached blocks to evict.")
-      .def(
-          "retain",
-          [](BlockPool& self, const py::object& ids) {
-            const Int32Input array(ids, "ids");
-            self.retain(array.data(), array.size());
-          },
-          py::arg("ids"), "Add a reference to each block, which must be held, or free and cached.")
-      .def(
-          "release",
-          [](BlockPool& self, const py::object& ids) {
-            const Int32Input array(ids, "ids");
-            self.release(array.data(), array.size());
-          },
-          py::arg("ids"),
-          "Drop a reference to each block. Blocks become eviction candidates in the order of "
-          "`ids`.")
+      .def("retain", &with_ids<&BlockPool::retain>, py::arg("ids"),
+           "Add a reference to each block, which must be held, or free and cached.")
+      .def("release", &with_ids<&BlockPool::release>, py::arg("ids"),
+           "Drop a reference to each block. Blocks become eviction candidates in the order of "
+           "`ids`.")
       .def(
           "publish",
           [](BlockPool& self, const py::object& ids, const py::object& hashes,
@@ -638,13 +622,8 @@ Example:
           "Return the oldest block under each hash as int32[n], or -1 for a miss. With `prefix`, "
           "every\n"
           "entry after the first miss is -1.")
-      .def(
-          "evict",
-          [](BlockPool& self, const py::object& ids) {
-            const Int32Input array(ids, "ids");
-            self.evict(array.data(), array.size());
-          },
-          py::arg("ids"), "Remove these blocks, held or free, from the cache.")
+      .def("evict", &with_ids<&BlockPool::evict>, py::arg("ids"),
+           "Remove these blocks, held or free, from the cache.")
       .def("reset", &BlockPool::reset, "Clear the cache. Return False if a block is held.")
       .def(
           "ref_counts",

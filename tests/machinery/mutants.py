@@ -34,13 +34,13 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("  num_evicted_ += num_evicted;", "  num_evicted_ += 1;"),
             ("if (index_.erase(key, id)) flags |= Forgotten::kIsLast;", "index_.erase(key, id);"),
             ("if (candidates_) candidates_->set_idle(ids[i], false);", ""),
-            ("if (blocks_[ids[j]].ref_count++ > 0) continue;", "continue;"),
+            ("if (blocks_[ids[n]].ref_count++ > 0) continue;", "continue;"),
             ("&& !is_cached(block)) {\n      throw", "&& false) {\n      throw"),
             (
                 "return num_leading < 0 ? n : num_leading;",
                 "return num_leading < 0 ? 0 : num_leading;",
             ),
-            ("is_cached(block) && block.group != group) {\n      fail", "false) {\n      fail"),
+            ("is_cached(block) && block.group != group) return", "false) return"),
             ("if (++epoch_ == 0) {", "if (++epoch_ == 1) {"),
         ],
     ),
@@ -386,11 +386,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "hashing forks manager",
         [
             ("if (hashes_.size() > num_full) hashes_.resize(num_full);", "(void)num_full;"),
-            (
-                "extra_keys_.begins_like(other.extra_keys_, "
-                "(num_tokens + block_size_ - 1) / block_size_) &&",
-                "",
-            ),
+            ("!extra_keys_.begins_like(other.extra_keys_, num_begun) ||", ""),
             ("chain->forget_removed();", "(void)chain;"),
         ],
     ),

@@ -76,15 +76,17 @@ TokenChain::~TokenChain() {
 }
 
 bool TokenChain::begins_like(const TokenChain& other, int64_t num_tokens) const {
-  const auto num_blocks = static_cast<size_t>(num_tokens / block_size_);
-  const auto num_both =
-      static_cast<int64_t>(std::min({num_blocks, hashes_.size(), other.hashes_.size()}));
-  return std::min(this->num_tokens(), other.num_tokens()) >= num_tokens &&
-         num_encoder_tokens_ == other.num_encoder_tokens_ &&
-         extra_keys_.begins_like(other.extra_keys_, (num_tokens + block_size_ - 1) / block_size_) &&
-         std::equal(tokens(), tokens() + num_tokens, other.tokens()) &&
-         (!(parent_ == other.parent_) ||
-          std::equal(hashes_.begin(), hashes_.begin() + num_both, other.hashes_.begin()));
+  const int64_t num_begun = (num_tokens + block_size_ - 1) / block_size_;
+  if (std::min(this->num_tokens(), other.num_tokens()) < num_tokens ||
+      num_encoder_tokens_ != other.num_encoder_tokens_ ||
+      !extra_keys_.begins_like(other.extra_keys_, num_begun) ||
+      !std::equal(tokens(), tokens() + num_tokens, other.tokens())) {
+    return false;
+  }
+  if (!(parent_ == other.parent_)) return true;  // their hashes cannot be compared
+  const auto num_full = static_cast<size_t>(num_tokens / block_size_);
+  const auto num_both = std::min({num_full, hashes_.size(), other.hashes_.size()});
+  return std::equal(hashes_.begin(), hashes_.begin() + num_both, other.hashes_.begin());
 }
 
 void TokenChain::adopt_hashes(const TokenChain& other, int64_t num_tokens) {

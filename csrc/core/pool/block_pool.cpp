@@ -13,6 +13,9 @@ namespace {
 // earlier blocks.
 constexpr int64_t kPrefetchBlocks = 8;
 
+// Marks a block that is about to be published, in a link that unindexed blocks do not use.
+constexpr BlockId kMarked = -1;
+
 }  // namespace
 
 BlockPool::BlockPool(int64_t num_blocks, std::unique_ptr<EvictionOrder> order)
@@ -37,7 +40,7 @@ size_t BlockPool::num_bytes() const {
 }
 
 const Block& BlockPool::at(BlockId id, const char* what) const {
-  if (id <= kNullBlock || id >= num_blocks_) {
+  if (!has(id)) {
     throw_invalid(what, " holds block ", id, ": expected 1 to ", num_blocks_ - 1);
   }
   return blocks_[id];
@@ -132,57 +135,59 @@ void BlockPool::retain(const BlockId* ids, int64_t n) {
   note_use();
 }
 
+// Undoes the releases in reverse order. Each block is the tail of its list, so the lists are
+// restored exactly.
+void BlockPool::undo_release(const BlockId* ids, int64_t n) {
+  while (n-- > 0) {
+    if (blocks_[ids[n]].ref_count++ > 0) continue;
+    list_of(blocks_[ids[n]]).remove(links_.data(), ids[n]);
+    --num_free_;
+  }
+}
+
 void BlockPool::release(const BlockId* ids, int64_t n) {
   check_sound();
   check_caller("release");
   const BlockId last_cached = cached_free_.tail(), last_uncached = uncached_free_.tail();
   for (int64_t i = 0; i < n; ++i) {
     const BlockId ahead = i + kPrefetchBlocks < n ? ids[i + kPrefetchBlocks] : kNullBlock;
-    if (ahead > kNullBlock && ahead < num_blocks_) __builtin_prefetch(&blocks_[ahead], 1);
+    if (has(ahead)) __builtin_prefetch(&blocks_[ahead], 1);
     const BlockId id = ids[i];
-    if (id > kNullBlock && id < num_blocks_ && blocks_[id].ref_count > 0) {
-      if (--blocks_[id].ref_count == 0) {
-        list_of(blocks_[id]).push(links_.data(), id);
-        ++num_free_;
-      }
-      continue;
+    if (!has(id) || blocks_[id].ref_count == 0) {
+      undo_release(ids, i);
+      at(id, "ids");  // throws if the id is not in this pool
+      throw_invalid("ids holds block ", id, " more often than it is held: it was already released");
     }
-    // Undoes the releases in reverse order. Each block is the tail of its list, so the lists are
-    // restored exactly.
-    for (int64_t j = i; j-- > 0;) {
-      if (blocks_[ids[j]].ref_count++ > 0) continue;
-      list_of(blocks_[ids[j]]).remove(links_.data(), ids[j]);
-      --num_free_;
-    }
-    at(id, "ids");  // throws if the id is not in this pool
-    throw_invalid("ids holds block ", id, " more often than it is held: it was already released");
+    if (--blocks_[id].ref_count > 0) continue;
+    list_of(blocks_[id]).push(links_.data(), id);
+    ++num_free_;
   }
   if (is_plain_) return;
   const Soundness::Change change = this->change("release");
   tell_released(last_cached, last_uncached);
 }
 
+// Blocks that pass this check are marked, to detect repeated ids.
+const char* BlockPool::obstacle_to_publish(BlockId id, uint8_t group) const {
+  if (!has(id)) return "";
+  const Block& block = blocks_[id];
+  if (block.ref_count == 0) return ", which is free: expected a held one";
+  if (is_indexed(block) || block.younger == kMarked) return ", which is already published";
+  if (is_cached(block) && block.group != group) return ", which is published for another group";
+  return nullptr;
+}
+
 void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
-  // To detect repeated ids, a link that unindexed blocks do not use is marked.
-  constexpr BlockId kMarked = -1;
-  int64_t i = 0;
-  const auto fail = [&](const char* what) {
+  for (int64_t i = 0; i < n; ++i) {
+    const char* const obstacle = obstacle_to_publish(ids[i], group);
+    if (obstacle == nullptr) {
+      blocks_[ids[i]].younger = kMarked;
+      continue;
+    }
     const BlockId id = ids[i];
     while (i-- > 0) blocks_[ids[i]].younger = kNullBlock;
     at(id, "ids");  // throws if the id is not in this pool
-    throw_invalid("ids holds block ", id, what);
-  };
-  for (; i < n; ++i) {
-    if (ids[i] <= kNullBlock || ids[i] >= num_blocks_) fail("");
-    Block& block = blocks_[ids[i]];
-    if (block.ref_count == 0) fail(", which is free: expected a held one");
-    if (is_indexed(block) || block.younger == kMarked) {
-      fail(", which is already published");
-    }
-    if (is_cached(block) && block.group != group) {
-      fail(", which is published for another group");
-    }
-    block.younger = kMarked;
+    throw_invalid("ids holds block ", id, obstacle);
   }
 }
 

@@ -62,8 +62,8 @@ class BlockPool {
   int32_t ref_count(BlockId id) const { return at(id, "id").ref_count; }
   // Whether a lookup of this hash may return this block. Accepts any id.
   bool holds(BlockId id, const Hash& hash, uint8_t group, uint64_t variant = 0) const {
-    return id > kNullBlock && id < num_blocks_ && is_indexed(blocks_[id]) &&
-           blocks_[id].group == group && blocks_[id].hash == hash && is_variant(id, variant);
+    return has(id) && is_indexed(blocks_[id]) && blocks_[id].group == group &&
+           blocks_[id].hash == hash && is_variant(id, variant);
   }
   // Whether a cached block's content has this variant; 0 matches any variant.
   bool is_variant(BlockId id, uint64_t variant) const {
@@ -221,6 +221,10 @@ class BlockPool {
   bool is_indexed(const Block& block) const {
     return is_cached(block) && block.older != kNullBlock;
   }
+  bool has(BlockId id) const { return id > kNullBlock && id < num_blocks_; }
+  void undo_release(const BlockId* ids, int64_t n);
+  // Returns why a block cannot be published, or null.
+  const char* obstacle_to_publish(BlockId id, uint8_t group) const;
   void check_publish(const BlockId* ids, int64_t n, uint8_t group);
   void set_cached(BlockId id, uint8_t group, uint64_t parent, uint32_t root);
   bool is_untouched(BlockId id, const std::unordered_set<uint64_t>& invalid,

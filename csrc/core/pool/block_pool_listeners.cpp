@@ -100,7 +100,7 @@ void BlockPool::notify(const Released& released) {
 
 void BlockPool::check_released(const Released& released) const {
   for (const BlockId id : released) {
-    if (id <= kNullBlock || id >= num_blocks_) at(id, "ids");
+    if (!has(id)) at(id, "ids");  // throws
   }
   if (released.features == nullptr) return;
   const ReleaseFeatures& features = *released.features;
