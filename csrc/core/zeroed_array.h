@@ -8,7 +8,6 @@
 #include <cstring>
 #include <new>
 #include <type_traits>
-#include <utility>
 
 #include "core/prefault.h"
 
@@ -16,27 +15,20 @@ namespace kvcache {
 
 // The memory consists of anonymous pages, which are page-aligned, zero, and committed by the kernel
 // on first access. A pool of ten million blocks is therefore constructed in microseconds, and only
-// blocks that were used take up memory. A Prefault commits the pages at construction.
-enum class Pages {
-  kHuge,   // for random access over many megabytes, where TLB misses dominate
-  kSmall,  // if the memory is not committed at construction: clearing a huge page takes
-           // milliseconds
-};
-
+// blocks that were used take up memory. A Prefault commits the pages at construction. Large arrays
+// use huge pages, because TLB misses dominate random access over many megabytes.
 template <class T>
 class ZeroedArray {
   static_assert(std::is_trivially_copyable_v<T>);
 
  public:
-  explicit ZeroedArray(size_t size, Pages pages = Pages::kHuge) : num_bytes_(size * sizeof(T)) {
+  explicit ZeroedArray(size_t size) : num_bytes_(size * sizeof(T)) {
     void* p = mmap(nullptr, num_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
     data_ = static_cast<T*>(p);
 #ifdef MADV_HUGEPAGE
     // If the request fails, the array still works but is slower.
-    if (num_bytes_ >= (size_t{4} << 20)) {
-      (void)madvise(p, num_bytes_, pages == Pages::kHuge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-    }
+    if (num_bytes_ >= (size_t{4} << 20)) (void)madvise(p, num_bytes_, MADV_HUGEPAGE);
 #endif
     Prefault::note(p, num_bytes_);
   }
@@ -46,11 +38,6 @@ class ZeroedArray {
   }
   ZeroedArray(const ZeroedArray&) = delete;
   ZeroedArray& operator=(const ZeroedArray&) = delete;
-
-  void swap(ZeroedArray& other) {
-    std::swap(num_bytes_, other.num_bytes_);
-    std::swap(data_, other.data_);
-  }
 
   T* data() { return data_; }
   const T* data() const { return data_; }

@@ -166,12 +166,6 @@ TEST(nested_prefaults_are_independent) {
   CHECK_EQ(num_resident(array), kNumBytes);
 }
 
-TEST(small_pages_are_committed_one_by_one) {
-  ZeroedArray<char> array(size_t{8} << 20, kvcache::Pages::kSmall);
-  array[size_t{4} << 20] = 1;
-  CHECK_EQ(num_resident(array), static_cast<size_t>(sysconf(_SC_PAGESIZE)));
-}
-
 }  // namespace
 
 TEST_MAIN()

@@ -112,10 +112,11 @@ void ExtraKeys::find_items(int64_t start, int64_t stop) {
 
 std::string_view ExtraKeys::encode(int64_t block, int64_t block_size) {
   const int64_t start = block * block_size;
-  if (!items_.empty()) find_items(start, start + block_size);
+  find_items(start, start + block_size);
   const bool has_salt = block == 0 && !cache_salt_.empty();
-  const bool has_embeds = block < num_blocks_with_rows() && embed_digest(block).has_value();
-  const size_t num_keys = !lora_.empty() + touching_.size() + has_salt + has_embeds;
+  std::optional<Hash> rows;  // digest of the rows of the block
+  if (block < num_blocks_with_rows()) rows = embed_digest(block);
+  const size_t num_keys = !lora_.empty() + touching_.size() + has_salt + rows.has_value();
   if (num_keys == 0) return {};
 
   buffer_.clear();
@@ -127,10 +128,9 @@ std::string_view ExtraKeys::encode(int64_t block, int64_t block_size) {
     append_int(&buffer_, items_[i].first - start);
   }
   if (has_salt) buffer_ += cache_salt_;
-  if (has_embeds) {
+  if (rows) {
     append_key(&buffer_, 2, "prompt_embeds");
-    const Hash& digest = *embed_digest(block);
-    append_string(&buffer_, kBytes, {reinterpret_cast<const char*>(digest.bytes), sizeof(Hash)});
+    append_string(&buffer_, kBytes, {reinterpret_cast<const char*>(rows->bytes), sizeof(Hash)});
   }
   return buffer_;
 }
