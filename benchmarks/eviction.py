@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcache.cli.policy_text import parse_eviction, parse_host_eviction, parse_host_write
+from kvcache_exchange.cli.policy_text import parse_eviction, parse_host_eviction, parse_host_write
 from kvcache_lab import Replayer, ReplayReport, WorkloadRequest, optimum, read_mooncake
 
 TRACE = Path(__file__).resolve().parents[2] / "shared/traces/mooncake_conversation.jsonl"

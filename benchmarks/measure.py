@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvcache.worker.swap.bandwidth import (
+from kvcache_lab.bandwidth import (
     median_times as median_times,
 )
 

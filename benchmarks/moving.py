@@ -13,7 +13,7 @@ import torch
 from benchmarks.measure import Result, median_times
 from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.pages.pages import Pages
-from kvcache.worker.swap.bandwidth import host_rates
+from kvcache_lab.bandwidth import host_rates
 
 NUM_BYTES = 256 << 20
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.eviction import BLOCK_SIZE, markdown, print_tables, read
 from kvcache import GroupSpec
-from kvcache.cli.policy_text import parse_eviction
+from kvcache_exchange.cli.policy_text import parse_eviction
 from kvcache_lab import Replayer, ReplayReport, WorkloadRequest
 
 # All pages have the same size: a state takes as many bytes as a block of 512 tokens.

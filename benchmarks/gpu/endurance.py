@@ -19,9 +19,9 @@ from benchmarks.gpu.timing import captured_beside
 from kvcache import ops
 from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.pages.pages import Pages
-from kvcache.worker.swap.bandwidth import hold
 from kvcache.worker.swap.engine import SwapEngine
 from kvcache.worker.swap.job import SwapJob
+from kvcache_lab.bandwidth import hold
 
 _HELD_S = 0.05  # longer than it takes to start a capture of 20 copies
 

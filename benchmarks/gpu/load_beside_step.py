@@ -22,9 +22,9 @@ from benchmarks.gpu import say, sizes
 from benchmarks.gpu.device_transfers import why_not
 from kvcache import KVStorage, Request
 from kvcache.sources import Arrived
-from kvcache.worker.swap.bandwidth import hold
 from kvcache.worker.swap.streams import PolledEvent
 from kvcache_exchange.transport.factory import TRANSPORTS
+from kvcache_lab.bandwidth import hold
 from tests.machinery.disaggregation_engine import Engine, EngineProcess
 
 _BLOCK = 32

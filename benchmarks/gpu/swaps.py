@@ -26,10 +26,11 @@ from benchmarks.gpu.timing import stream_seconds, stream_timing
 from kvcache import ops
 from kvcache.worker.pages.page_copy import PageCopy
 from kvcache.worker.pages.pinning import allocate_host
-from kvcache.worker.swap import bandwidth, calibration
-from kvcache.worker.swap.bandwidth import Pools
+from kvcache.worker.swap import calibration
 from kvcache.worker.swap.calibration import DEFAULT, Calibration
 from kvcache.worker.swap.engine import SwapEngine
+from kvcache_lab import bandwidth
+from kvcache_lab.bandwidth import Pools
 
 _BYTES = 256 << 20  # bytes moved per measurement
 _LEAST_S = 1.0  # minimum time left to start a measurement

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.gpu.sizes import REHEARSAL, repeats
-from kvcache.worker.swap.bandwidth import Timing, device_seconds
+from kvcache_lab.bandwidth import Timing, device_seconds
 
 
 def stream_seconds(

@@ -26,10 +26,10 @@ from benchmarks.gpu import (
 from kvcache.transfer import fetching, memory
 from kvcache.transfer.transport.spans import Spans
 from kvcache.worker.pages import pinning
-from kvcache.worker.swap.bandwidth import hold
 from kvcache.worker.swap.streams import _Past
 from kvcache_exchange.disaggregation import rank
 from kvcache_exchange.transport import registered
+from kvcache_lab.bandwidth import hold
 from tests.machinery import nixl_stand_in
 from tests.machinery.gpu_less import counts
 

@@ -78,7 +78,7 @@ MAY_IMPORT = {
     "kvcache_exchange.plugins": {"kvcache_exchange.disaggregation", "kvcache_exchange.transport"},
     "kvcache_exchange.cli": EXCHANGE,
     "kvcache_serve": set(),
-    "kvcache_serve.engine": {"kvcache_exchange.hints"},
+    "kvcache_serve.engine": {"kvcache_exchange.hints", "kvcache_exchange.plugins"},
     "kvcache_serve.engine.transformers": {"kvcache_serve.engine"},
     "kvcache_serve.server": {"kvcache_serve.engine", *EXCHANGE},
     "kvcache_serve.demo": {"kvcache_serve.engine", "kvcache_serve.engine.transformers"},
@@ -86,9 +86,9 @@ MAY_IMPORT = {
     "kvcache_lab": EXCHANGE,
     "kvcache_lab.cli": {"kvcache_lab", *EXCHANGE},
     "kvcache_sglang": EXCHANGE,
-    "kvcache_sglang.sanitizer": set(),
+    "kvcache_sglang.sanitizer": {"kvcache_exchange.plugins"},
     "kvcache_vllm": EXCHANGE,
-    "kvcache_vllm.sanitizer": set(),
+    "kvcache_vllm.sanitizer": {"kvcache_exchange.plugins"},
 }
 # Modules of the kernel whose names without an underscore are public, in addition to the names in
 # `__all__` of `kvcache` and its packages.
@@ -96,9 +96,7 @@ PUBLIC_MODULES = {
     *("kvcache.checks", "kvcache.lazy", "kvcache.extensions", "kvcache.metrics"),
     *("kvcache.step", "kvcache.specs", "kvcache.events", "kvcache.layouts", "kvcache.placement"),
     *("kvcache.ops", "kvcache.memory_plan", "kvcache.assembly", "kvcache.kinds"),
-    *("kvcache.cli.errors", "kvcache.cli.modules", "kvcache.cli.output", "kvcache.cli.parsing"),
-    *("kvcache.cli.parts", "kvcache.cli.policies", "kvcache.cli.policy_text"),
-    "kvcache.cli.option_text",
+    *("kvcache.cli.errors", "kvcache.cli.output", "kvcache.cli.parts"),
 }
 # These names are public, too, but only packages on top of the kernel need them.
 FOR_PACKAGES = REPO / "docs" / "reference" / "packages.md"

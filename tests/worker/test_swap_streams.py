@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.timing import captured_beside
 from kvcache import Pages, SwapEngine, ops
 from kvcache.worker.pages.page_copy import PageCopy
-from kvcache.worker.swap.bandwidth import hold
+from kvcache_lab.bandwidth import hold
 from tests.machinery.shared import REPO
 from tests.machinery.simulated_device import SimulatedStreams
 

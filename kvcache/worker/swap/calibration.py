@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -118,25 +117,6 @@ DEFAULT = Calibration(
     ),
     num_thread_blocks=4,
 )
-
-
-T = TypeVar("T")
-
-
-def steps_of(measured: Iterable[tuple[int, T]]) -> tuple[tuple[int, T], ...]:
-    """Convert measured (size or number, best choice) pairs to ascending steps.
-
-    Each step begins halfway between two measured values.
-    """
-    steps: list[tuple[int, T]] = []
-    before = 0
-    for size, best in measured:
-        if not steps:
-            steps.append((0, best))
-        elif steps[-1][1] != best:
-            steps.append(((before + size) // 2, best))
-        before = size
-    return tuple(steps)
 
 
 def path_for(machine: str) -> Path:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache.allocator import hash_blocks
 from kvcache.checks import flag, instance, integer, listed, number, plain_fields, shown
 from kvcache.checks import text as checked_text
-from kvcache.cli.policy_text import parse_eviction
+from kvcache_exchange.cli.policy_text import parse_eviction
 from kvcache_lab.replayer import Replayer
 from kvcache_lab.workload import WorkloadRequest, checked_requests
 

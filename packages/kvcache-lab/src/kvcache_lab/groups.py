@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcache.checks import MAX_INT32
-from kvcache.cli.option_text import quoted, split_options
 from kvcache.kinds import kind_class, kind_names, make_kind
 from kvcache.specs import MAX_GROUPS, GroupSpec
+from kvcache_exchange.cli.option_text import quoted, split_options
 
 
 def parse_groups(text: str, block_size: int) -> list[GroupSpec]:

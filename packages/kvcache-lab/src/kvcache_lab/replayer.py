@@ -17,11 +17,11 @@ from kvcache.allocator import (
     Request,
 )
 from kvcache.checks import MAX_INT32, instance, integer, number
-from kvcache.cli.option_text import join_options
 from kvcache.events import CacheEvent
 from kvcache.kinds import kind_class
 from kvcache.specs import GroupSpec
 from kvcache.step import Status, StepPlan, StepReport
+from kvcache_exchange.cli.option_text import join_options
 from kvcache_lab.audit import Audit
 from kvcache_lab.groups import checked_groups
 from kvcache_lab.report import ReplayReport

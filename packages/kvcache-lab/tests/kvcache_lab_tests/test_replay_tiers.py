@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from kvcache import GroupSpec, eviction_names, host_eviction_names
 from kvcache.allocator import check_invariants
-from kvcache.cli.option_text import join_options
-from kvcache.cli.policy_text import parse_eviction, parse_host_eviction, parse_host_write
 from kvcache.worker import Worker
+from kvcache_exchange.cli.option_text import join_options
+from kvcache_exchange.cli.policy_text import parse_eviction, parse_host_eviction, parse_host_write
 from kvcache_lab import Mismatch, Replayer, chat_workload, read_mooncake
 from kvcache_lab.groups import parse_groups
 from kvcache_lab.verifier import KVVerifier

@@ -33,7 +33,7 @@ def register() -> None:
     module = sys.modules.get(_SCHEDULER)
     if module is None:
         return
-    from kvcache.sanitizer.wrapping import wrap_once
+    from kvcache_exchange.plugins.wrapping import wrap_once
     from kvcache_sglang.weights import wrap_weight_updates
 
     wrap_weight_updates()  # the scheduler has not been created yet

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from kvcache.sanitizer.wrapping import is_wrapped, wrap_once
+from kvcache_exchange.plugins.wrapping import is_wrapped, wrap_once
 
 _SOURCES = ("disk", "distributed", "tensor", "ipc")
 _before: list[Callable[[], None]] = []

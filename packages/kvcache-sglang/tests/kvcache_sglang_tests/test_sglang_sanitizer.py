@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
-from kvcache.sanitizer.guard import ObserverGuard
+from kvcache_exchange.plugins.guard import ObserverGuard
 from kvcache_sglang.sanitizer import findings, register
 from kvcache_sglang.sanitizer.pages import HandedOutPages
 from tests.machinery.sglang_defects import DEFECTS, ENGINES, HICACHE, find_all

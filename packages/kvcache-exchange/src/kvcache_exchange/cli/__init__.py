@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that commands of several packages share: sources of KV and cache events."""
+"""What commands of several packages share: options for sources of KV, cache events and eviction
+policies, checks of values and requirements, and progress bars.
+"""

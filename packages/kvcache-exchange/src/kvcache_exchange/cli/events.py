@@ -7,8 +7,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import UsageError, quoted
-from kvcache.cli.modules import require_module
 from kvcache.cli.output import say
+from kvcache_exchange.cli.modules import require_module
 
 if TYPE_CHECKING:
     from kvcache_exchange.router_events import EventPublisher

@@ -11,8 +11,8 @@ import uuid
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import MissingError, UsageError, quoted
-from kvcache.cli.modules import require_module
-from kvcache.cli.parsing import MAX_INT32, number
+from kvcache_exchange.cli.modules import require_module
+from kvcache_exchange.cli.parsing import MAX_INT32, number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import MissingError, OutputError, UsageError
 from kvcache.cli.output import say, show, writing
-from kvcache.cli.parsing import device_name, number
 from kvcache.cli.parts import Command
+from kvcache_exchange.cli.parsing import device_name, number
 
 if TYPE_CHECKING:
     import torch
 
-    from kvcache.worker.swap.bandwidth import Rate
+    from kvcache_lab.bandwidth import Rate
 
 
 def add_bench_options(sub: argparse.ArgumentParser) -> None:
@@ -57,8 +57,8 @@ def run_bench(args: argparse.Namespace) -> int:
     import torch
 
     from kvcache.worker.pages.pinning import check_host_memory
-    from kvcache.worker.swap.bandwidth import host_rates_bytes
     from kvcache.worker.swap.calibration import calibration_of
+    from kvcache_lab.bandwidth import host_rates_bytes
 
     has_cuda = torch.cuda.is_available()
     device = torch.device(args.device or ("cuda" if has_cuda else "cpu"))
@@ -87,7 +87,7 @@ def _check_pool(args: argparse.Namespace, device: torch.device) -> None:
     import torch
 
     from kvcache.worker.pages.pinning import check_host_memory
-    from kvcache.worker.swap.bandwidth import device_rates_bytes
+    from kvcache_lab.bandwidth import device_rates_bytes
 
     needed, on_host = device_rates_bytes(args.mib << 20, args.pool_mib << 20)
     free, _ = torch.cuda.mem_get_info(device)
@@ -104,8 +104,8 @@ def _check_pool(args: argparse.Namespace, device: torch.device) -> None:
 def _measure(args: argparse.Namespace, device: torch.device, num_bytes: int) -> int:
     import torch
 
-    from kvcache.worker.swap.bandwidth import Pools, calibrate, device_rates, host_rates
     from kvcache.worker.swap.calibration import calibration_of, path_for
+    from kvcache_lab.bandwidth import Pools, calibrate, device_rates, host_rates
 
     report: dict[str, object] = {"device": str(device)}
     rates = list(host_rates(num_bytes))

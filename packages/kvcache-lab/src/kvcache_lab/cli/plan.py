@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import OutputError, UsageError, quoted
-from kvcache.cli.modules import import_module, require_module
-from kvcache.cli.output import progress_bars, say, show, writing
-from kvcache.cli.parsing import MAX_INT32, MAX_INT64, number, plot_file
+from kvcache.cli.output import say, show, writing
 from kvcache.cli.parts import Command, part
+from kvcache_exchange.cli.modules import import_module, require_module
+from kvcache_exchange.cli.parsing import MAX_INT32, MAX_INT64, number, plot_file
+from kvcache_exchange.cli.progress import progress_bars
 from kvcache_lab.cli import replay_options as options
 from kvcache_lab.cli.replay import check_trace, read_workload, write_plot
 

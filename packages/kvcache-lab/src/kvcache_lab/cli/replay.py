@@ -19,10 +19,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import OutputError, UsageError, quoted
-from kvcache.cli.modules import check_cuda, import_module, require_module
-from kvcache.cli.output import progress, say, show, writing
+from kvcache.cli.output import say, show, writing
 from kvcache.cli.parts import Command
-from kvcache.cli.policies import policy_options
+from kvcache_exchange.cli.modules import check_cuda, import_module, require_module
+from kvcache_exchange.cli.policies import policy_options
+from kvcache_exchange.cli.progress import progress
 from kvcache_lab.cli import replay_options as options
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def _check_comparison(args: argparse.Namespace) -> None:
     ):
         if value:
             raise UsageError(f"{option} is given with --compare: expected only one of the two")
-    policies = import_module("kvcache.cli.policy_text")
+    policies = import_module("kvcache_exchange.cli.policy_text")
     args.compared = args.compare.split(",") if args.compare else None
     for text in args.compared or ():
         try:

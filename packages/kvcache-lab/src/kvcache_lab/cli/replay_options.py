@@ -7,7 +7,7 @@ import argparse
 import os
 from contextlib import suppress
 
-from kvcache.cli.parsing import (
+from kvcache_exchange.cli.parsing import (
     MAX_INT32,
     MAX_INT64,
     add_policy_options,

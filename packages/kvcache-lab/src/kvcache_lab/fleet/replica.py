@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcache.allocator import KVCacheManager, Request
-from kvcache.cli.policy_text import parse_eviction
 from kvcache.events import BlockStored
+from kvcache_exchange.cli.policy_text import parse_eviction
 from kvcache_lab.fleet.hardware import Hardware
 from kvcache_lab.fleet.kv_bytes import KVBytes
 from kvcache_lab.fleet.sizes import Fleet

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.checks import MAX_INT64, flag, integer, shown, text
-from kvcache.cli.policy_text import parse_eviction
 from kvcache.specs import GroupSpec
+from kvcache_exchange.cli.policy_text import parse_eviction
 from kvcache_lab.fleet.routers import ROUTERS
 from kvcache_lab.groups import parse_groups
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from kvcache.cli import parts
 from kvcache.cli.errors import OutputError, UsageError, quoted
-from kvcache.cli.modules import require_module
-from kvcache.cli.output import progress_bars, show, writing
-from kvcache.cli.parsing import MAX_INT64, number, plot_file
+from kvcache.cli.output import show, writing
 from kvcache.cli.parts import Command
+from kvcache_exchange.cli.modules import require_module
+from kvcache_exchange.cli.parsing import MAX_INT64, number, plot_file
+from kvcache_exchange.cli.progress import progress_bars
 from kvcache_serve.cli.models import end_token_ids, load_model, load_tokenizer
 
 if TYPE_CHECKING:

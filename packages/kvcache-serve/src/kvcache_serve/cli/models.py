@@ -8,8 +8,8 @@ import os
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import MissingError, OutputError, UsageError, quoted
-from kvcache.cli.modules import require_module
 from kvcache.cli.output import say
+from kvcache_exchange.cli.modules import require_module
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -11,12 +11,18 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import MissingError, UsageError
-from kvcache.cli.modules import check_cuda, require_module
 from kvcache.cli.output import say
-from kvcache.cli.parsing import MAX_INT32, MAX_INT64, add_policy_options, device_name, number
 from kvcache.cli.parts import Command
-from kvcache.cli.policies import policy_options
 from kvcache_exchange.cli.events import add_events_options, open_publisher
+from kvcache_exchange.cli.modules import check_cuda, require_module
+from kvcache_exchange.cli.parsing import (
+    MAX_INT32,
+    MAX_INT64,
+    add_policy_options,
+    device_name,
+    number,
+)
+from kvcache_exchange.cli.policies import policy_options
 from kvcache_exchange.cli.sources import (
     add_source_options,
     check_source_options,

@@ -12,9 +12,9 @@ from kvcache.assembly import KVCache
 from kvcache.checks import instance, shown
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache.sanitizer.arguments import checked_mode
-from kvcache.sanitizer.environment import options_from_environment
-from kvcache.sanitizer.guard import ObserverGuard
 from kvcache.step import Status, StepReport
+from kvcache_exchange.plugins.environment import options_from_environment
+from kvcache_exchange.plugins.guard import ObserverGuard
 from kvcache_serve.engine.batch import Batch
 from kvcache_serve.engine.scheduler import ScheduledStep, Scheduler
 from kvcache_serve.engine.sequence import Sequence, State
@@ -37,7 +37,7 @@ def observer_of(
         cache: The engine's cache.
         scheduler: The engine's scheduler.
         sanitizer: A sanitizer created for this cache (`sanitizer_of`), or the mode of a new sanitizer.
-            None: use the environment variables (`kvcache.sanitizer.environment`).
+            None: use the environment variables (`kvcache_exchange.plugins.environment`).
 
     Raises:
         TypeError, ValueError: The mode is unknown, or the sanitizer has other groups or blocks.

@@ -26,7 +26,7 @@ def register() -> None:
     module = sys.modules.get(_SCHEDULER)
     if module is None:
         return
-    from kvcache.sanitizer.wrapping import wrap_once
+    from kvcache_exchange.plugins.wrapping import wrap_once
 
     wrap_once(module.Scheduler, "run_event_loop", _observed)
     wrap_once(module.Scheduler, "get_internal_state", _with_findings)
@@ -35,7 +35,7 @@ def register() -> None:
 def _observed(original: Callable) -> Callable:
     @functools.wraps(original)
     def run_event_loop(scheduler: Any) -> None:
-        from kvcache.sanitizer.wrapping import start_observer
+        from kvcache_exchange.plugins.wrapping import start_observer
 
         start_observer(lambda: _observe(scheduler))
         original(scheduler)

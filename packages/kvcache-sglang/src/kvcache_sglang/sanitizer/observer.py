@@ -25,9 +25,9 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
-from kvcache.sanitizer.environment import options_from_environment
-from kvcache.sanitizer.guard import ObserverGuard
-from kvcache.sanitizer.wrapping import wrap_once
+from kvcache_exchange.plugins.environment import options_from_environment
+from kvcache_exchange.plugins.guard import ObserverGuard
+from kvcache_exchange.plugins.wrapping import wrap_once
 from kvcache_sglang.sanitizer.pages import HandedOutPages
 
 _log = logging.getLogger("kvcache.sanitizer")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from kvcache.sanitizer import Sanitizer
-from kvcache.sanitizer.guard import ObserverGuard
-from kvcache.sanitizer.wrapping import wrap_once
+from kvcache_exchange.plugins.guard import ObserverGuard
+from kvcache_exchange.plugins.wrapping import wrap_once
 
 
 class HandedOutPages:

@@ -20,7 +20,7 @@ def register() -> None:
         return
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    from kvcache.sanitizer.wrapping import wrap_once
+    from kvcache_exchange.plugins.wrapping import wrap_once
 
     wrap_once(WorkerWrapperBase, "initialize_from_config", _observed)  # vLLM calls `register` often
 
@@ -28,7 +28,7 @@ def register() -> None:
 def _observed(original: Callable) -> Callable:
     @functools.wraps(original)
     def initialize_from_config(wrapper: Any, *arguments: object) -> object:
-        from kvcache.sanitizer.wrapping import start_observer
+        from kvcache_exchange.plugins.wrapping import start_observer
 
         result = original(wrapper, *arguments)
         start_observer(lambda: _observe(wrapper.worker))

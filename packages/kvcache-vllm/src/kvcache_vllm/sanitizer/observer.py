@@ -29,9 +29,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker import gpu_model_runner, mamba_utils
 
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
-from kvcache.sanitizer.environment import options_from_environment
-from kvcache.sanitizer.guard import ObserverGuard
-from kvcache.sanitizer.wrapping import wrap_once
+from kvcache_exchange.plugins.environment import options_from_environment
+from kvcache_exchange.plugins.guard import ObserverGuard
+from kvcache_exchange.plugins.wrapping import wrap_once
 from kvcache_vllm.sanitizer.block_bytes import BlockBytes, has_host_tier
 from kvcache_vllm.sanitizer.holds import Holds
 

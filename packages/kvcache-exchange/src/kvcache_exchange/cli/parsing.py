@@ -16,7 +16,7 @@ MAX_INT64 = 2**63 - 1
 
 
 def add_policy_options(sub: argparse.ArgumentParser) -> None:
-    """Add the options that `kvcache.cli.policies` reads."""
+    """Add the options that `kvcache_exchange.cli.policies` reads."""
     for option, metavar, text in (
         (
             "--eviction",

@@ -6,16 +6,17 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+from kvcache.worker import Pages, SwapEngine
 from kvcache.worker.pages.page_copy import PageCopy
-from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.pinning import allocate_host
 from kvcache.worker.swap.calibration import (
     DEFAULT,
@@ -26,9 +27,9 @@ from kvcache.worker.swap.calibration import (
     OUT,
     Calibration,
     calibration_of,
-    steps_of,
 )
-from kvcache.worker.swap.engine import SwapEngine
+
+T = TypeVar("T")
 
 FRAGMENTS = tuple(2**n for n in range(12, 23))  # sizes from 4 KiB to 4 MiB
 BOTH, HOST = "both", "host"  # "both": both directions concurrently; "host": within host memory
@@ -335,6 +336,22 @@ def calibrate(pools: Pools, progress: Callable[[Rate], None] = lambda rate: None
     }
     name = torch.cuda.get_device_name(pools.device)
     return Calibration(name, tables[OUT], tables[IN], blocks)
+
+
+def steps_of(measured: Iterable[tuple[int, T]]) -> tuple[tuple[int, T], ...]:
+    """Convert measured (size or number, best choice) pairs to ascending steps.
+
+    Each step begins halfway between two measured values.
+    """
+    steps: list[tuple[int, T]] = []
+    before = 0
+    for size, best in measured:
+        if not steps:
+            steps.append((0, best))
+        elif steps[-1][1] != best:
+            steps.append(((before + size) // 2, best))
+        before = size
+    return tuple(steps)
 
 
 def _methods(engine: SwapEngine, pairs: np.ndarray, direction: str) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from kvcache.allocator import eviction_names, host_eviction_names
 from kvcache.allocator.options import HOST_WRITES
-from kvcache.cli.option_text import quoted, split_options
 from kvcache.native.load import core
+from kvcache_exchange.cli.option_text import quoted, split_options
 
 
 def parse_eviction(text: str) -> tuple[str, dict[str, float]]:

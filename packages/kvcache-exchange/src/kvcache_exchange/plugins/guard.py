@@ -8,8 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from kvcache.sanitizer.report import SanitizerError
-from kvcache.sanitizer.sanitizer import Sanitizer
+from kvcache.sanitizer import Sanitizer, SanitizerError
 
 _log = logging.getLogger("kvcache.sanitizer")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 
 from kvcache.cli.errors import UsageError, quoted
-from kvcache.cli.modules import import_module
+from kvcache_exchange.cli.modules import import_module
 
 
 def policy_options(args: argparse.Namespace, host_option: str) -> dict:
@@ -26,7 +26,7 @@ def policy_options(args: argparse.Namespace, host_option: str) -> dict:
             continue
         if option != "--eviction" and not has_host:
             raise UsageError(f"{option} is {quoted(value)}: expected only with {host_option}")
-        policies = import_module("kvcache.cli.policy_text")
+        policies = import_module("kvcache_exchange.cli.policy_text")
         try:
             if name is None:
                 found |= policies.parse_host_write(value)
