@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control plane, which allocates the blocks of each request. It does not need torch."""
 
+from typing import TYPE_CHECKING, NoReturn
+
 from kvcache.allocator.admit import Admit, External
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
 from kvcache.allocator.manager import KVCacheManager, check_invariants
@@ -15,12 +17,19 @@ from kvcache.allocator.prefix_cache import (
 )
 from kvcache.allocator.request import Request, RequestState
 from kvcache.allocator.stats import PrefixCacheStats
-from kvcache.lazy import lazy_names
+from kvcache.lazy import fail_name
 from kvcache.native.load import core
 
-BlockPool = core.BlockPool
-eviction_names = core.eviction_names
-host_eviction_names = core.host_eviction_names
+if TYPE_CHECKING:
+    from kvcache._core import BlockPool, eviction_names, host_eviction_names
+else:
+    BlockPool = core.BlockPool
+    eviction_names = core.eviction_names
+    host_eviction_names = core.host_eviction_names
+
+    def __getattr__(name: str) -> NoReturn:
+        fail_name(__name__, name)
+
 
 __all__ = [
     "DEFAULT_SEED",
@@ -46,5 +55,3 @@ __all__ = [
     "hash_blocks",
     "host_eviction_names",
 ]
-
-__getattr__, _ = lazy_names(__name__, {})  # names of other engines

@@ -6,6 +6,7 @@ each step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -42,36 +43,22 @@ core.use_plan_type(StepPlan, NO_IDS, NO_SPLITS, NO_PAIRS, NO_REPLACE)
 
 Ids = np.ndarray | Sequence[int]
 
-# Names that users of other engines look for here.
-_IN_COMPAT = {
-    "KVCacheManager of kvcache.compat.kv_cache_manager": (
-        *("get_computed_blocks", "allocate_slots", "append_slots", "get_num_common_prefix_blocks"),
-        "reset_prefix_cache",
-    ),
-    "BlockSpaceManager of kvcache.compat.block_space_manager": (
-        *(
-            "can_allocate",
-            "allocate",
-            "can_append_slots",
-            "can_swap_out",
-            "can_swap_in",
-            "swap_out",
-        ),
-        *("swap_in", "get_block_table", "get_cross_block_table", "access_all_blocks_in_seq"),
-        *("mark_blocks_as_computed", "get_common_computed_block_ids", "get_num_cached_tokens"),
-        *("remove_seq_from_computed_blocks_tracker", "get_prefix_cache_hit_rate"),
-        *("get_num_free_gpu_blocks", "get_num_free_cpu_blocks"),
-    ),
-}
+# Managers of `kvcache.compat` whose methods users of other engines look for here.
+_IN_COMPAT = {"kv_cache_manager": "KVCacheManager", "block_space_manager": "BlockSpaceManager"}
 
 
 def _fail_name(owner: type, name: str) -> NoReturn:
     message = f"{owner.__name__} has no attribute {name!r}"
-    for manager, names in _IN_COMPAT.items():
-        if name in names:
-            message += f": expected {manager}, which has {name}"
-    if not name.startswith("_") and hasattr(PrefixCache, name):
+    if name.startswith("_"):
+        raise AttributeError(message, name=name)
+    if hasattr(PrefixCache, name):
         message += f": expected manager.cache.{name}"
+    else:
+        for module, manager in _IN_COMPAT.items():
+            found = import_module(f"kvcache.compat.{module}")
+            if hasattr(getattr(found, manager), name):
+                message += f": expected {manager} of {found.__name__}, which has {name}"
+                break
     raise AttributeError(message, name=name)
 
 

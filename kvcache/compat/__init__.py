@@ -20,22 +20,4 @@ from __future__ import annotations
 
 from kvcache.lazy import lazy_names
 
-_NAMES = {
-    "kv_transfer": (
-        *("KVCacheEvents", "KVConnectorOutput", "KVOutputAggregator", "KVTopology", "RemoteEngine"),
-        *("TpKVTopology", "copy_kv_blocks", "get_kv_connector_cache_layout"),
-        *("kv_postprocess_blksize_and_layout_on_receive", "kv_postprocess_blksize_on_receive"),
-        *("kv_postprocess_layout_on_receive", "yield_req_data"),
-    ),
-    "kv_cache_manager": ("KVCacheBlock", "KVCacheManager"),
-    "block_space_manager": (
-        *("AllocStatus", "BlockSpaceManager", "SelfAttnBlockSpaceManager"),
-        *("SequenceGroupLike", "SequenceLike"),
-    ),
-}
-_HOME = {name: f"kvcache.compat.{module}" for module, names in _NAMES.items() for name in names}
-_MODULES = ("vllm_block_table", "ascend_block_table", *_NAMES)
-
-__all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME, _MODULES)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -8,12 +8,4 @@ from __future__ import annotations
 
 from kvcache.lazy import lazy_names
 
-_HOME = {
-    "Arrived": "kvcache.sources.base",
-    "KVSource": "kvcache.sources.base",
-    "LoadStats": "kvcache.sources.base",
-}
-
-__all__ = [*_HOME]  # noqa: PLE0604
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data plane: block tables, storage and page copies. It needs torch."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from kvcache.lazy import lazy_names
+from kvcache.lazy import fail_name
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.storage import KVStorage
 from kvcache.worker.swap.engine import SwapEngine
@@ -39,4 +39,6 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__, _ = lazy_names(__name__, {})  # names of other engines
+
+    def __getattr__(name: str) -> NoReturn:
+        fail_name(__name__, name)

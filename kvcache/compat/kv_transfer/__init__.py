@@ -27,21 +27,4 @@ from __future__ import annotations
 
 from kvcache.lazy import lazy_names
 
-_HOME = {
-    "KVCacheEvents": "kvcache.compat.kv_transfer.cache_events",
-    "KVConnectorOutput": "kvcache.compat.kv_transfer.aggregate",
-    "KVOutputAggregator": "kvcache.compat.kv_transfer.aggregate",
-    "KVTopology": "kvcache.compat.kv_transfer.topology",
-    "RemoteEngine": "kvcache.compat.kv_transfer.topology",
-    "TpKVTopology": "kvcache.compat.kv_transfer.topology",
-    "copy_kv_blocks": "kvcache.compat.kv_transfer.kv_blocks",
-    "get_kv_connector_cache_layout": "kvcache.compat.kv_transfer.connector_calls",
-    "kv_postprocess_blksize_and_layout_on_receive": "kvcache.compat.kv_transfer.postprocess",
-    "kv_postprocess_blksize_on_receive": "kvcache.compat.kv_transfer.postprocess",
-    "kv_postprocess_layout_on_receive": "kvcache.compat.kv_transfer.postprocess",
-    "yield_req_data": "kvcache.compat.kv_transfer.connector_calls",
-}
-
-__all__ = [*_HOME]  # noqa: PLE0604
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -13,19 +13,12 @@ from __future__ import annotations
 from kvcache.lazy import lazy_names
 from kvcache_vllm.compatibility import check_version
 
-# Imported on first use, because vLLM imports this package for each plug-in in each of its processes.
-_HOME = {
-    "VllmAsyncScheduler": "kvcache_vllm.scheduler",
-    "VllmCacheManager": "kvcache_vllm.manager",
-    "VllmScheduler": "kvcache_vllm.scheduler",
-}
-
-__all__ = [*_HOME]  # noqa: PLE0604
-
-_imported, __dir__ = lazy_names(__name__, _HOME)
+# Names are imported on first use, because vLLM imports this package for each plug-in in each of its
+# processes.
+_imported, __dir__, __all__ = lazy_names(__name__, __file__)
 
 
 def __getattr__(name: str) -> object:
-    if name in _HOME:
+    if name in __all__:
         check_version()  # before imports from vLLM that may fail in other versions
     return _imported(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public names, for type checkers. `__init__.py` imports each name on first use."""
+"""Public names, which `__init__.py` imports on first use."""
 
 from kvcache_exchange.disaggregation.cache_rank import CacheRank as CacheRank
 from kvcache_exchange.disaggregation.cache_rank import layouts_of_plan as layouts_of_plan

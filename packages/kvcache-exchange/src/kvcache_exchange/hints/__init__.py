@@ -9,15 +9,4 @@ from __future__ import annotations
 
 from kvcache.lazy import lazy_names
 
-_HOME = {
-    "Hint": "kvcache_exchange.hints.vocabulary",
-    "HintExecutor": "kvcache_exchange.hints.executor",
-    "HintStats": "kvcache_exchange.hints.stats",
-    "INTENTS": "kvcache_exchange.hints.vocabulary",
-    "PendingHint": "kvcache_exchange.hints.receipts",
-    "Receipt": "kvcache_exchange.hints.vocabulary",
-}
-
-__all__ = [*_HOME]  # noqa: PLE0604
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME, ())
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -8,12 +8,4 @@ from __future__ import annotations
 
 from kvcache.lazy import lazy_names
 
-_HOME = {
-    "EventIndex": "kvcache_exchange.peers.index",
-    "PeerSource": "kvcache_exchange.peers.source",
-    "PeerStats": "kvcache_exchange.peers.source",
-}
-
-__all__ = [*_HOME]  # noqa: PLE0604
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

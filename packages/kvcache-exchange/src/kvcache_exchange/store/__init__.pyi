@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public names, for type checkers. `__init__.py` imports each name on first use."""
+"""Public names, which `__init__.py` imports on first use."""
 
 from kvcache_exchange.circuit import Circuit as Circuit
 from kvcache_exchange.store.base import BlockStore as BlockStore

@@ -5,8 +5,4 @@ from __future__ import annotations
 
 from kvcache.lazy import lazy_names
 
-_HOME = {"make_transport": "kvcache_exchange.transport.factory"}
-
-__all__ = [*_HOME]  # noqa: PLE0604
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
