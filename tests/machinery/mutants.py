@@ -577,10 +577,14 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         PY_WORKER + "swap/calibration.py",
         "calibration",
         [
-            ("(before + size) // 2", "size"),
             ("if method not in METHODS:", "if False:"),
             ("if found.machine != machine:", "if False:"),
         ],
+    ),
+    (
+        "packages/kvcache-lab/src/kvcache_lab/bandwidth.py",
+        "bandwidth",
+        [("(before + size) // 2", "size")],
     ),
     (
         SERVING + "scheduler.py",

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import index
 
-import numpy as np
 import torch
 
 from kvcache.checks import flag, instance, integer, listed, num_entries, shown
@@ -14,11 +13,12 @@ from kvcache.kinds import make_kind
 from kvcache.specs import ContextParallel, GroupSpec, checked_context_parallel, checked_groups
 from kvcache.step import NO_IDS, NO_REPLACE, StepPlan
 from kvcache.worker.tables.group_table import GroupTable
-from kvcache.worker.tables.table_set import Ids, TableSet, checked_device
+from kvcache.worker.tables.table_calls import TableCalls
+from kvcache.worker.tables.table_set import ALL_GROUPS, Ids, TableSet, checked_device
 from kvcache.worker.tables.table_shape import TableShape, checked_candidates, num_blocks_for
 
 
-class BlockTables:
+class BlockTables(TableCalls):
     """The block tables of all cache groups, in one shared buffer. Each call serves all groups at once.
 
     `tables[g]` is the `GroupTable` of group `g`, and `block_tables` lists them. `for_groups`
@@ -48,6 +48,8 @@ class BlockTables:
         >>> tables[0].slot_mapping.np[:2], tables[1].slot_mapping.np[:2]
         (array([81, 97]), array([65, 81]))
     """
+
+    _group = ALL_GROUPS
 
     def __init__(
         self,
@@ -205,92 +207,18 @@ class BlockTables:
     def __len__(self) -> int:
         return len(self.block_tables)
 
-    def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
-        """Apply the table changes of a plan to all rows and groups in one native call.
-
-        Args:
-            plan: The plan of a step.
-            num_blocks: Number of blocks in the pool, used to check block IDs. -1 disables the
-                check.
-
-        Raises:
-            ValueError: A row or column is out of range, a row would overflow, or a block ID is outside
-                [0, num_blocks). Nothing has changed.
-        """
-        self.table_set.apply(plan, num_blocks)
-
     def append_row(self, block_ids: Sequence[Ids], row: int) -> None:
-        """Append `block_ids[g]` to a row of each group `g`.
-
-        If any group overflows, no group changes.
-        """
+        """Append `block_ids[g]` to a row of each group `g`."""
         self.table_set.apply(self._row_plan(block_ids, row, clear=False))
 
     def add_row(self, block_ids: Sequence[Ids], row: int) -> None:
-        """Replace a row of each group `g` with `block_ids[g]`.
-
-        If any group overflows, no group changes.
-        """
+        """Replace a row of each group `g` with `block_ids[g]`."""
         self.table_set.apply(self._row_plan(block_ids, row, clear=True))
-
-    def clear_row(self, row: int) -> None:
-        """Clear a row in all groups."""
-        self.table_set.clear_rows([row])
-
-    def clear_rows(self, rows: Ids) -> None:
-        """Clear several rows in all groups, in one call."""
-        self.table_set.clear_rows(rows)
-
-    def move_row(self, src: int, tgt: int) -> None:
-        """Move row `src` to row `tgt` in all groups, and clear `src`."""
-        self.table_set.move_rows([src], [tgt])
-
-    def move_rows(self, src: Ids, tgt: Ids) -> None:
-        """Move several rows in order, in one call. See `move_row`."""
-        self.table_set.move_rows(src, tgt)
-
-    def swap_row(self, src: int, tgt: int) -> None:
-        """Swap two rows in all groups."""
-        self.table_set.swap_rows([src], [tgt])
-
-    def swap_rows(self, src: Ids, tgt: Ids) -> None:
-        """Swap pairs of rows in order, in one call. See `swap_row`."""
-        self.table_set.swap_rows(src, tgt)
-
-    def commit_updates(self) -> None:
-        """Upload all changes to the device, with one copy and one launch for all groups."""
-        self.table_set.commit_updates()
 
     def commit_block_table(self, num_reqs: int) -> None:
         """Upload the first `num_reqs` rows of every group, whether or not they have changed."""
         for group in range(len(self)):
             self.table_set.commit_rows(group, num_reqs)
-
-    def compute_slot_mapping(
-        self,
-        req_indices: np.ndarray | torch.Tensor | None = None,
-        positions: np.ndarray | torch.Tensor | None = None,
-        *,
-        query_start_loc: np.ndarray | torch.Tensor | None = None,
-    ) -> None:
-        """Compute the slot mappings of all groups in one call. See
-        `GroupTable.compute_slot_mapping`.
-
-        On a GPU, one launch serves all groups with ordinary positions, and each circular group
-        requires one additional launch. Encoder groups are skipped, because their tokens have
-        different positions: for an encoder group `g`, call `tables[g].compute_slot_mapping` and
-        `tables[g].commit_slot_mapping` when the encoder's output is written.
-
-        Args:
-            req_indices: int32[n] or int32[r]. Rows, as in `GroupTable.compute_slot_mapping`.
-            positions: int64[n]. Token positions within their requests.
-            query_start_loc: int32[r + 1]. Start of each request's tokens.
-        """
-        self.table_set.compute_slots(req_indices, positions, query_start_loc)
-
-    def commit_slot_mapping(self, num_tokens: int) -> None:
-        """Upload the slot mappings that `compute_slot_mapping` fills, in one copy."""
-        self.table_set.commit_slots(num_tokens)
 
     def gather(
         self,
@@ -318,10 +246,6 @@ class BlockTables:
         """
         return self.table_set.gather(idx_mapping, num_computed_tokens, max_num_tokens)
 
-    def clear(self) -> None:
-        """Zero all block IDs and counts, on the host and on the device."""
-        self.table_set.clear()
-
     def _row_plan(self, block_ids: Sequence[Ids], row: int, clear: bool) -> StepPlan:
         row = integer(row, "row")
         shape = getattr(block_ids, "shape", None) or (num_entries(block_ids, "block_ids"),)
@@ -331,7 +255,7 @@ class BlockTables:
             )
         groups = listed(block_ids, "block_ids")
         for g, ids in enumerate(groups):
-            self.table_set.check_room(g, row, ids, clear)
+            self.table_set.for_write().check_room(g, row, ids, clear)
         rows = [row]
         return StepPlan(
             step_id=-1,

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from kvcache.checks import as_array, check_range, instance, integer
-from kvcache.step import StepPlan
 from kvcache.worker.tables.buffer import BufferView
+from kvcache.worker.tables.table_calls import TableCalls
 from kvcache.worker.tables.table_set import (
     Ids,
     TableSet,
@@ -17,7 +17,7 @@ from kvcache.worker.tables.table_set import (
 )
 
 
-class GroupTable:
+class GroupTable(TableCalls):
     """The block IDs in each row of one cache group, and the slots of a step's tokens.
 
     `block_table` is int32[rows, width] in kernel blocks, `slot_mapping` is
@@ -82,80 +82,17 @@ class GroupTable:
         """
         return self.table_set.num_computed_slots(self._group)
 
-    def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
-        """Apply the table changes of a plan. See `BlockTables.apply`."""
-        self.table_set.apply(plan, num_blocks)
-
     def append_row(self, block_ids: Ids, row: int) -> None:
         """Append allocation blocks to a row. Raises ValueError if the row would overflow."""
-        self.table_set.append_row(self._group, block_ids, row)
+        self.table_set.for_write().append_row(self._group, row, block_ids, False)
 
     def add_row(self, block_ids: Ids, row: int) -> None:
         """Replace a row's content with the given allocation blocks."""
-        self.table_set.append_row(self._group, block_ids, row, reset=True)
-
-    def clear_row(self, row: int) -> None:
-        """Clear a row by setting its block IDs to the null block."""
-        self.table_set.clear_rows([row], self._group)
-
-    def clear_rows(self, rows: Ids) -> None:
-        """Clear several rows in one call."""
-        self.table_set.clear_rows(rows, self._group)
-
-    def move_row(self, src: int, tgt: int) -> None:
-        """Move row `src` to row `tgt` and clear `src`. If `src` equals `tgt`, nothing changes."""
-        self.table_set.move_rows([src], [tgt], self._group)
-
-    def swap_row(self, src: int, tgt: int) -> None:
-        """Swap two rows."""
-        self.table_set.swap_rows([src], [tgt], self._group)
-
-    def move_rows(self, src: Ids, tgt: Ids) -> None:
-        """Move several rows in order, in one call. See `move_row`."""
-        self.table_set.move_rows(src, tgt, self._group)
-
-    def swap_rows(self, src: Ids, tgt: Ids) -> None:
-        """Swap pairs of rows in order, in one call. See `swap_row`."""
-        self.table_set.swap_rows(src, tgt, self._group)
-
-    def commit_updates(self) -> None:
-        """Upload all changes to the device, with one copy and one launch for all groups."""
-        self.table_set.commit_updates()
+        self.table_set.for_write().append_row(self._group, row, block_ids, True)
 
     def commit_block_table(self, num_reqs: int) -> None:
         """Upload the first `num_reqs` rows, whether or not they have changed."""
         self.table_set.commit_rows(self._group, num_reqs)
-
-    def compute_slot_mapping(
-        self,
-        req_indices: np.ndarray | torch.Tensor | None = None,
-        positions: np.ndarray | torch.Tensor | None = None,
-        *,
-        query_start_loc: np.ndarray | torch.Tensor | None = None,
-    ) -> None:
-        """Compute the slots of a step's tokens.
-
-        If the arguments are numpy arrays or CPU tensors, slots are written to the host side. Upload
-        them with `commit_slot_mapping`. If the arguments are device tensors, slots are computed on
-        the device from the device tables, in one launch.
-
-        The slot is -1 for tokens in padding requests and for tokens on another context-parallel
-        rank. Entries after the last token are reset to -1 if an earlier call filled them. Entries
-        that the caller wrote remain until `commit_slot_mapping`.
-
-        Args:
-            req_indices: Rows, or -1 for padding requests. Without `query_start_loc`, int32[n] with
-                one row per token. With `query_start_loc`, int32[r] with one row per request. None:
-                request `i` has row `i`.
-            positions: int64[n]. Token positions within their requests.
-            query_start_loc: int32[r + 1]. Start of each request's tokens.
-
-        Raises:
-            ValueError: A row or position on the host is out of range. Nothing was written.
-            RuntimeError: With `KVCACHE_CHECKED=1`, a row or position on a GPU is out of range.
-                Otherwise, the slots of such tokens are -1.
-        """
-        self.table_set.compute_slots(req_indices, positions, query_start_loc, self._group)
 
     def slots_of(
         self,
@@ -248,10 +185,6 @@ class GroupTable:
         pages = table[rows[:, None], columns.clamp(0, table.shape[1] - 1)]
         return pages.masked_fill_(index > num_drafts[:, None], 0)
 
-    def commit_slot_mapping(self, num_tokens: int) -> None:
-        """Upload the slot mapping, with -1 for all entries after the first `num_tokens`."""
-        self.table_set.commit_slots(num_tokens, self._group)
-
     def gather(
         self,
         idx_mapping: torch.Tensor,
@@ -260,10 +193,6 @@ class GroupTable:
     ) -> torch.Tensor:
         """Gather the rows of a batch in batch order, int32[n, width]. See `BlockTables.gather`."""
         return self.table_set.gather(idx_mapping, num_computed_tokens, max_num_tokens)[self._group]
-
-    def clear(self) -> None:
-        """Zero this group's block IDs and counts, on the host and on the device."""
-        self.table_set.clear(self._group)
 
     def get_device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
         """Return a view int32[num_reqs, width] of the device side."""

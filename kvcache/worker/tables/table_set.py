@@ -179,8 +179,7 @@ class TableSet:
         disables this check.
         """
         instance(plan, StepPlan, "plan")
-        self._arena.before_write()
-        return self._native.apply_plan(plan, num_blocks, self._host_slots, num_applied)
+        return self.for_write().apply_plan(plan, num_blocks, self._host_slots, num_applied)
 
     def begin_step(self) -> None:
         """Begin a step that does not change the tables.
@@ -191,44 +190,25 @@ class TableSet:
             self.commit_updates()
         self._host_slots.begin_step()
 
-    def check_room(self, group: int, row: int, block_ids: Ids, reset: bool) -> None:
-        """Check the number of blocks for a row before they are read. Raises ValueError."""
-        self._native.check_room(group, row, block_ids, reset)
-
-    def append_row(self, group: int, block_ids: Ids, row: int, reset: bool = False) -> None:
-        """Append allocation blocks to a row of one group. If `reset` is True, clear the row first."""
+    def for_write(self) -> core.HostTables:
+        """Return the native tables, whose calls change rows, once no upload reads the host side."""
         self._arena.before_write()
-        self._native.append_row(group, row, block_ids, reset)
-
-    def move_rows(self, src: Ids, tgt: Ids, group: int = ALL_GROUPS) -> None:
-        """Move each row `src[i]` to `tgt[i]`, in order, and clear `src[i]`."""
-        self._arena.before_write()
-        self._native.move_rows(src, tgt, group)
-
-    def swap_rows(self, src: Ids, tgt: Ids, group: int = ALL_GROUPS) -> None:
-        """Swap each pair of rows, in order."""
-        self._arena.before_write()
-        self._native.swap_rows(src, tgt, group)
-
-    def clear_rows(self, rows: Ids, group: int = ALL_GROUPS) -> None:
-        """Clear rows by setting their block IDs to the null block."""
-        self._arena.before_write()
-        self._native.clear_rows(rows, group)
+        return self._native
 
     def clear(self, group: int = ALL_GROUPS) -> None:
         """Zero block IDs and counts, on the host and on the device."""
-        self._arena.before_write()
+        native = self.for_write()
         if group == ALL_GROUPS:
-            self._native.clear()
+            native.clear()
             self._arena.gpu.zero_()
             self._batch_arena.zero_()
-            self._native.mark_clean()
+            native.mark_clean()
             return
-        self._native.clear_rows(np.arange(self.num_rows, dtype=np.int32), group)
+        native.clear_rows(np.arange(self.num_rows, dtype=np.int32), group)
         self.tables[group].np[:] = 0  # also zeroes entries that a caller wrote directly
         self.tables[group].gpu.zero_()
         self._counts.gpu[group].zero_()
-        self._native.mark_sent(group)
+        native.mark_sent(group)
 
     # Uploads ---------------------------------------------------------------------------------------
 
