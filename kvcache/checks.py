@@ -42,9 +42,7 @@ def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int
 
 
 def number(value: float, name: str, expected: str = "a number") -> float:
-    """Return a real number as a float. NumPy numbers are accepted, bools are not. Raises TypeError
-    or ValueError.
-    """
+    """Return a real number, but no bool, as a float. Raises TypeError or ValueError."""
     if type(value) is float:
         return value
     if isinstance(value, bool) or not isinstance(value, float | int | Real):
@@ -148,9 +146,7 @@ def as_array(values: object, name: str) -> np.ndarray:
 
 
 def _check_nested(values: Sequence, name: str, depth: int) -> None:
-    """Check the lengths of nested sequences, because NumPy reads all of them before it compares
-    lengths.
-    """
+    """Check the lengths of nested sequences, all of which NumPy reads before it compares them."""
     for i, entry in enumerate(islice(values, len(values))):
         if i == 0 and isinstance(entry, int | float):
             return  # NumPy does not read any sequences after a number
@@ -235,9 +231,7 @@ def plain_fields(record: object) -> None:
 
 
 def dtype_name(dtype: object, known: Iterable[str], name: str = "dtype") -> str:
-    """Return the name of a dtype, which is given as a name or as a `torch.dtype`. Raises TypeError
-    or ValueError.
-    """
+    """Return the name of a dtype or of a `torch.dtype`. Raises TypeError or ValueError."""
     found = dtype
     # Checked by name, because this module does not import torch.
     if type(dtype).__module__ == "torch":
@@ -250,9 +244,7 @@ def dtype_name(dtype: object, known: Iterable[str], name: str = "dtype") -> str:
 
 
 def text(value: str, name: str) -> str:
-    """Return a string after checking that UTF-8 can encode it, that is, that it contains no lone
-    surrogates. Raises TypeError or ValueError.
-    """
+    """Return a string that UTF-8 can encode (no lone surrogates). Raises TypeError or ValueError."""
     if not isinstance(value, str):
         raise TypeError(f"{name} is {shown(value)}: expected a string")
     try:
@@ -336,7 +328,5 @@ def integers(values: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarra
 
 
 def refuse_pickle(value: object, instead: str) -> NoReturn:
-    """Raise TypeError. Called from `__reduce__` of classes whose native state is local to the
-    process.
-    """
+    """Raise TypeError, in `__reduce__` of a class whose native state is local to the process."""
     raise TypeError(f"a {type(value).__name__} cannot be pickled: expected {instead}")

@@ -171,9 +171,7 @@ class AttentionBackend:
 
     @property
     def blocks_first(self) -> bool:
-        """Whether the first dimension is the block, so that each block contains both K and V. False
-        for MLA.
-        """
+        """Whether each block contains both K and V, because it is the first dimension."""
         return blocks_first(self.dims, self.is_mla)
 
     def shape(
@@ -282,9 +280,7 @@ class AttentionBackend:
 
 
 def _roles(order: Sequence[str], name: str) -> tuple[str, ...]:
-    """Validate a sequence of dimension roles and return it as a tuple. Raises TypeError or
-    ValueError.
-    """
+    """Return a sequence of dimension roles as a tuple. Raises TypeError or ValueError."""
     roles = tuple(listed(order, name, f"a sequence of {', '.join(ROLES)}"))
     if isinstance(order, str) or not all(isinstance(role, str) for role in roles):
         raise TypeError(f"{name} is {shown(order)}: expected a sequence of {', '.join(ROLES)}")

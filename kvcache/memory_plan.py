@@ -319,16 +319,12 @@ class _Demand:
         return min(good, key=lambda n: (self.num_groups(n), self.request_bytes(n, num_tokens)))
 
     def longest(self, budget: int, max_model_len: int) -> int:
-        """Return the largest request length, at most `max_model_len`, that fits the budget, or 0 if
-        none fits.
-        """
+        """Return the largest request length up to `max_model_len` that fits the budget, or 0."""
         # Bisection works because the required memory never decreases with the number of tokens.
         return bisect_right(range(1, max_model_len + 1), budget, key=self.least_bytes)
 
     def check_bounds(self, num_tokens: int) -> None:
-        """Raise KindError if a kind's page formula returns fewer pages than its `first_needed_token`
-        requires.
-        """
+        """Raise KindError if a kind's page formula is below what `first_needed_token` requires."""
         step = self.max_num_batched_tokens or num_tokens
         for bucket, kind in zip(self.buckets, self.kinds):
             is_encoder = kind.pages.of_encoder
@@ -455,9 +451,7 @@ def _layer_page(layers: list[LayerSpec], interval: int | None) -> tuple[int, int
 def _block_size(
     layer: LayerSpec, layer_page: int, base_block_size: int | None, interval: int | None
 ) -> int:
-    """Return the layer's block size, given that the largest block of a page has `base_block_size`
-    tokens.
-    """
+    """Return the layer's block size if the largest block of a page has `base_block_size` tokens."""
     if layer.state_bytes and interval:
         return interval
     if base_block_size is None:

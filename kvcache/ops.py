@@ -444,9 +444,7 @@ _ON_HOST = {
 
 
 def _fake(op: Callable[..., None], on_host: set[int], *args: object) -> None:
-    """Check that all tensors are on one device. The fake implementations do nothing else, because the
-    ops return nothing.
-    """
+    """Check that all tensors are on one device. The ops return nothing, so nothing else is done."""
     tensors = {
         name: x
         for i, (name, x) in enumerate(zip(signature(op).parameters, args))

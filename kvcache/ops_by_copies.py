@@ -85,9 +85,7 @@ class _MirroredCall:
         return found
 
     def check_places(self, on_host: set[str]) -> None:
-        """Raise RuntimeError unless all tensors are dense and on one device, or on the host where the
-        op allows it.
-        """
+        """Raise RuntimeError unless all tensors are dense and on a device that the op allows."""
         for each in self._op._schema.arguments:
             if str(each.type) == "Tensor" and self.given[each.name] is None:
                 raise RuntimeError(f"{each.name} is None: expected a tensor")
@@ -111,9 +109,7 @@ class _MirroredCall:
                     self._storages[memory.data_ptr()] = _lazy_memory(memory.nbytes())
 
     def mirror(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor's mirror without copying its content. A CPU tensor is returned
-        unchanged.
-        """
+        """Return the tensor's mirror, without copying its content. CPU tensors are unchanged."""
         if tensor.device.type == "cpu":
             return tensor
         memory = self._storages[tensor.untyped_storage().data_ptr()]
@@ -274,9 +270,7 @@ def _copy_blocks(call: _MirroredCall) -> None:
 
 
 class _Fragments:
-    """The source or destination of a region. Raises RuntimeError unless all its pages are in the
-    memory of the call's tensors.
-    """
+    """One side of a region. Raises RuntimeError unless its pages are in the call's tensors."""
 
     def __init__(
         self,
@@ -314,9 +308,7 @@ class _Fragments:
             )
 
     def shares_pages(self, source: _Fragments, region: int) -> bool:
-        """Return whether source and destination share pages. Raises RuntimeError if pages partially
-        overlap.
-        """
+        """Return whether both sides share pages. Raises RuntimeError if pages partially overlap."""
         if source._storage.data_ptr() != self._storage.data_ptr():
             return False
         if source._shift >= self._end or self._shift >= source._end:

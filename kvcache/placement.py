@@ -68,9 +68,7 @@ class Placement:
         return self.has_kv_together and bool((behind == behind[0]).all())
 
     def with_scales_as_part(self) -> Placement:
-        """Return the placement with scales as an additional index p. A token's scales are divided
-        equally among its heads.
-        """
+        """Return the placement with scales as an additional index p, divided among the heads."""
         size = self.scale_bytes_per_token // self.head_count
 
         def appended(array: np.ndarray, value: object) -> np.ndarray:
@@ -109,9 +107,7 @@ class Placement:
         )
 
     def layer_runs(self, layer: int, num_parts: int | None = None) -> np.ndarray:
-        """Return the byte ranges of a layer in the format of `runs`. With `num_parts`, only the first
-        `num_parts` indices p are included.
-        """
+        """Return a layer's byte ranges, as `runs` does, for the first `num_parts` indices p."""
         table = np.concatenate(
             [self.runs(layer, p) for p in range(num_parts or len(self.head_bytes))]
         )

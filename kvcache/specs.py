@@ -282,9 +282,7 @@ class LayerSpec:
 
 
 def checked_groups(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
-    """Validate that there are 1 to `MAX_GROUPS` groups and return them as a tuple. Raises TypeError
-    or ValueError.
-    """
+    """Return 1 to `MAX_GROUPS` groups as a tuple. Raises TypeError or ValueError."""
     if isinstance(groups, str) or not isinstance(groups, Sequence):
         raise TypeError(f"groups is {shown(groups)}: expected a sequence of GroupSpec")
     instances(groups, GroupSpec, "groups")

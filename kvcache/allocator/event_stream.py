@@ -50,9 +50,7 @@ class RequestLabels(NamedTuple):
     is_token_id: np.ndarray | None = None
 
     def extra_keys(self, first_token: int, stop: int) -> tuple[tuple | None, ...] | None:
-        """Return the extra keys (csrc/core/hashing/extra_keys.h) of each hash block, or None if no
-        block has keys.
-        """
+        """Return each hash block's extra keys (csrc/core/hashing/extra_keys.h), or None without any."""
         size, covered = self.key.block_size, self.key.block_size + self.key.num_lookahead
         starts = range(first_token, stop, size)
         keys = tuple(self._keys_of(start, start + covered) for start in starts)

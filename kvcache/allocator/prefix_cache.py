@@ -273,9 +273,7 @@ class PrefixCache:
         return report_of(request.request_id, self._policies, found)
 
     def access(self, request: Request, now: float) -> None:
-        """Notify the eviction policy that the request's blocks were accessed at time `now`, in
-        seconds.
-        """
+        """Tell the eviction policy that the request's blocks were accessed at time `now` (seconds)."""
         self._native.access(self._requests.at(request), checked_seconds(now, "now"))
 
     def pin(self, session: str, request: Request) -> int:

@@ -66,9 +66,7 @@ def diagnosis() -> list[tuple[str, str, bool]]:
 
 
 def of_vllm(arguments: list[str]) -> list[tuple[str, str, bool]]:
-    """Return rows in the format of `diagnosis` for serving a model in vLLM with kvcache's
-    scheduler.
-    """
+    """Return rows in the format of `diagnosis` for a model in vLLM with kvcache's scheduler."""
     if not arguments:
         raise UsageError("--vllm: expected a model, or a folder with its config.json")
     return part("diagnose_vllm", "--vllm")(arguments)

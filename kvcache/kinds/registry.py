@@ -129,9 +129,7 @@ def _check_class(kind: type[KindProperties], name: str) -> None:
 
 
 def _base_of(kind: type) -> type[KindProperties] | None:
-    """Return the class's base among `AttentionKind` and the built-in kinds, or None if there is
-    none.
-    """
+    """Return the class's base among `AttentionKind` and the built-in kinds, or None."""
     if not isinstance(kind, type):
         return None
     bases = [

@@ -34,9 +34,7 @@ INSTALL_HINT = "pip install --no-build-isolation ."  # to be run in a checkout
 
 
 def source_root() -> Path | None:
-    """Return the folder `csrc`, which is in the installed package or, in a checkout, next to the
-    package. Return None if the folder is missing.
-    """
+    """Return the folder `csrc`, in the installed package or next to it in a checkout, or None."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "csrc", package.parent / "csrc"):
         if (folder / "ops" / "library.cpp").is_file():
@@ -113,9 +111,7 @@ def python_include() -> Path:
 
 
 def cxx_command() -> list[str]:
-    """Return the C++ compiler and its arguments from $CXX ("ccache g++", "g++ -m64"). If $CXX is not
-    set, return g++ or clang++.
-    """
+    """Return the C++ compiler and its arguments from $CXX ("ccache g++"), or g++ or clang++."""
     asked = os.environ.get("CXX", "").strip()
     # Try $CXX as a single word first, because a path may contain spaces.
     for words in [[asked], shlex.split(asked)] if asked else [["g++"], ["clang++"]]:
@@ -166,9 +162,7 @@ def prebuilt(file: str) -> Path | None:
 
 
 def cuda_home() -> Path | None:
-    """Return the folder of a CUDA toolkit with nvcc, from $CUDA_HOME, /usr/local/cuda or the PATH. Return
-    None if no toolkit is found.
-    """
+    """Return a CUDA toolkit with nvcc, from $CUDA_HOME, /usr/local/cuda or the PATH, or None."""
     on_path = shutil.which("nvcc")
     for folder in (
         os.environ.get("CUDA_HOME"),
@@ -267,9 +261,7 @@ def cuda_archs(present: Sequence[str] = ()) -> list[str]:
 
 
 def gencode_flags(present: Sequence[str] = ()) -> list[str]:
-    """Return nvcc's flags for machine code of each architecture in `cuda_archs`, and for PTX of the last
-    architecture, which newer devices use.
-    """
+    """Return nvcc's flags for each of `cuda_archs`, and for PTX that newer devices compile."""
     archs = cuda_archs(present)
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     return [*flags, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]

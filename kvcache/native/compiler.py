@@ -47,9 +47,7 @@ class BuildProgress:
 
 
 def units(sources: Sequence[Path]) -> list[list[Path]]:
-    """Group source files that are compiled together: C++ files of a folder. nvcc compiles the CUDA
-    files of a library faster in parallel.
-    """
+    """Group the C++ files of a folder, which are compiled together, and single CUDA files."""
     groups = []
     for (_, kind), each in itertools.groupby(sources, lambda path: (path.parent, path.suffix)):
         files = list(each)

@@ -155,9 +155,7 @@ def _base_folder() -> Path:
 
 
 def _check_private(folder: Path) -> None:
-    """Raise BuildError if users other than the current user and root can write to the folder, because
-    code in this folder is executed.
-    """
+    """Raise BuildError if other users can write to the folder, whose code is executed."""
     found = folder.stat()
     if found.st_uid not in (os.geteuid(), 0):
         raise BuildError(

@@ -109,9 +109,7 @@ def _advice(error: str) -> str:
 
 
 def _driver_problem(compiled: int, driver: int) -> str | None:
-    """Return a message if the driver is too old for the toolkit. Versions are in CUDA's numeric format
-    (13000 for 13.0).
-    """
+    """Return a message if the driver is too old. Versions are CUDA's (13000 for 13.0)."""
     # Any driver for the same major version can run the compiled code. 0 means that there is no driver.
     if driver == 0 or driver // 1000 >= compiled // 1000:
         return None

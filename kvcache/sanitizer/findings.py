@@ -19,9 +19,7 @@ _MAX_SEEN = 65_536  # maximum number of findings to remember, so that each is re
 
 
 class EventKind(IntEnum):
-    """The kinds of events in a block's history. The values must match those in native code
-    (csrc/sanitizer/shadow.h).
-    """
+    """The kinds of events in a block's history, as in native code (csrc/sanitizer/shadow.h)."""
 
     ALLOCATED = 0
     FREED = 1

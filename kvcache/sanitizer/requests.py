@@ -62,9 +62,7 @@ class ObservedRequests:
         return self._ended.get(request_id, NOBODY)
 
     def rows_of(self, request_ids: Sequence[str]) -> tuple[list[str], np.ndarray]:
-        """Validate request names, and return them as a list together with their rows. Raises
-        TypeError or ValueError.
-        """
+        """Return request names as a list, and their rows. Raises TypeError or ValueError."""
         last, rows = self._last
         if type(request_ids) is not list:
             request_ids = listed(request_ids, "request_ids", "a sequence of names")
@@ -84,9 +82,7 @@ class ObservedRequests:
         seed: int,
         images: Sequence[tuple[int, int, int]] = (),
     ) -> None:
-        """Begin a request. If the request is already known, its tokens are dropped unless their
-        tags stay the same.
-        """
+        """Begin a request. The tokens of a known one are dropped unless their tags stay the same."""
         row, images = self.row(request_id), list(images)
         if row < 0:
             serial = next(self._serials)
@@ -120,9 +116,7 @@ class ObservedRequests:
         counts: np.ndarray,
         tokens: np.ndarray,
     ) -> np.ndarray:
-        """Return the hashes of new tokens and their positions, each int64[t]. Raises ValueError for
-        invalid arguments.
-        """
+        """Return the hashes of new tokens and their positions, int64[t]. Raises ValueError."""
         if self._images:
             tokens, first = tokens.copy(), 0
             for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist()):

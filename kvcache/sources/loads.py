@@ -93,9 +93,7 @@ class SourceLoads(Generic[Detail]):
     def match(
         self, request: Request, first_token: int, end_token: int, detail: Detail | None = None
     ) -> SourceLoad[Detail]:
-        """Record which tokens of a request can be loaded. Replaces any earlier match of the
-        request.
-        """
+        """Record which tokens of a request can be loaded, instead of an earlier match."""
         root = self._manager.cache.adapter_root(request)
         load = SourceLoad(request, first_token, end_token, detail, root=root)
         self._matched[request.request_id] = load
@@ -194,9 +192,7 @@ class SourceLoads(Generic[Detail]):
         del self._under_way[load.request.request_id]
 
     def free(self, request: Request) -> None:
-        """Free a request whose load has not begun. The request may also be in a state other than
-        receiving.
-        """
+        """Free a request whose load has not begun, in any state."""
         if self._is_receiving(request):
             self._manager.finish_receiving(request, 0)
         self._manager.free(request)

@@ -469,9 +469,7 @@ class CacheDescription(EngineDescription):
 
     @property
     def heads_per_rank(self) -> int:
-        """Number of heads per rank. This property and the following ones raise ValueError if stages
-        differ.
-        """
+        """Heads per rank. This and the properties below raise ValueError if stages differ."""
         return self._each_rank("heads_per_rank").heads_per_rank
 
     @property

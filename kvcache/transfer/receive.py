@@ -76,9 +76,7 @@ def permute_received_blocks(
 
 
 def checked_layers(caches: Caches, dims: str) -> list[torch.Tensor]:
-    """Check that all layers match, and return each as [num_blocks, block_size, num_kv_heads,
-    head_size].
-    """
+    """Return matching layers, each as [num_blocks, block_size, num_kv_heads, head_size]."""
     one_of(dims, "dims", SHAPES)
     layers = [caches] if isinstance(caches, torch.Tensor) else listed(caches, "caches")
     if not layers:

@@ -184,9 +184,7 @@ def check_stages(
 def check_stages_of(
     stages: Sequence[Sequence[int]], num_layers: int, *, pp_size: int, tp_size: int
 ) -> tuple[PipelineStage, ...]:
-    """Check that the stages hold all layers, and that `pp_size` and `tp_size` are 1. See
-    `check_stages`.
-    """
+    """Return stages that hold all layers, if `pp_size` and `tp_size` are 1. See `check_stages`."""
     checked = check_stages(stages)
     for name, size in (("pp_size", pp_size), ("tp_size", tp_size)):
         if size != 1:
@@ -201,9 +199,7 @@ def check_stages_of(
 def check_page_stride(
     page_stride: int | Sequence[int], page_bytes: Sequence[int]
 ) -> int | tuple[int, ...]:
-    """Check that the page strides (one for all stages, or one per stage) are not less than each
-    stage's page size, and return them.
-    """
+    """Return page strides, for all stages or per stage, that are at least the page sizes."""
     if not isinstance(page_stride, Sequence):
         return integer(page_stride, "page_stride", max(page_bytes))
     check_count(page_stride, len(page_bytes), "page_stride", "stage")

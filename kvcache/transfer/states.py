@@ -212,9 +212,7 @@ class StateDescription(EngineDescription):
         return layers_of_stages(self.pipeline_stages)[self.coordinates(rank).pp_rank]
 
     def state_bytes(self, rank: int) -> int:
-        """Return the size in bytes of a layer's state on a rank. It equals `state_bytes` of the
-        layer's `LayerSpec`.
-        """
+        """Return the bytes of a layer's state on a rank (`LayerSpec.state_bytes`)."""
         return self._bytes_of(self.pipeline_stages[self.coordinates(rank).pp_rank].tp_size)
 
     def stride_of(self, pp_rank: int) -> int:

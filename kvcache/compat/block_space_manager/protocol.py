@@ -68,9 +68,7 @@ class SequenceGroupLike(Protocol):
 
 
 def _read(of: object, name: str) -> Any:
-    """Return an attribute. Raises TypeError if there is none. Errors of the attribute's own code
-    propagate.
-    """
+    """Return an attribute. Raises TypeError if there is none, and the errors of its own code."""
     try:
         return getattr(of, name)
     except AttributeError:

@@ -258,9 +258,7 @@ class _Merged:
             self.events[worker] = copy.deepcopy(events)
 
     def report(self, empty: object, failed: set[str], expected: int) -> object:
-        """Return the merged report as an instance of `empty`'s class. Fields that no worker reported
-        have the values of `empty`.
-        """
+        """Return the merged report, in which all other fields have the values of `empty`."""
         stats = next(iter(self.stats.values())) if len(self.stats) == 1 else self.stats
         values = {
             "finished_sending": self.sending,
@@ -384,9 +382,7 @@ def _is_empty(stats: object) -> bool:
 
 
 def _attributes(report: object) -> list[str]:
-    """Return the public attributes: the fields of a dataclass, otherwise the instance's attributes and
-    slots.
-    """
+    """Return the fields of a dataclass, or the public attributes and slots of another instance."""
     if dataclasses.is_dataclass(report):
         return [each.name for each in dataclasses.fields(report) if not each.name.startswith("_")]
     names = dict.fromkeys((*getattr(report, "__dict__", ()), *getattr(report, "_fields", ())))

@@ -229,9 +229,7 @@ class KVTopology:
 
     @property
     def is_kv_layout_blocks_first(self) -> bool:
-        """Whether the first dimension is the block, so that each block contains both K and V. False for
-        MLA, which has no V.
-        """
+        """Whether each block contains both K and V. False for MLA, which has no V."""
         return self._blocks_first
 
     @property
@@ -241,9 +239,7 @@ class KVTopology:
 
     @property
     def split_k_and_v(self) -> bool:
-        """Whether K and V are separate regions. False for packed layers, for MLA, and if the first
-        dimension is the block.
-        """
+        """Whether K and V are separate regions. False for packed layers and for MLA."""
         return not (self.cross_layers_blocks or self.is_mla or self.is_kv_layout_blocks_first)
 
     @property

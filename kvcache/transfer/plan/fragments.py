@@ -179,9 +179,7 @@ class TransferRuns:
         return sum(runs.num_bytes for runs in self.by_rank)
 
     def expand(self) -> Fragments:
-        """Return one row per fragment. Because there are many fragments, use this only for a few
-        pages.
-        """
+        """Return one row per fragment. There are many, so use this only for a few pages."""
         return joined(Fragments, [runs.expand() for runs in self.by_rank])
 
 
@@ -203,9 +201,7 @@ def expand_pattern(pattern: Pattern) -> GroupFragments:
 
 
 def _addresses(ids: np.ndarray, page: np.ndarray, stride: int, at: np.ndarray) -> np.ndarray:
-    """Return the byte offset in a region at which each run starts, ordered by group: int64[groups *
-    runs].
-    """
+    """Return the byte offset in a region of each run's start, by group: int64[groups * runs]."""
     if ids.shape[1] == 1:
         found = ids * stride + at  # all runs use one page
     elif len(page) == ids.shape[1] and (page == np.arange(len(page))).all():

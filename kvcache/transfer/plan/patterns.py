@@ -185,9 +185,7 @@ def sources_of_heads(
 
 
 def _holds_equal_pages(sides: Sides) -> bool:
-    """Return whether pages should be transferred as a whole, because they have equal layouts on
-    both sides but K or V is not contiguous.
-    """
+    """Return whether to transfer whole pages: equal layouts, but K or V is not contiguous."""
     return (
         not sides.mine.placement.is_contiguous
         and sides.local.memory_order == sides.remote.memory_order
@@ -288,9 +286,7 @@ def _unit_groups(sides: Sides) -> list[UnitGroup]:
 
 
 def _layer_rows(sides: Sides) -> tuple[slice, slice]:
-    """Return two slices that select, on the remote and the local rank, the layers that both sides
-    hold.
-    """
+    """Return slices that select, on the remote and the local rank, the layers of both sides."""
     mine, theirs = sides.mine.layers, sides.theirs.layers
     first, last = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
     return tuple(slice(first - held.start, last - held.start) for held in (theirs, mine))
@@ -320,9 +316,7 @@ def _matching_runs(
 def tokens_of_group(
     local: CacheDescription, remote: CacheDescription, cp_rank: int
 ) -> TokensOfGroup:
-    """Return the positions, on both sides, of a group's tokens on a local context-parallel rank, in
-    token order.
-    """
+    """Return the positions of a group's tokens on a local context-parallel rank, in token order."""
     tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
     token = np.arange(tokens_per_group // local.cp_world_size)
     local_page, local_token = np.divmod(token, local.block_size)
@@ -411,9 +405,7 @@ def _unit_patterns(runs: UnitRuns) -> list[UnitPattern]:
 def _in_bytes(
     sides: Sides, source: int, unit_pattern: UnitPattern, group: UnitGroup
 ) -> list[Pattern]:
-    """Convert a pattern from units to bytes and repeat it for K and V of all layers, merging
-    contiguous layers.
-    """
+    """Convert a pattern to bytes, for K and V of all layers. Contiguous layers are merged."""
     layers, unit_bytes = group.layers, group.unit_bytes
     length = int(group.strides[:, 6].sum())
     mine, theirs = (

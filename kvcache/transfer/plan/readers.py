@@ -82,9 +82,7 @@ def _readers_of_states(
 def _sources(
     readers: CacheDescription, source: CacheDescription
 ) -> tuple[tuple[int, int, int, tuple[tuple[int, int], ...]], ...]:
-    """Return each reader's coordinates and the (pp_rank, tp_rank) pairs of all ranks from which it
-    reads.
-    """
+    """Return each reader's coordinates, and the (pp_rank, tp_rank) of all ranks that it reads."""
     found = []
     for rank in range(readers.world_size):
         at = readers.coordinates(rank)

@@ -153,9 +153,7 @@ class _Wanted:
 
 
 def _table(ids: np.ndarray, name: str) -> np.ndarray:
-    """Convert a block table to int64[n]. Raises TypeError or ValueError if it contains anything but
-    page numbers.
-    """
+    """Convert a block table to int64[n]. Raises TypeError or ValueError for other values."""
     given = integer_array(ids, name)
     if given.ndim != 1:
         raise ValueError(f"{name} has shape {list(given.shape)}: expected [n]")

@@ -123,9 +123,7 @@ class PatternPlan:
 
     @cached_property
     def _used(self) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-        """Return two masks, bool[pages]: a group's written pages, and the pages read from each
-        remote rank.
-        """
+        """Masks, bool[pages], of a group's written pages and of those read from each remote rank."""
         local = np.zeros(self.local_pages_per_group, bool)
         remote = {rank: np.zeros(self.remote_pages_per_group, bool) for rank in self.remote_ranks}
         for pattern in self.patterns:
@@ -271,9 +269,7 @@ def _check_scales(
 
 
 def _permutable(local: CacheDescription, remote: CacheDescription, local_rank: int) -> bool:
-    """Return whether whole remote pages can be received, that is, whether ranks hold the same
-    tokens and one block size divides the other.
-    """
+    """Return whether pages can be received whole: equal tokens, and sizes that divide."""
     same_tokens = local.cp_world_size == remote.cp_world_size and (
         local.cp_interleave == remote.cp_interleave or local.cp_world_size == 1
     )
@@ -295,9 +291,7 @@ def _num_fragments(patterns: tuple[Pattern, ...]) -> int:
 def pages_with(
     cache: CacheDescription, cp_rank: int, tokens: tuple[int, int], num_pages: int
 ) -> np.ndarray:
-    """Return the mask of the pages in a rank's group that hold any of the tokens [first, last),
-    bool[num_pages].
-    """
+    """Return the mask of a group's pages on a rank that hold any of the tokens [first, last)."""
     first, last = (_tokens_on_rank(cache, cp_rank, token) for token in tokens)
     begin = np.arange(num_pages) * cache.block_size
     return (begin < last) & (begin + cache.block_size > first) & (first < last)

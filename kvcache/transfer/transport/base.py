@@ -235,9 +235,7 @@ class Transport(ABC):
         notify: bytes = b"",
         timeout_s: float | None = None,
     ) -> Transfer:
-        """Start a `read` of factored fragments. Both sides have the same number of bases and the
-        same run lengths.
-        """
+        """Start a `read` of factored fragments, whose sides have equal bases and run lengths."""
         check_match(local, remote)
         return self._begin(peer, local, remote, notify, timeout_s)
 

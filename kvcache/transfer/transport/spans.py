@@ -49,9 +49,7 @@ class Spans:
         return cls(np.zeros(1, np.int64), offsets, length).checked(name)
 
     def beside(self, addresses: np.ndarray, name: str) -> Spans:
-        """Create fragments with the same lengths at other addresses. The spans must have been
-        created by `of`.
-        """
+        """Create fragments with the lengths of these, made by `of`, at other addresses."""
         instance(name, str, "name")
         offsets = _column(addresses, name)
         _check_as_many(offsets, self.length, name)
@@ -177,9 +175,7 @@ def _cut(offsets: np.ndarray, length: np.ndarray, most: int) -> tuple[np.ndarray
 
 
 def check_match(local: Spans, remote: Spans) -> None:
-    """Raise ValueError unless both validated sides have the same number of bases and equal run
-    lengths.
-    """
+    """Raise ValueError unless both sides have the same number of bases and equal run lengths."""
     for side, name in ((local, "local"), (remote, "remote")):
         instance(side, Spans, name)
         side.checked(name)

@@ -83,9 +83,7 @@ class PageCopy:
 
 
 def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
-    """Convert page pairs to int32[n, 2]. Tensors are returned unchanged. Raises ValueError or
-    TypeError.
-    """
+    """Convert page pairs, if they are no tensor, to int32[n, 2]. Raises ValueError or TypeError."""
     if isinstance(pairs, torch.Tensor):
         return pairs
     array = integer_array(pairs, "pairs")
@@ -164,9 +162,7 @@ def _span(pages: PageMemory) -> tuple[int, int]:
 
 
 def _meet(source: PageMemory, destination: PageMemory) -> bool:
-    """Return whether the address range of any region on one side overlaps that of any region on the
-    other side.
-    """
+    """Return whether the address ranges of any two regions of different sides overlap."""
     starts = source.base + source.offsets
     ends = starts + (source.num_blocks - 1) * source.strides + source.sizes
     others = destination.base + destination.offsets

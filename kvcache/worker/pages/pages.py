@@ -198,9 +198,7 @@ class Pages(PageMemory):
         return host
 
     def staging(self, num_bytes: int) -> Pages:
-        """Allocate staging pages that take up to `num_bytes`, but at least two pages, in the layout
-        of host pages.
-        """
+        """Allocate two or more staging pages of up to `num_bytes`, in the layout of host pages."""
         num_bytes, stride = integer(num_bytes, "num_bytes", most=MAX_INT64), self._packed_bytes
         num_blocks = max(num_bytes // max(stride, 1), 2)
         try:
@@ -211,17 +209,13 @@ class Pages(PageMemory):
 
     @property
     def _packed_bytes(self) -> int:
-        """Distance in bytes between packed pages. It is a multiple of the cache line size, so pages
-        do not share cache lines.
-        """
+        """Distance in bytes between packed pages, which do not share cache lines."""
         return -(-self.page_bytes // 64) * 64
 
     def _packed(
         self, memory: torch.Tensor, num_blocks: int, stride: int, **options: object
     ) -> Pages:
-        """Return the same regions placed in `memory`, where each page is contiguous and pages are
-        `stride` bytes apart.
-        """
+        """Return the same regions in `memory`, with contiguous pages that are `stride` bytes apart."""
         offsets = np.cumsum(self.sizes) - self.sizes
         strides = np.full(len(self.sizes), stride)
         return Pages(

@@ -16,9 +16,7 @@ from kvcache.worker.pages.memory import PageMemory
 
 
 class BlockParts(NamedTuple):
-    """A storage's number of blocks per page, and its caches keyed by part ("key", "value" or
-    "scales").
-    """
+    """A storage's blocks per page, and its caches by part ("key", "value" or "scales")."""
 
     blocks_per_page: int
     # For each part, one tensor per layer: [num_blocks, block_size, num_kv_heads, elements].

@@ -443,9 +443,7 @@ class KVStorage:
 
     @property
     def blocks_per_page(self) -> int:
-        """Number of blocks in the null page. It is greater than 1 if each page is divided into
-        several blocks.
-        """
+        """Number of blocks in the null page: more than 1 if each page is divided into blocks."""
         return self._num_null_blocks
 
     @property
@@ -588,9 +586,7 @@ class KVStorage:
         return key, value
 
     def _of_tokens(self, slots: torch.Tensor) -> torch.Tensor:
-        """Replace slots in null blocks with -1, because the ops recognize only block 0 as a null
-        block.
-        """
+        """Replace slots in null blocks with -1, because the ops recognize only block 0."""
         if self._num_null_blocks == 1:
             return slots
         # Devices other than GPUs may lack these operations.
@@ -649,9 +645,7 @@ class KVStorage:
 
 
 def _check_tensors(**arguments: object) -> None:
-    """Raise TypeError for arguments that are not tensors, and ValueError for tensors that have 0
-    dimensions or an unknown size.
-    """
+    """Raise TypeError or ValueError unless all are tensors with dimensions of known size."""
     for name, value in arguments.items():
         instance(value, torch.Tensor, name)
         if value.ndim == 0:
@@ -665,9 +659,7 @@ def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def _shape_of_group(block_size: int, layers: Sequence[LayerSpec]) -> dict[str, object]:
-    """Return the arguments for `KVStorage.over` that a group's layers have in common. Raises
-    ValueError if the layers differ.
-    """
+    """Return the arguments for `KVStorage.over` that all layers of a group have in common."""
     first, shape = layers[0], _shape_of_layer(layers[0], block_size)
     for layer in layers[1:]:
         if (other := _shape_of_layer(layer, block_size)) != shape:

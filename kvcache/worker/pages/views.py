@@ -34,9 +34,7 @@ def as_indexed(key: torch.Tensor, value: torch.Tensor, dims: tuple[str, ...]) ->
 def key_and_value(
     cache: Tensors, described: AttentionBackend | None, v_head_size: int | None, name: str
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Split a layer's cache in an engine's format into K and V, and return them with the index of
-    the cache's block dimension.
-    """
+    """Split a layer's cache into K and V, and return them with the index of its block dimension."""
     if not isinstance(cache, torch.Tensor):
         cache = listed(cache, name, "a tensor or a pair of tensors")
         for each in cache:

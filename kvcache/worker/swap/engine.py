@@ -266,9 +266,7 @@ class SwapEngine:
                 raise job.error
 
     def fragment_bytes(self, direction: str, pairs: np.ndarray) -> float:
-        """Return the mean fragment size in bytes in a direction ("out" or "in"), with consecutive
-        pages merged.
-        """
+        """Return the mean bytes of a fragment in a direction ("out" or "in"), with merged pages."""
         num_fragments = self.num_fragments(direction, pairs)
         return len(pairs) * self.device.page_bytes / num_fragments
 
@@ -391,9 +389,7 @@ class SwapEngine:
         job.released = job.released or job.done
 
     def _check_whole(self) -> None:
-        """Raise RuntimeError if an interrupt came after a job was launched but before the job was
-        recorded.
-        """
+        """Raise RuntimeError if an interrupt came between the launch of a job and its record."""
         if self._begun is not None:
             raise RuntimeError(
                 f"the swap engine is broken: an interrupt occurred while {self._begun} was launched, and "
@@ -427,9 +423,7 @@ class SwapEngine:
             self._streams.wait(stream, event)
 
     def _after_the_job_before(self, swap_stream: SwapStream, begin: object, end: object) -> None:
-        """Order a job after the previous job in its direction, unless a shared CUDA stream already
-        ensures this.
-        """
+        """Order a job after the one before it, unless a shared CUDA stream already does."""
         if swap_stream.begin is not begin or swap_stream.end is not end:
             self._after(begin, swap_stream.in_flight.get(swap_stream.last), "done")
         swap_stream.begin, swap_stream.end = begin, end
@@ -475,9 +469,7 @@ class SwapEngine:
             self._copy(swap_stream.stream, swap_stream.page_copy, job.pairs, engine)
 
     def _engine(self, method: str, settled: bool) -> int:
-        """Return the value of the op's `engine` argument for a method. `settled` is True if no job
-        in flight writes the host pages.
-        """
+        """Return the op's `engine`. `settled`: no job in flight writes the host pages."""
         if method == KERNEL:
             return ops.KERNEL
         return ops.COPY_ENGINE_SETTLED if settled else ops.COPY_ENGINE
@@ -492,8 +484,6 @@ class SwapEngine:
 
 
 def _close(streams: CudaStreams | CpuStreams, own: list[object], kept: list[object]) -> None:
-    """Destroy an engine's streams after their work has finished, and keep the engine's memory alive
-    until then.
-    """
+    """Destroy streams after their work has finished, and keep the memory alive until then."""
     streams.close(own)
     kept.clear()

@@ -18,9 +18,7 @@ _POLL_SECONDS = 50e-6
 
 
 class SwapError(RuntimeError):
-    """Raised if a swap failed. The message names the job, whose destination pages have invalid
-    content.
-    """
+    """Raised if a swap failed. It names the job, whose destination pages have invalid content."""
 
 
 class SwapJob:
@@ -125,9 +123,7 @@ class SwapStream:
         return self._last(self._writes, pages)
 
     def writers(self, pages: np.ndarray) -> np.ndarray:
-        """For each of these pages, return the number of the last job that wrote it, or 0 if no job
-        did.
-        """
+        """Return the number of the last job that wrote each of these pages, or 0."""
         return self._writes[pages]
 
     def _last(self, jobs: np.ndarray, pages: np.ndarray) -> SwapJob | None:

@@ -49,9 +49,7 @@ class CudaStreams:
             return torch.cuda.is_current_stream_capturing()
 
     def launch(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
-        """Run `work` with the stream as the current stream, so that its launches follow the work
-        already in the stream.
-        """
+        """Run `work` with the stream as the current one, after the work already in it."""
         with torch.cuda.stream(stream):
             work()
 

@@ -95,9 +95,7 @@ class TableCalls:
         self.table_set.compute_slots(req_indices, positions, query_start_loc, self._group)
 
     def commit_slot_mapping(self, num_tokens: int) -> None:
-        """Upload what `compute_slot_mapping` computes in one copy, with -1 for all entries after the
-        first `num_tokens`.
-        """
+        """Upload computed slots in one copy, with -1 for all entries after the first `num_tokens`."""
         self.table_set.commit_slots(num_tokens, self._group)
 
     def clear(self) -> None:

@@ -112,9 +112,7 @@ class TableSet:
         self._batch_tokens = 0  # maximum number of tokens that any gather has filled so far
 
     def _make_slots(self, dtype: torch.dtype, pin_memory: bool) -> None:
-        """Create the slot mappings, and precompute the op's arguments for each single group and for
-        all groups.
-        """
+        """Create the slot mappings, and the op's arguments for each group and for all groups."""
         n = self.num_slots
         with_slots = [g for g, each in enumerate(self.shapes) if each.slot_mapping]
         self._circular = [g for g in with_slots if self.shapes[g].circular]
@@ -305,9 +303,7 @@ class TableSet:
         query_start_loc: np.ndarray | torch.Tensor | None,
         group: int,
     ) -> None:
-        """Compute the slots of the groups that share a launch, or of a circular group with wrapped
-        positions.
-        """
+        """Compute the slots of groups that share a launch, or of a circular group."""
         if positions is None:
             raise TypeError("positions is missing: expected int64[num_tokens]")
         given = (rows, positions, query_start_loc)
@@ -370,9 +366,7 @@ class TableSet:
     def _on_host(
         self, rows: object, positions: object, query_start_loc: object
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Convert the arguments of a slot mapping to numpy arrays, as the host implementation
-        requires.
-        """
+        """Convert the arguments of a slot mapping to numpy arrays, for the host."""
         if rows is None:
             rows = self._identity_of(query_start_loc, on_host=True)
         if query_start_loc is not None:

@@ -156,7 +156,5 @@ def checked_candidates(kernel_sizes: Sequence[int], name: str) -> list[int]:
 
 
 def num_blocks_for(num_tokens: int, tokens_per_block: int, num_speculative_tokens: int) -> int:
-    """Return the number of allocation blocks that a row needs for `num_tokens` tokens and a step's
-    draft tokens.
-    """
+    """Return the allocation blocks of a row for `num_tokens` tokens and a step's drafts."""
     return max(-(-num_tokens // tokens_per_block), 1 + num_speculative_tokens)
