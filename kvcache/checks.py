@@ -67,11 +67,7 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def byte_count(value: int | str, name: str, least: int = 1) -> int:
-    """Return a number of bytes, given as an integer or as a string with a unit ("1.5 GiB",
-    "64MiB").
-
-    Raises TypeError or ValueError.
-    """
+    """Return bytes, given as an integer or with a unit ("1.5 GiB"). Raises TypeError or ValueError."""
     if not isinstance(value, str):
         return integer(value, name, least, MAX_INT64)
     text = value.strip()

@@ -341,14 +341,7 @@ def backend(name: str) -> AttentionBackend:
 
 
 def described_backend(given: str | AttentionBackend | EngineBackend) -> AttentionBackend:
-    """Convert a registered name or an engine's own class to an `AttentionBackend`.
-
-    An `AttentionBackend` is returned unchanged.
-
-    Raises:
-        TypeError: The argument has another type.
-        ValueError: See `backend` and `AttentionBackend.from_engine`.
-    """
+    """Return the backend with a registered name, of an engine's own class, or the given one."""
     if isinstance(given, AttentionBackend):
         return given
     if isinstance(given, str):

@@ -55,10 +55,7 @@ def _named(op: Callable[..., None]) -> Callable[..., None]:
 
 
 def _checked_owners(owners: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return `owners`. Raises TypeError unless it is a list or tuple.
-
-    torch would exhaust an iterator, and would never return if the iterator is infinite.
-    """
+    """Raise TypeError unless `owners` is a list or tuple. torch would exhaust an iterator."""
     if not isinstance(owners, list | tuple):
         raise TypeError(f"owners is a {type(owners).__name__}: expected a list or tuple of tensors")
     return owners

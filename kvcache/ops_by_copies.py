@@ -29,11 +29,7 @@ _libraries: list[torch.library.Library] = []  # deleting these objects removes t
 
 
 def register(on_host: dict[str, set[int]]) -> None:
-    """Register the ops for other devices, once per process.
-
-    `on_host`: for each op, the positions of the arguments that may be on the CPU even if the other
-    arguments are not.
-    """
+    """Register the ops. `on_host`: by op, the positions of arguments that may be on the CPU."""
     library = torch.library.Library("kvcache", "IMPL")
     _libraries.append(library)
     for name, positions in on_host.items():
@@ -199,10 +195,7 @@ def _gather_kv(call: _MirroredCall) -> None:
 
 
 def _tokens(cache: torch.Tensor, slot_mapping: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield views of the tokens at these slots, with consecutive tokens of a block combined.
-
-    Skips the null block. Yields no views for arguments that the op rejects.
-    """
+    """Yield views of runs of tokens at these slots, without the null block."""
     if cache.ndim not in (4, 5) or cache.numel() == 0 or not _holds_ids(slot_mapping, torch.int64):
         return
     num_blocks, block_size = cache.shape[-4], cache.shape[-3]
@@ -216,10 +209,7 @@ def _holds_ids(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _runs(ids: torch.Tensor, least: int, end: int, cut: int) -> list[tuple[int, int]]:
-    """Return the runs (first, count) of consecutive ids among those in [least, end).
-
-    The order of `ids` is irrelevant. Runs do not cross multiples of `cut`.
-    """
+    """Return (first, count) of runs of ids in [least, end), which end at multiples of `cut`."""
     array = np.unique(ids.numpy())
     array = array[(array >= least) & (array < end)]
     begins = np.flatnonzero((np.diff(array, prepend=-2) != 1) | (array % cut == 0))
@@ -369,11 +359,7 @@ def _permute_blocks(call: _MirroredCall) -> None:
 
 
 def _layer(call: _MirroredCall, cache: torch.Tensor, offset: int) -> torch.Tensor:
-    """Return the layer that begins `offset` bytes after the start of the cache.
-
-    Raises:
-        RuntimeError: No tensor of the call contains the layer.
-    """
+    """Return the layer `offset` bytes after the start of the cache. Raises RuntimeError."""
     item = cache.element_size()
     span = 1 + sum((n - 1) * step for n, step in zip(cache.shape, cache.stride()))
     found = call.storage_at("cache", offset, offset + span * item)

@@ -36,10 +36,7 @@ class NativeEvents(NamedTuple):
 
 
 class RequestLabels(NamedTuple):
-    """Request fields that appear in events about its blocks.
-
-    Native code passes them through unchanged.
-    """
+    """Request fields in events about its blocks, which native code passes through unchanged."""
 
     key: HashKey
     lora: tuple[str, ...] | None
@@ -144,10 +141,7 @@ def events_of(
 
 
 def _runs(native: NativeEvents) -> Iterator[tuple[int, int]]:
-    """Yield the range (first, stop) of native events for each combined event.
-
-    Native events in a range have the same kind and group, and stored blocks form one chain.
-    """
+    """Yield the (first, stop) of native events of equal kind and group; stored blocks form a chain."""
     kinds, mediums, groups, hashes, parents = native[:5]
     if len(kinds) == 0:
         return

@@ -150,20 +150,14 @@ def hash_bytes_of(
 
 
 def token_sequence(token_ids: np.ndarray | Iterable[int]) -> np.ndarray | list | tuple:
-    """Convert token IDs for native code.
-
-    Sized iterables other than arrays, such as a range, become a list.
-    """
+    """Convert token IDs for native code: arrays, lists and tuples stay, others become lists."""
     if isinstance(token_ids, np.ndarray | list | tuple):
         return token_ids
     return listed(token_ids, "token_ids", "integers")
 
 
 def encode_extra_keys(keys: Sequence[tuple] | None, name: str = "keys") -> bytes:
-    """Encode one block's extra keys as canonical CBOR.
-
-    Returns b"" if there are no keys. The hash input then contains null in place of the keys.
-    """
+    """Encode one block's extra keys as canonical CBOR, or b"" (hashed as null) without keys."""
     if keys is None:
         return b""
     if not isinstance(keys, list | tuple):

@@ -30,10 +30,7 @@ class HitStats:
 
 @dataclass(frozen=True)
 class GroupStats:
-    """Block counts of one cache group, for the requests included in `HitStats`.
-
-    Only whole blocks are counted.
-    """
+    """Counts of one group's whole blocks, for the requests included in `HitStats`."""
 
     query_blocks: int  # blocks of known tokens
     hit_blocks: int  # blocks within hits, including blocks that left a window

@@ -40,10 +40,7 @@ class Command:
 
 
 def commands() -> dict[str, Command]:
-    """Return the subcommands of all installed packages.
-
-    A subcommand that cannot be imported raises MissingError when it is run.
-    """
+    """Return all installed subcommands. One that cannot be imported fails when it is run."""
     found = {each.name: each for each in entry_points(group="kvcache.commands")}
     order = [*(name for name in _COMMANDS if name in found), *sorted({*found} - {*_COMMANDS})]
     return {name: _loaded(found[name]) for name in order}

@@ -164,10 +164,7 @@ class AttentionKind(KindProperties, core.AttentionKind):
 
 
 def check_tokens(num_tokens: int, step_tokens: int) -> None:
-    """Check the number of tokens in a request and in one of its steps.
-
-    Raises TypeError or ValueError.
-    """
+    """Raise TypeError or ValueError unless both numbers of tokens are 1 or more."""
     integer(num_tokens, "num_tokens", 1, MAX_INT64)
     integer(step_tokens, "step_tokens", 1, MAX_INT64)
 

@@ -68,22 +68,14 @@ def torch_dir() -> Path:
 
 
 def check_torch() -> None:
-    """Check that torch is installed and not too old.
-
-    Raises:
-        RuntimeError: torch is missing or too old.
-    """
+    """Raise RuntimeError if torch is missing or too old."""
     torch_dir()
     with contextlib.suppress(PackageNotFoundError):  # torch was built from source without metadata
         check_torch_version(version("torch"))
 
 
 def check_torch_version(found: str) -> None:
-    """Check that a version of torch ("2.13.0+cpu") is not too old.
-
-    Raises:
-        RuntimeError: The version is older than 2.10.
-    """
+    """Raise RuntimeError if a version of torch ("2.13.0+cpu") is older than 2.10."""
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST_TORCH:
         raise RuntimeError(f"torch is {found}: expected 2.10 or newer; `pip install -U torch`")
 

@@ -23,17 +23,11 @@ from kvcache.native import build, compiler
 
 
 class BuildError(ImportError):
-    """Raised if a native library is missing and could not be built.
-
-    The message explains how to fix the problem.
-    """
+    """Raised if a native library is missing and could not be built. The message says what to do."""
 
 
 def build_core() -> ModuleType:
-    """Compile and import kvcache._core.
-
-    Requires a C++ compiler and pybind11's headers, but not torch.
-    """
+    """Compile and import kvcache._core, which needs a compiler and pybind11, but no torch."""
     root = _sources()
     file = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
     library = _cached("_core", file, root, build.core_sources(root))

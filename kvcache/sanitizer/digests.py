@@ -12,11 +12,7 @@ _MAX_DIGESTS = 32
 
 
 class ContentDigests:
-    """The digests that were observed for each content.
-
-    The least recently observed contents are dropped. Blocks are not checked if their content has
-    too many digests.
-    """
+    """Digests by content. The least recently observed contents are dropped."""
 
     def __init__(self) -> None:
         self._digests: OrderedDict[tuple[int, int], list[int] | None] = OrderedDict()

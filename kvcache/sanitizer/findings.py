@@ -76,11 +76,7 @@ class Findings:
         self._seen: set[tuple] = set()
 
     def report(self, group: CheckedGroup, found: np.ndarray, request_ids: Sequence[str]) -> None:
-        """Report the findings from a native check, int64[n, 6].
-
-        Raises:
-            SanitizerError: The mode is "stop" and there is a finding.
-        """
+        """Report the findings of a native check, int64[n, 6]. Raises SanitizerError in mode "stop"."""
         for number, serial, position, block, offset, other in (
             () if found is None else found.tolist()
         ):

@@ -593,10 +593,7 @@ class CacheDescription(EngineDescription):
 
 
 def _indices(values: np.ndarray, name: str, size: int) -> np.ndarray:
-    """Validate integers of any shape, which must be in [0, size), and return them as an array.
-
-    Raises TypeError or ValueError.
-    """
+    """Return integers in [0, size) as an array of any shape. Raises TypeError or ValueError."""
     array = integer_array(values, name)
     check_range(name, "is", array.ravel(), 0, size)
     return array.astype(np.int64)

@@ -165,10 +165,7 @@ def check_world_size(world_size: int) -> None:
 def check_stages(
     stages: Sequence[Sequence[int]], name: str = "stages"
 ) -> tuple[PipelineStage, ...]:
-    """Validate pipeline stages, and return them as `PipelineStage` tuples.
-
-    Raises TypeError or ValueError unless each stage has at least 0 layers and 1 rank.
-    """
+    """Return stages of 0 layers or more and 1 rank or more. Raises TypeError or ValueError."""
     if isinstance(stages, str) or not isinstance(stages, Sequence) or len(stages) == 0:
         raise TypeError(f"{name} is {shown(stages)}: expected a sequence of (num_layers, tp_size)")
     found = []

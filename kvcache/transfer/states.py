@@ -372,11 +372,7 @@ def _channels(
     remote_pp_rank: int,
     sections: tuple[Section, ...],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return three arrays over a local rank's channels: the remote tensor-parallel rank, the remote
-    index and the local index of each channel.
-
-    Each array is int64[n].
-    """
+    """Return a local rank's channels, int64[n]: remote tp_rank, remote index, local index."""
     tp_size = local.pipeline_stages[at.pp_rank].tp_size
     remote_tp_size = remote.pipeline_stages[remote_pp_rank].tp_size
     found = []

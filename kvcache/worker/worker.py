@@ -276,10 +276,7 @@ class Worker:
         return step
 
     def _apply_to_tables(self, plan: StepPlan, num_applied: int) -> None:
-        """Apply the plan to the host tables in one validated call, before any pages are copied.
-
-        `num_applied`: the number of plans that had been applied when this plan's order was checked.
-        """
+        """Apply a plan to the host tables, if `num_applied` plans were applied before it."""
         now = self._table_set.num_applied
         self._begun = plan.step_id
         try:

@@ -54,10 +54,7 @@ class TokenSource:
         return Request("", request.token_ids, cache_salt=request.cache_salt)
 
     def of_child(self, child_seq: SequenceLike, parent: Request) -> Request:
-        """Return a copy of the parent's tokens for a child.
-
-        Raises ValueError if the child's ids differ from the parent's in the last `block_size` tokens.
-        """
+        """Return a copy of the parent's tokens, after comparing the last `block_size` of them."""
         length, num_tokens = length_of(child_seq), parent.num_tokens
         if length < num_tokens:
             raise ValueError(

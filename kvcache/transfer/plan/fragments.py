@@ -38,10 +38,7 @@ class GroupFragments(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """The fragments that fill given pages, one fragment per row.
-
-    Each column is int64[n]. Offsets are in bytes from the start of a region.
-    """
+    """The fragments of given pages, int64[n] per column, in bytes from the start of a region."""
 
     remote_rank: np.ndarray
     remote_region: np.ndarray
@@ -222,10 +219,7 @@ def joined(kind: Callable, tables: list[tuple]) -> tuple:
 
 
 def page_ids(ids: np.ndarray, used: np.ndarray, name: str) -> np.ndarray:
-    """Validate page IDs and convert them to int64[groups, len(used)].
-
-    Raises TypeError or ValueError if a used entry is not a valid page.
-    """
+    """Return page IDs as int64[groups, len(used)]. Raises TypeError or ValueError."""
     given = integer_array(ids, name)
     width = len(used)
     if given.ndim != 2 or given.shape[1] != width:

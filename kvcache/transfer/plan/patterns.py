@@ -29,10 +29,7 @@ from kvcache.transfer.sharding import (
 
 
 class UnitRuns(NamedTuple):
-    """Runs that are contiguous on both sides.
-
-    Columns are int64[n]. Units are counted from the start of K or V.
-    """
+    """Runs that are contiguous on both sides, int64[n] per column, in units from the start of K or V."""
 
     source: np.ndarray  # cp_rank * tp_size + tp_rank of the remote rank
     remote_page: np.ndarray
@@ -67,10 +64,7 @@ class UnitGroup(NamedTuple):
 
 
 class TokensOfGroup(NamedTuple):
-    """For each token, on both sides: its page within the group, and its index within the page.
-
-    Each column is int64[n].
-    """
+    """Each token's page within the group and index within the page, int64[n] per column."""
 
     local_page: np.ndarray
     local_token: np.ndarray
@@ -339,10 +333,7 @@ def _units_of(strides: np.ndarray, token: np.ndarray, head: np.ndarray) -> np.nd
 def _received_units(
     local: CacheDescription, remote: CacheDescription, token: np.ndarray, head: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (page, unit within the page) of each token's heads, in the remote order.
-
-    A unit is one head of one token in K or V.
-    """
+    """Return (page, head of a token within the page) of each token's heads, in the remote order."""
     block, in_block = np.divmod(token, remote.block_size)
     if remote.layout == "NHD":
         unit = token * len(head) + head
@@ -381,10 +372,7 @@ def _by_source(runs: UnitRuns, tp_size: int) -> Iterator[tuple[int, int, list[Un
 
 
 def _unit_patterns(runs: UnitRuns) -> list[UnitPattern]:
-    """Factor the runs from one source rank into patterns.
-
-    Page pairs with the same offsets share a pattern.
-    """
+    """Factor the runs from one source rank. Page pairs with the same offsets share a pattern."""
     pair = runs.local_page * (int(runs.remote_page.max()) + 1) + runs.remote_page
     order = np.lexsort((pair, runs.length))  # a stable sort keeps the local order within a pair
     pair, length = pair[order], runs.length[order]
@@ -445,10 +433,7 @@ def _in_bytes(
 
 
 def _merged_layers(layers: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Merge parts that directly follow the previous part on both sides.
-
-    Returns the merged parts and their sizes in bytes.
-    """
+    """Return parts, merged where they are adjacent on both sides, and their sizes in bytes."""
     order = np.lexsort((layers[:, 1], layers[:, 0]))
     layers, sizes = layers[order], sizes[order]
     begins = np.ones(len(layers), bool)

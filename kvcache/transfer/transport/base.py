@@ -209,10 +209,7 @@ class Transport(ABC):
         return self._begin(peer, *spans, notify, timeout_s)
 
     def _borders(self, peer: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the start addresses of the local and the remote registered regions.
-
-        Fragments are not merged across these addresses.
-        """
+        """Return the starts of the local and remote registered regions, which end fragments."""
         return np.empty(0, np.int64), np.empty(0, np.int64)
 
     @abstractmethod

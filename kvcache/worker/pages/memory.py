@@ -123,10 +123,7 @@ class PageMemory:
         return list(found.values())
 
     def _view(self, region: int, shape: tuple[int, int]) -> torch.Tensor:
-        """Return a uint8 view of the region's memory.
-
-        A view beyond the end of the storage is rejected, because torch would enlarge the storage.
-        """
+        """Return a uint8 view in the region's memory. torch would enlarge the storage beyond it."""
         storage = self._owners[region].untyped_storage()
         start = self.base + int(self.offsets[region]) - storage.data_ptr()
         strides = (int(self.strides[region]), 1)

@@ -134,10 +134,7 @@ def _check_formats(source: PageMemory, destination: PageMemory) -> None:
 
 
 def _share_memory(source: PageMemory, destination: PageMemory) -> bool:
-    """Return whether both sides are the same pages.
-
-    Raises ValueError if they overlap in any other way.
-    """
+    """Return whether both sides are the same pages. Raises ValueError for other overlaps."""
     if source.device != destination.device:
         return False
     spans = [_span(pages) for pages in (source, destination)]

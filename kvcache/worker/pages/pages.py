@@ -288,10 +288,7 @@ def _independent(pairs: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _checked_sizes(sizes: Sequence[Sequence[int]], num_blocks: int) -> list[list[int]]:
-    """Validate the fragment sizes per layer, and return them.
-
-    Their total over all pages must fit into int64. Raises TypeError or ValueError.
-    """
+    """Return the fragment sizes per layer, if all pages have fewer than 2^63 bytes in all."""
     checked = [
         [integer(size, f"sizes[{i}][{j}]", most=MAX_INT64) for j, size in enumerate(fragments)]
         for i, fragments in enumerate(

@@ -244,10 +244,7 @@ class _Logged:
 
 
 def host_memory_bytes() -> int | None:
-    """Return the size of the host's memory in bytes, or the container's memory limit if that is lower.
-
-    None if the size is unknown.
-    """
+    """Return the bytes of the host's or the container's memory, or None if they are unknown."""
     limits = []
     if "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

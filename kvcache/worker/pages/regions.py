@@ -28,10 +28,7 @@ def check_memory(tensor: torch.Tensor, name: str) -> None:
 
 
 def regions_of(tensor: torch.Tensor, block_dim: int, name: str) -> list[Region]:
-    """Return a tensor's regions in memory order.
-
-    Raises ValueError if elements share memory; see also `check_memory`.
-    """
+    """Return a tensor's regions in memory order. Raises ValueError if elements share memory."""
     check_memory(tensor, name)
     item = tensor.element_size()
     block_dim %= tensor.ndim

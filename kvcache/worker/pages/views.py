@@ -13,11 +13,7 @@ _ROLES = ("block", "token", "head", "element")
 
 
 def as_indexed(key: torch.Tensor, value: torch.Tensor, dims: tuple[str, ...]) -> Tensors:
-    """Combine K and V, each [num_blocks, block_size, num_kv_heads, ...], into one view with a
-    backend's `dims`.
-
-    Returns the pair (K, V) if `dims` contains "kv" and their shapes differ.
-    """
+    """Return K and V as one view with a backend's `dims`, or as a pair if their shapes differ."""
     sizes = dict(zip(_ROLES, key.shape))
     strides = dict(zip(_ROLES, key.stride()))
     if "kv" in dims:

@@ -315,10 +315,7 @@ class SwapEngine:
     def _make_staging(
         self, direction: str, swap_stream: SwapStream, num_bytes: int
     ) -> Pages | None:
-        """Allocate a direction's staging memory.
-
-        Returns None if there is not enough memory, in which case another method is used.
-        """
+        """Allocate a direction's staging memory, or return None if there is not enough."""
         try:
             memory = self.device.staging(num_bytes)
         except RuntimeError as error:  # torch's out-of-memory error is a RuntimeError

@@ -112,10 +112,7 @@ class SwapStream:
             self.in_flight.pop(number, None)  # another thread may have removed it
 
     def last_reading(self, pages: np.ndarray) -> SwapJob | None:
-        """Return the last job in flight that reads any of these pages.
-
-        All earlier jobs complete before that job.
-        """
+        """Return the last job in flight that reads any of these pages. Earlier jobs end before it."""
         return self._last(self._reads, pages)
 
     def last_writing(self, pages: np.ndarray) -> SwapJob | None:

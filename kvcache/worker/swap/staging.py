@@ -63,10 +63,7 @@ class SwapStaging:
         return read
 
     def join(self) -> None:
-        """Make `last` and the next use of each half wait for all launched copies.
-
-        Called after a failed launch.
-        """
+        """Make `last` and each half's next use wait for all copies, after a failed launch."""
         self._wait_until_filled(self._streams.record(self.first))
         self._emptied = [self._streams.record(self.last)] * 2
 

@@ -123,10 +123,7 @@ Event = PolledEvent | _Past
 
 @functools.cache
 def own_stream(device: torch.device) -> tuple[CudaStreams | CpuStreams, torch.cuda.Stream | None]:
-    """Return a stream for work that runs concurrently with the engine's work.
-
-    Every call returns the same stream.
-    """
+    """Return the stream for work that runs beside the engine's work, always the same one."""
     streams = streams_of(device)
     return streams, streams.new_stream()
 

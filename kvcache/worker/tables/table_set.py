@@ -155,11 +155,7 @@ class TableSet:
         return self._slot_views[group]
 
     def num_computed_slots(self, group: int) -> int | None:
-        """Number of tokens whose slots are up to date on the device.
-
-        None if a graph replay may have changed the slots. Raises ValueError for a group without a
-        slot mapping.
-        """
+        """Number of tokens whose slots are on the device. None if a graph replay may change it."""
         at = self._slot_call(group).place
         return None if at in self._replayed else self._host_slots.num_on_device(at)
 
@@ -171,19 +167,12 @@ class TableSet:
         return self._native.num_applied
 
     def apply(self, plan: StepPlan, num_blocks: int = -1, num_applied: int = -1) -> bool:
-        """Apply the table changes of a plan to all groups. See `BlockTables.apply`.
-
-        If more than `num_applied` plans were applied before, return False and change nothing. -1
-        disables this check.
-        """
+        """Apply a plan, unless more than `num_applied` plans (-1: any) were applied before."""
         instance(plan, StepPlan, "plan")
         return self.for_write().apply_plan(plan, num_blocks, self._host_slots, num_applied)
 
     def begin_step(self) -> None:
-        """Begin a step that does not change the tables.
-
-        Uploads earlier changes, and invalidates the last step's slots.
-        """
+        """Begin a step that changes no tables: upload earlier changes, invalidate old slots."""
         if self._native.is_changed:
             self.commit_updates()
         self._host_slots.begin_step()
@@ -271,10 +260,7 @@ class TableSet:
         query_start_loc: np.ndarray | torch.Tensor | None = None,
         group: int = ALL_GROUPS,
     ) -> None:
-        """Compute the slots of one group or of all groups.
-
-        See `GroupTable.compute_slot_mapping`.
-        """
+        """Compute the slots of one group or of all. See `TableCalls.compute_slot_mapping`."""
         call = self._slot_calls.get(group)
         if type(positions) is np.ndarray and call is not None and not self._circular:
             self._slots.before_write()
@@ -345,10 +331,7 @@ class TableSet:
     def _in_places(
         self, positions: np.ndarray | torch.Tensor, group: int
     ) -> np.ndarray | torch.Tensor:
-        """Wrap positions so that they select columns of a circular group's table.
-
-        Positions of other groups are unchanged.
-        """
+        """Wrap positions to select columns of a circular group's table."""
         if group == ALL_GROUPS or not self.shapes[group].circular:
             return positions
         if isinstance(positions, torch.Tensor):
@@ -469,11 +452,7 @@ class TableSet:
         )
 
     def longest_row(self, groups: list[int] | None = None, rows: np.ndarray | None = None) -> int:
-        """Return the maximum token capacity of these rows in any of these groups, based on the
-        host's counts.
-
-        None means all rows or all groups. Out-of-range rows count as empty.
-        """
+        """Return the most tokens that any of these rows (None: all) can hold, by the host's counts."""
         if groups is None:
             groups = range(len(self.shapes))
         if rows is not None:
