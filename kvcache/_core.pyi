@@ -11,10 +11,7 @@ _Ids = NDArray[np.integer[Any]] | Sequence[int]
 
 class BlockPool:
     def __init__(
-        self,
-        num_blocks: int,
-        eviction: str = "lru",
-        eviction_options: Mapping[str, float] = {},
+        self, num_blocks: int, eviction: str = "lru", eviction_options: Mapping[str, float] = {}
     ) -> None: ...
     def allocate(self, n: int) -> NDArray[np.int32] | None: ...
     def retain(self, ids: _Ids) -> None: ...

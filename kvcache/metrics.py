@@ -12,11 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 try:
-    from prometheus_client.core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        Metric,
-    )
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
     from prometheus_client.registry import Collector
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "prometheus_client":
@@ -81,10 +77,7 @@ _STORE = {
     "stored_bytes": ("store_stored_bytes", "bytes written to the store"),
     "known_blocks": ("store_known_blocks", "blocks not written because the store had them"),
     "refused_blocks": ("store_refused_blocks", "blocks rejected because the store was full"),
-    "dropped_blocks": (
-        "store_dropped_blocks",
-        "blocks dropped before they were written",
-    ),
+    "dropped_blocks": ("store_dropped_blocks", "blocks dropped before they were written"),
     "evicted_blocks": ("store_evicted_blocks", "blocks evicted by the store, if it reports them"),
     "errors": ("store_errors", "failed calls to the store"),
     "timeouts": ("store_timeouts", "timeouts while waiting for the store"),

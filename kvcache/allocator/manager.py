@@ -13,11 +13,7 @@ import numpy as np
 
 from kvcache.allocator.admit import Admit
 from kvcache.allocator.hashing import hash_key
-from kvcache.allocator.options import (
-    CacheArguments,
-    CacheOptions,
-    checked_retention,
-)
+from kvcache.allocator.options import CacheArguments, CacheOptions, checked_retention
 from kvcache.allocator.pool_view import DevicePoolView, PoolView
 from kvcache.allocator.prefix_cache import CachedPrefix, PrefixCache, by_group
 from kvcache.allocator.request import Request, RequestState

@@ -73,10 +73,7 @@ class KindProperties:
         _check_asked(self, num_tokens, step_tokens, tokens_per_page)
         live_tokens = _max_live_tokens(self, num_tokens, step_tokens)
         # Add one page, because the needed tokens may begin inside a block.
-        return min(
-            -(-num_tokens // tokens_per_page),
-            -(-live_tokens // tokens_per_page) + 1,
-        )
+        return min(-(-num_tokens // tokens_per_page), -(-live_tokens // tokens_per_page) + 1)
 
     def most_held(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int | None:
         """Return the maximum number of pages that a request holds, or None if the number can be derived

@@ -11,11 +11,4 @@ from kvcache.sanitizer.groups import SanitizedGroup
 from kvcache.sanitizer.report import BlockEvent, Report, ReportKind, SanitizerError
 from kvcache.sanitizer.sanitizer import Sanitizer
 
-__all__ = [
-    "BlockEvent",
-    "Report",
-    "ReportKind",
-    "SanitizedGroup",
-    "Sanitizer",
-    "SanitizerError",
-]
+__all__ = ["BlockEvent", "Report", "ReportKind", "SanitizedGroup", "Sanitizer", "SanitizerError"]

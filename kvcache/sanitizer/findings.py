@@ -91,14 +91,7 @@ class Findings:
                 expected, text = self._texts(kind, serial, position, block, offset, other)
                 name = "TWO_WRITERS" if kind is _Kind.HELD_BY_OTHER else kind.name
                 self._found(
-                    *(
-                        ReportKind[name],
-                        group,
-                        serial,
-                        position,
-                        block,
-                        offset,
-                    ),
+                    *(ReportKind[name], group, serial, position, block, offset),
                     expected=expected,
                     found=text,
                 )

@@ -11,13 +11,7 @@ from kvcache.checks import integer, shown
 from kvcache.native.load import core
 from kvcache.sanitizer.arguments import checked_int64
 
-_KINDS = {
-    "full": None,
-    "window": "window",
-    "chunk": "chunk",
-    "circular": "window",
-    "state": None,
-}
+_KINDS = {"full": None, "window": "window", "chunk": "chunk", "circular": "window", "state": None}
 
 
 @dataclass(frozen=True)

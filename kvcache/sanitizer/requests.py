@@ -77,10 +77,7 @@ class ObservedRequests:
         return name_hash(adapter, salt) ^ self._key
 
     def begin(
-        self,
-        request_id: str,
-        seed: int,
-        images: Sequence[tuple[int, int, int]] = (),
+        self, request_id: str, seed: int, images: Sequence[tuple[int, int, int]] = ()
     ) -> None:
         """Begin a request. The tokens of a known one are dropped unless their tags stay the same."""
         row, images = self.row(request_id), list(images)
@@ -110,11 +107,7 @@ class ObservedRequests:
         self._forget_last()
 
     def hashes(
-        self,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        counts: np.ndarray,
-        tokens: np.ndarray,
+        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, tokens: np.ndarray
     ) -> np.ndarray:
         """Return the hashes of new tokens and their positions, int64[t]. Raises ValueError."""
         if self._images:

@@ -407,10 +407,7 @@ class Sanitizer:
         self._writes.load(one.slots, request_ids, rows, starts, stops, table, self.step)
 
     def observe_digests(
-        self,
-        group: int,
-        blocks: Sequence[int] | np.ndarray,
-        digests: Sequence[int] | np.ndarray,
+        self, group: int, blocks: Sequence[int] | np.ndarray, digests: Sequence[int] | np.ndarray
     ) -> None:
         """Record digests of the bytes in full blocks, for later comparison by `check_digests`.
 
@@ -428,10 +425,7 @@ class Sanitizer:
                 self._digests.add(one.index, tag, digest)
 
     def check_digests(
-        self,
-        group: int,
-        blocks: Sequence[int] | np.ndarray,
-        digests: Sequence[int] | np.ndarray,
+        self, group: int, blocks: Sequence[int] | np.ndarray, digests: Sequence[int] | np.ndarray
     ) -> int:
         """Compare the digests of loaded blocks with the recorded digests of the same content.
 

@@ -452,13 +452,7 @@ class CacheDescription(EngineDescription):
                     own if stride is None else _fixed(np.full_like(own, stride))
                 )
             found.append(
-                StageCache(
-                    layers,
-                    stage.tp_size,
-                    placed.head_count,
-                    placed,
-                    strides[stage, stride],
-                )
+                StageCache(layers, stage.tp_size, placed.head_count, placed, strides[stage, stride])
             )
         return tuple(found)
 

@@ -20,12 +20,7 @@ import numpy as np
 from kvcache.placement import full_memory_order
 from kvcache.transfer.description import CacheDescription, Coordinates, StageCache
 from kvcache.transfer.plan.fragments import Pattern
-from kvcache.transfer.sharding import (
-    heads_of_rank,
-    overlap,
-    reader_of_head,
-    replica_for,
-)
+from kvcache.transfer.sharding import heads_of_rank, overlap, reader_of_head, replica_for
 
 
 class UnitRuns(NamedTuple):

@@ -10,18 +10,13 @@ from functools import lru_cache
 
 from kvcache.checks import instance
 from kvcache.transfer.description import CacheDescription, Coordinates
-from kvcache.transfer.plan.patterns import (
-    shared_stages,
-    sources_of_heads,
-    tokens_of_group,
-)
+from kvcache.transfer.plan.patterns import shared_stages, sources_of_heads, tokens_of_group
 from kvcache.transfer.plan.transfer_plan import check_same_content
 from kvcache.transfer.states import StateDescription, plan_states
 
 
 def source_readers(
-    readers: CacheDescription | StateDescription,
-    source: CacheDescription | StateDescription,
+    readers: CacheDescription | StateDescription, source: CacheDescription | StateDescription
 ) -> tuple[tuple[int, ...], ...]:
     """Return, for each rank of `source`, the ranks of `readers` that read from it, in ascending order.
 

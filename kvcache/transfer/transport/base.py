@@ -214,12 +214,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _begin(
-        self,
-        peer: str,
-        local: Spans,
-        remote: Spans,
-        notify: bytes,
-        timeout_s: float | None,
+        self, peer: str, local: Spans, remote: Spans, notify: bytes, timeout_s: float | None
     ) -> Transfer:
         """Start a read of matching spans, which `Spans.checked` has validated."""
 

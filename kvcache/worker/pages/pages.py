@@ -62,11 +62,7 @@ class Pages(PageMemory):
 
     @classmethod
     def allocate(
-        cls,
-        num_blocks: int,
-        sizes: Sequence[Sequence[int]],
-        *,
-        device: torch.device | str = "cpu",
+        cls, num_blocks: int, sizes: Sequence[Sequence[int]], *, device: torch.device | str = "cpu"
     ) -> Pages:
         """Allocate memory for pages. Only page 0, the null block, is initialized (to zeros).
 

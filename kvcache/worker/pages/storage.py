@@ -9,15 +9,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import (
-    MAX_LAYERS,
-    dtype_name,
-    instance,
-    integer,
-    listed,
-    num_entries,
-    shown,
-)
+from kvcache.checks import MAX_LAYERS, dtype_name, instance, integer, listed, num_entries, shown
 from kvcache.layouts import AttentionBackend, EngineBackend, described_backend
 from kvcache.memory_plan import CachePlan
 from kvcache.placement import Placement, full_memory_order, place_elements
@@ -531,11 +523,7 @@ class KVStorage:
         home.scales[number] = None if is_one else told
 
     def write(
-        self,
-        layer: int,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        slot_mapping: torch.Tensor,
+        self, layer: int, key: torch.Tensor, value: torch.Tensor | None, slot_mapping: torch.Tensor
     ) -> None:
         """Write the K and V of tokens to their slots. See `ops.write_kv`.
 

@@ -475,8 +475,7 @@ class SwapEngine:
         on_bus = "cpu" in (page_copy.source.device.type, page_copy.destination.device.type)
         blocks = self.calibration.num_thread_blocks if on_bus else _STAGING_THREAD_BLOCKS
         self._streams.launch(
-            stream,
-            lambda: page_copy.copy(pairs, engine=engine, num_thread_blocks=blocks),
+            stream, lambda: page_copy.copy(pairs, engine=engine, num_thread_blocks=blocks)
         )
 
 

@@ -9,12 +9,7 @@ import torch
 from kvcache.checks import as_array, check_range, instance, integer
 from kvcache.worker.tables.buffer import BufferView
 from kvcache.worker.tables.table_calls import TableCalls
-from kvcache.worker.tables.table_set import (
-    Ids,
-    TableSet,
-    cpu_tensor,
-    host_tensor,
-)
+from kvcache.worker.tables.table_set import Ids, TableSet, cpu_tensor, host_tensor
 
 
 class GroupTable(TableCalls):

@@ -112,9 +112,7 @@ class TableShape:
 
 
 def kernel_size_of(
-    block_size: int,
-    kernel_block_size: int | None,
-    kernel_sizes: Sequence[int] | None,
+    block_size: int, kernel_block_size: int | None, kernel_sizes: Sequence[int] | None
 ) -> int:
     """Return the kernel block size that was given, or the one chosen from the candidates."""
     if kernel_block_size is not None and kernel_sizes is not None:
