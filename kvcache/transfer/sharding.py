@@ -241,20 +241,50 @@ def sources_of_rank(
         >>> sources_of_rank(two, four, 8, 0, 1)  # heads 4 to 7 of 3 layers, and of the last one
         [(0, 0), (1, 2), (1, 3)]
     """
-    mine, theirs = layers_of_stages(readers), layers_of_stages(sources)
-    found = set()
-    for number, layers in enumerate(theirs):
-        if not overlap(layers, mine[pp_rank]):
-            continue
-        sharing = [stage for stage, held in enumerate(mine) if overlap(held, layers)]
-        tp_sizes = [readers[stage].tp_size for stage in sharing]
-        for head in heads_of_rank(total_num_kv_heads, readers[pp_rank].tp_size, tp_rank):
-            reader = reader_of_head(
-                head, total_num_kv_heads, tp_sizes, stage=sharing.index(pp_rank), tp_rank=tp_rank
-            )
-            source = replica_for(head, total_num_kv_heads, sources[number].tp_size, *reader)
-            found.add((number, source))
-    return sorted(found)
+    mine, at = layers_of_stages(readers)[pp_rank], (0, pp_rank, tp_rank)
+    return sorted(
+        {
+            (number, source)
+            for number, layers in enumerate(layers_of_stages(sources))
+            if overlap(layers, mine)
+            for source in sources_of_heads(readers, sources, number, total_num_kv_heads, at)
+        }
+    )
+
+
+def sources_of_heads(
+    readers: Sequence[PipelineStage],
+    sources: Sequence[PipelineStage],
+    number: int,
+    total_num_kv_heads: int,
+    at: tuple[int, int, int],
+    cp_world_size: int = 1,
+) -> list[int]:
+    """Return, for each head of a rank of the reader, the tensor-parallel rank to read it from.
+
+    Args:
+        readers: The reader's pipeline stages.
+        sources: The source's pipeline stages.
+        number: The source's stage, which shares layers with the rank.
+        total_num_kv_heads: Number of KV heads in the model.
+        at: The rank's (cp_rank, pp_rank, tp_rank).
+        cp_world_size: The reader's number of context-parallel ranks.
+    """
+    cp_rank, pp_rank, tp_rank = at
+    layers = layers_of_stages(sources)[number]
+    sharing = [n for n, held in enumerate(layers_of_stages(readers)) if overlap(held, layers)]
+    tp_sizes, stage = [readers[n].tp_size for n in sharing], sharing.index(pp_rank)
+    found = []
+    for head in heads_of_rank(total_num_kv_heads, readers[pp_rank].tp_size, tp_rank):
+        reader = reader_of_head(
+            *(head, total_num_kv_heads, tp_sizes),
+            stage=stage,
+            tp_rank=tp_rank,
+            cp_rank=cp_rank,
+            cp_world_size=cp_world_size,
+        )
+        found.append(replica_for(head, total_num_kv_heads, sources[number].tp_size, *reader))
+    return found
 
 
 def overlap(one: range, other: range) -> bool:

@@ -47,8 +47,7 @@ from kvcache.transfer.sharding import (
     check_world_size,
     heads_of_rank,
     layers_of_stages,
-    reader_of_head,
-    replica_for,
+    sources_of_heads,
 )
 
 
@@ -386,9 +385,9 @@ def _channels(
         if units >= remote_tp_size:  # each unit is held by a single rank
             source = unit * remote_tp_size // units
         else:
-            source = np.array(
-                [_replica(local, remote, at, remote_pp_rank, units, each) for each in held]
-            )
+            stages = local.pipeline_stages, remote.pipeline_stages
+            own = (0, at.pp_rank, at.tp_rank)
+            source = np.array(sources_of_heads(*stages, remote_pp_rank, units, own))
         in_source = unit - source * units // remote_tp_size
         within = np.arange(unit_size)
         found.append(
@@ -400,31 +399,6 @@ def _channels(
         )
     source, remote_channel, local_channel = (np.concatenate(column) for column in zip(*found))
     return source, remote_channel, local_channel
-
-
-def _replica(
-    local: StateDescription,
-    remote: StateDescription,
-    at: Coordinates,
-    remote_pp_rank: int,
-    units: int,
-    unit: int,
-) -> int:
-    """Return the remote tensor-parallel rank from which a local rank reads a unit."""
-    layers = layers_of_stages(remote.pipeline_stages)[remote_pp_rank]
-    sharing = [
-        stage
-        for stage, held in enumerate(layers_of_stages(local.pipeline_stages))
-        if held.start < layers.stop and layers.start < held.stop
-    ]
-    reader = reader_of_head(
-        unit,
-        units,
-        [local.pipeline_stages[stage].tp_size for stage in sharing],
-        stage=sharing.index(at.pp_rank),
-        tp_rank=at.tp_rank,
-    )
-    return replica_for(unit, units, remote.pipeline_stages[remote_pp_rank].tp_size, *reader)
 
 
 def _content(tensor: StateTensor) -> tuple:

@@ -20,7 +20,7 @@ import numpy as np
 from kvcache.placement import full_memory_order
 from kvcache.transfer.description import CacheDescription, Coordinates, StageCache
 from kvcache.transfer.plan.fragments import Pattern
-from kvcache.transfer.sharding import heads_of_rank, overlap, reader_of_head, replica_for
+from kvcache.transfer.sharding import heads_of_rank, overlap, sources_of_heads
 
 
 class UnitRuns(NamedTuple):
@@ -87,8 +87,11 @@ class Sides(NamedTuple):
         """Create the pair with all heads of the local rank."""
         mine, theirs = local.stage_caches[at.pp_rank], remote.stage_caches[remote_pp_rank]
         heads = tuple(heads_of_rank(local.total_num_kv_heads, mine.tp_size, at.tp_rank))
-        sources = tuple(sources_of_heads(local, remote, at, remote_pp_rank))
-        return cls(local, remote, at, remote_pp_rank, heads, sources, mine, theirs)
+        sources = sources_of_heads(
+            *(local.pipeline_stages, remote.pipeline_stages, remote_pp_rank),
+            *(local.total_num_kv_heads, at, local.cp_world_size),
+        )
+        return cls(local, remote, at, remote_pp_rank, heads, tuple(sources), mine, theirs)
 
     def remote_heads(self) -> np.ndarray:
         """Return each head's index within the remote rank from which it is read, int64[heads]."""
@@ -148,29 +151,6 @@ def shared_stages(cache: CacheDescription, layers: range) -> list[int]:
     return [
         pp_rank for pp_rank, stage in enumerate(cache.stage_caches) if overlap(stage.layers, layers)
     ]
-
-
-def sources_of_heads(
-    local: CacheDescription, remote: CacheDescription, at: Coordinates, remote_pp_rank: int
-) -> list[int]:
-    """Return, for each local head, the tensor-parallel rank of a remote stage from which to read it."""
-    heads, stages = local.total_num_kv_heads, local.pipeline_stages
-    sharing = shared_stages(local, remote.stage_caches[remote_pp_rank].layers)
-    tp_sizes = [stages[pp_rank].tp_size for pp_rank in sharing]
-    remote_tp_size = remote.pipeline_stages[remote_pp_rank].tp_size
-    found = []
-    for head in heads_of_rank(heads, stages[at.pp_rank].tp_size, at.tp_rank):
-        reader = reader_of_head(
-            head,
-            heads,
-            tp_sizes,
-            stage=sharing.index(at.pp_rank),
-            tp_rank=at.tp_rank,
-            cp_rank=at.cp_rank,
-            cp_world_size=local.cp_world_size,
-        )
-        found.append(replica_for(head, heads, remote_tp_size, *reader))
-    return found
 
 
 def _holds_equal_pages(sides: Sides) -> bool:

@@ -10,8 +10,9 @@ from functools import lru_cache
 
 from kvcache.checks import instance
 from kvcache.transfer.description import CacheDescription, Coordinates
-from kvcache.transfer.plan.patterns import shared_stages, sources_of_heads, tokens_of_group
+from kvcache.transfer.plan.patterns import shared_stages, tokens_of_group
 from kvcache.transfer.plan.transfer_plan import check_same_content
+from kvcache.transfer.sharding import sources_of_heads
 from kvcache.transfer.states import StateDescription, plan_states
 
 
@@ -78,13 +79,14 @@ def _sources(
     readers: CacheDescription, source: CacheDescription
 ) -> tuple[tuple[int, int, int, tuple[tuple[int, int], ...]], ...]:
     """Return each reader's coordinates, and the (pp_rank, tp_rank) of all ranks that it reads."""
-    found = []
+    stages, found = (readers.pipeline_stages, source.pipeline_stages), []
+    heads, cp_world_size = readers.total_num_kv_heads, readers.cp_world_size
     for rank in range(readers.world_size):
         at = readers.coordinates(rank)
         read = [
             (pp_rank, tp_rank)
             for pp_rank in shared_stages(source, readers.stage_caches[at.pp_rank].layers)
-            for tp_rank in set(sources_of_heads(readers, source, at, pp_rank))
+            for tp_rank in {*sources_of_heads(*stages, pp_rank, heads, at, cp_world_size)}
         ]
         found.append((*at, tuple(read)))
     return tuple(found)

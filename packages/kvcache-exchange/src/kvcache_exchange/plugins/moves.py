@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcache.transfer import plan_transfer
 from kvcache.transfer.plan.fragments import GroupFragments
-from kvcache.transfer.plan.patterns import sources_of_heads
+from kvcache.transfer.sharding import sources_of_heads
 from kvcache_exchange.disaggregation.layout import BY_TOKEN, VEC, GroupLayout, check_like
 
 CONVERTS = BY_TOKEN, VEC  # the values of `interior` that `GroupPlan` can convert into each other
@@ -117,7 +117,9 @@ def _plan_apart(local: GroupLayout, remote: GroupLayout, local_rank: int) -> _Ro
     mine, theirs = local.description, remote.description
     sizes = mine.block_size, theirs.block_size
     num_tokens = math.lcm(*sizes)
-    sources = np.array(sources_of_heads(mine, theirs, mine.coordinates(local_rank), 0))
+    stages, own = (mine.pipeline_stages, theirs.pipeline_stages), mine.coordinates(local_rank)
+    heads, cp_world_size = mine.total_num_kv_heads, mine.cp_world_size
+    sources = np.array(sources_of_heads(*stages, 0, heads, own, cp_world_size))
     first = np.array([theirs.heads(rank).start for rank in sources.tolist()])
     heads = np.arange(len(sources)), np.array(mine.heads(local_rank)) - first
     is_vec = local.interior == VEC, remote.interior == VEC
