@@ -7,7 +7,8 @@ Requires the package `prometheus_client` (`pip install 'torch-kvcache[metrics]'`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,54 +163,49 @@ class CacheMetrics(Collector):
             (str(number), group.kind): counts
             for number, (group, counts) in enumerate(zip(manager.groups, stats.groups))
         }
-        families = self._counters(_HITS, [], {(): stats})
-        families += self._counters(_GROUPS, ["group", "kind"], groups)
+        counters = partial(self._made, CounterMetricFamily)
+        gauges = partial(self._made, GaugeMetricFamily)
+        families = [*counters(_HITS, [], {(): stats})]
+        families += counters(_GROUPS, ["group", "kind"], groups)
         if stats.missed_tokens is not None:
             missed = {
                 (reason,): SimpleNamespace(tokens=count)
                 for reason, count in stats.missed_tokens.items()
             }
-            families += self._counters(_MISSES, ["reason"], missed)
-        families += self._counters(_PINS, [], {(): stats})
+            families += counters(_MISSES, ["reason"], missed)
+        families += counters(_PINS, [], {(): stats})
         if stats.host is not None:
-            families += self._counters(_HOST, [], {(): stats.host})
+            families += counters(_HOST, [], {(): stats.host})
         if store is not None:
-            families += self._counters(_STORE, [], {(): store})
+            families += counters(_STORE, [], {(): store})
         pools = {("device",): manager.pool}
         if manager.host_pool is not None:
             pools["host",] = manager.host_pool
-        families += self._gauges(_POOLS, ["tier"], pools)
-        families += self._gauges(_LOADS, [], {(): manager.pool})
+        families += gauges(_POOLS, ["tier"], pools)
+        families += gauges(_LOADS, [], {(): manager.pool})
         if stats.falls_back is not None:
-            families += self._gauges(_LEARNED, [], {(): stats})
+            families += gauges(_LEARNED, [], {(): stats})
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
         """Return the metrics of the last `observe`, or no metrics if it was never called."""
         return self._families
 
-    def _counters(
-        self, table: Mapping[str, tuple[str, str]], labels: list[str], values: Values
-    ) -> list[Metric]:
-        families: list[Metric] = []
+    def _made(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        table: Mapping[str, tuple[str, str]],
+        labels: list[str],
+        values: Values,
+    ) -> Iterator[Metric]:
         for field, (name, text) in table.items():
-            family = CounterMetricFamily(_PREFIX + name, text, labels=self._label_names + labels)
+            family = kind(_PREFIX + name, text, labels=self._label_names + labels)
             for of_labels, counts in values.items():
-                count = self._risen((name, *of_labels), getattr(counts, field))
-                family.add_metric([*self._label_values, *of_labels], count)
-            families.append(family)
-        return families
-
-    def _gauges(
-        self, table: Mapping[str, tuple[str, str]], labels: list[str], values: Values
-    ) -> list[Metric]:
-        families: list[Metric] = []
-        for field, (name, text) in table.items():
-            family = GaugeMetricFamily(_PREFIX + name, text, labels=self._label_names + labels)
-            for of_labels, counts in values.items():
-                family.add_metric([*self._label_values, *of_labels], getattr(counts, field))
-            families.append(family)
-        return families
+                value = getattr(counts, field)
+                if kind is CounterMetricFamily:
+                    value = self._risen((name, *of_labels), value)
+                family.add_metric([*self._label_values, *of_labels], value)
+            yield family
 
     def _risen(self, key: tuple[str, ...], count: float) -> float:
         """Return the count plus the total of all counts before resets."""

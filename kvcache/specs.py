@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvcache.checks import (
     MAX_INT32,
@@ -25,6 +25,8 @@ from kvcache.checks import (
 
 if TYPE_CHECKING:
     from kvcache.kinds import KindProperties
+
+T = TypeVar("T")
 
 MAX_GROUPS = 32  # must equal kMaxGroups in csrc/ops/table_groups.h
 
@@ -84,21 +86,13 @@ class ContextParallel:
         return self.pcp_rank * self.dcp_world_size + self.dcp_rank
 
 
-class _Options(Mapping[str, int]):
+class FrozenDict(Mapping[str, T]):
     """An immutable mapping that can be hashed and pickled."""
 
-    def __init__(self, values: Mapping[str, int]) -> None:
-        if not isinstance(values, Mapping):
-            raise TypeError(f"options is {shown(values)}: expected a mapping of names to integers")
-        for name in values:
-            if not isinstance(name, str):
-                raise TypeError(f"options is {shown(dict(values))}: expected string keys")
-        self._values = {
-            name: integer(value, f"options[{name!r}]", -MAX_INT64, MAX_INT64)
-            for name, value in values.items()
-        }
+    def __init__(self, values: Mapping[str, T]) -> None:
+        self._values = dict(values)
 
-    def __getitem__(self, name: str) -> int:
+    def __getitem__(self, name: str) -> T:
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -112,6 +106,19 @@ class _Options(Mapping[str, int]):
 
     def __repr__(self) -> str:
         return repr(self._values)
+
+
+def _checked_options(values: Mapping[str, int]) -> FrozenDict[int]:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"options is {shown(values)}: expected a mapping of names to integers")
+    if not all(isinstance(name, str) for name in values):
+        raise TypeError(f"options is {shown(dict(values))}: expected string keys")
+    return FrozenDict(
+        {
+            name: integer(value, f"options[{name!r}]", -MAX_INT64, MAX_INT64)
+            for name, value in values.items()
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,7 @@ class GroupSpec:
         object.__setattr__(self, "layers", tuple(listed(self.layers, "layers")))
         for name in self.layers:
             check_name(name, "a name in layers")
-        object.__setattr__(self, "options", _Options(self.options))
+        object.__setattr__(self, "options", _checked_options(self.options))
 
     @property
     def summary(self) -> str:
@@ -221,7 +228,7 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         check_name(self.kind, "kind")
-        object.__setattr__(self, "options", _Options(self.options))
+        object.__setattr__(self, "options", _checked_options(self.options))
         object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
         pages = self._make_kind().pages
         has_state = not pages.has_slots

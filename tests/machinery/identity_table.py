@@ -32,7 +32,7 @@ from kvcache.kinds import kind_class, make_kind
 from kvcache.layouts import AttentionBackend
 from kvcache.memory_plan import CachePlan
 from kvcache.transfer import CacheDescription, StateDescription, StateTensor
-from kvcache.worker.pages.contents import PageContents
+from kvcache.worker.pages.memory import PageContents
 from kvcache.worker.pages.parts import BlockParts
 from kvcache_exchange.disaggregation import Connector, layouts_of_plan
 from kvcache_exchange.disaggregation.layout import GroupLayout

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, TypeVar
 
@@ -17,6 +17,7 @@ from kvcache.layouts import (
     engine_dims,
     engine_order,
 )
+from kvcache.specs import FrozenDict
 from kvcache.transfer.sharding import (
     PipelineStage,
     check_stages,
@@ -80,27 +81,6 @@ class RemoteEngine:
         if self.stages is None:
             return (self.tp_size,) * self.pp_size
         return tuple(stage.tp_size for stage in self.stages)
-
-
-class _Remotes(Mapping[str, RemoteEngine]):
-    """A read-only mapping that can be pickled, unlike `types.MappingProxyType`."""
-
-    __slots__ = ("_by_id",)
-
-    def __init__(self, by_id: Mapping[str, RemoteEngine]) -> None:
-        self._by_id = dict(by_id)
-
-    def __getitem__(self, engine_id: str) -> RemoteEngine:
-        return self._by_id[engine_id]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_id)
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def __repr__(self) -> str:
-        return repr(self._by_id)
 
 
 @dataclass(frozen=True)
@@ -175,7 +155,7 @@ class KVTopology:
         instance(self.remotes, Mapping, "remotes")
         for engine_id, remote in self.remotes.items():
             self._check_remote(engine_id, remote)
-        self._set("remotes", _Remotes(self.remotes))
+        self._set("remotes", FrozenDict(self.remotes))
         if self.backend is None:
             self._set("backend", "MLA" if self.is_mla else "FLASHINFER")
         described = backend(self.backend) if isinstance(self.backend, str) else self.backend

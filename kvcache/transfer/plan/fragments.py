@@ -182,18 +182,11 @@ class TransferRuns:
 
 def expand_pattern(pattern: Pattern) -> GroupFragments:
     """Return one row per fragment in a group, ordered by descriptor and then by run."""
-    num_descriptors, num_runs = len(pattern.descriptors), len(pattern.runs)
-    remote_region, remote_at, local_region, local_at = pattern.descriptors.T
-    remote_page, remote_offset, local_page, local_offset, length = pattern.runs.T
+    remote_page, remote_at, local_page, local_at, length = pattern.runs.T
+    runs = Runs(pattern.remote_rank, pattern.descriptors, remote_at, local_at, length)
+    pages = (np.tile(page, len(pattern.descriptors)) for page in (remote_page, local_page))
     return GroupFragments(
-        np.full(num_descriptors * num_runs, pattern.remote_rank),
-        np.tile(remote_page, num_descriptors),
-        np.repeat(remote_region, num_runs),
-        np.add.outer(remote_at, remote_offset).ravel(),
-        np.tile(local_page, num_descriptors),
-        np.repeat(local_region, num_runs),
-        np.add.outer(local_at, local_offset).ravel(),
-        np.tile(length, num_descriptors),
+        **runs.expand()._asdict(), **dict(zip(("remote_page", "local_page"), pages))
     )
 
 

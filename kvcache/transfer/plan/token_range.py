@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.checks import MAX_INT32, instance, integer, integer_array
+from kvcache.checks import MAX_INT32, instance, integer, integers
 from kvcache.transfer.plan.fragments import Pattern, TransferRuns, check_each_once, check_ranks
 from kvcache.transfer.plan.transfer_plan import TransferPlan, pages_with
 
@@ -154,14 +154,12 @@ class _Wanted:
 
 def _table(ids: np.ndarray, name: str) -> np.ndarray:
     """Convert a block table to int64[n]. Raises TypeError or ValueError for other values."""
-    given = integer_array(ids, name)
-    if given.ndim != 1:
-        raise ValueError(f"{name} has shape {list(given.shape)}: expected [n]")
+    given = integers(ids, name, ())
     if given.size and (given.min() < 0 or given.max() > MAX_INT32):
         raise ValueError(
             f"{name} holds {min(given.min(), 0) or given.max()}: expected page numbers, or 0"
         )
-    return given.astype(np.int64)
+    return given
 
 
 def _remote_tables(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.checks import MAX_INT32, MAX_INT64, as_array, instance, integer
+from kvcache.checks import MAX_INT32, MAX_INT64, instance, integer, integers
 
 _NUM_HEADER = 2  # number of int64 values in the header: the numbers of bases and of runs
 _MOST = 2**62
@@ -44,14 +44,14 @@ class Spans:
         Raises TypeError or ValueError for other values.
         """
         instance(name, str, "name")
-        offsets, length = _column(addresses, name), _column(length, "length")
+        offsets, length = integers(addresses, name, ()), integers(length, "length", ())
         _check_as_many(offsets, length, name)
         return cls(np.zeros(1, np.int64), offsets, length).checked(name)
 
     def beside(self, addresses: np.ndarray, name: str) -> Spans:
         """Create fragments with the lengths of these, made by `of`, at other addresses."""
         instance(name, str, "name")
-        offsets = _column(addresses, name)
+        offsets = integers(addresses, name, ())
         _check_as_many(offsets, self.length, name)
         _check_addresses(offsets, name, "offsets")
         return Spans(self.bases, offsets, self.length)
@@ -140,16 +140,6 @@ class Spans:
             )
         columns = np.split(values[_NUM_HEADER:], [num_bases, num_bases + num_runs])
         return cls(*columns).checked("spans")
-
-
-def _column(values: np.ndarray, name: str) -> np.ndarray:
-    """Convert values to a new int64[n] array. Raises TypeError or ValueError for invalid values."""
-    array = as_array(values, name)
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
-    if array.ndim != 1:
-        raise ValueError(f"{name} has shape {list(array.shape)}: expected [n]")
-    return array.astype(np.int64)
 
 
 def _check_as_many(offsets: np.ndarray, length: np.ndarray, name: str) -> None:

@@ -1,17 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The placement of a pool's pages in memory."""
+"""The placement of a pool's pages in memory, and what the pages contain."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvcache.checks import check_count, instance, instances, integer, integers
-from kvcache.worker.pages.contents import PageContents
+
+
+class PageContents(NamedTuple):
+    """A description of a page's contents, made of plain values that can be compared.
+
+    The bytes of a page are all of its fragments, concatenated in the order of `Pages.sizes`, which
+    is how swaps and stores copy them. Neither the fragments' placement in memory nor a backend's
+    indexing affects the description.
+    """
+
+    storages: tuple[tuple, ...]  # for each storage over the pages, the parts of a block
+    cp_interleave: int | None = None  # interleave in tokens, as in the block tables; None: unknown
+    groups: tuple[str, ...] = ()  # `GroupSpec.summary` of each group; (): unknown
 
 
 class PageMemory:

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from kvcache.specs import GroupSpec
-from kvcache.worker.pages.contents import PageContents
-from kvcache.worker.pages.memory import PageMemory
+from kvcache.worker.pages.memory import PageContents, PageMemory
 
 
 class BlockParts(NamedTuple):

@@ -83,24 +83,16 @@ class _Past:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None:
-        return
-
 
 class CpuStreams:
-    """The CPU's counterpart of `CudaStreams`. Launched work has finished when the call returns."""
+    """The CPU's counterpart of `CudaStreams`. Launched work has finished when the call returns, so there
+    are no streams to create, select or wait for.
+    """
 
-    def new_stream(self) -> None:
-        """Do nothing, because the CPU has no streams."""
+    def _nothing(self, *_: object) -> None:
+        """Do nothing."""
 
-    def close(self, streams: Iterable[None]) -> None:
-        """Do nothing, because there is no stream to destroy."""
-
-    def enter(self) -> None:
-        """Do nothing, because there is no device to select."""
-
-    def current(self) -> None:
-        """Do nothing, because the CPU has no streams."""
+    new_stream = close = enter = current = wait = _nothing
 
     def is_capturing(self) -> bool:
         """Return False, because the CPU has no graph captures."""
@@ -113,9 +105,6 @@ class CpuStreams:
     def record(self, stream: None) -> _Past:
         """Return a completed event."""
         return _Past()
-
-    def wait(self, stream: None, event: _Past) -> None:
-        """Do nothing, because all work has already finished."""
 
 
 Event = PolledEvent | _Past

@@ -62,15 +62,12 @@ class GroupMetadata(_Optional):
     seqused_k: torch.Tensor  # [N] number of tokens on this context-parallel rank; 0 for padding
     # [N, columns]; null block for padding and outside the window
     block_table: torch.Tensor = field(init=False, repr=False)
-    paged_kv_indptr: torch.Tensor = field(
-        init=False, repr=False
-    )  # [N + 1] start of each request in paged_kv_indices
-    paged_kv_indices: torch.Tensor = field(
-        init=False, repr=False
-    )  # [pages], or [N * columns] for device lengths
-    paged_kv_last_page_len: torch.Tensor = field(
-        init=False, repr=False
-    )  # [N] 1 to block_size; 0 without pages
+    # [N + 1] start of each request in paged_kv_indices
+    paged_kv_indptr: torch.Tensor = field(init=False, repr=False)
+    # [pages], or [N * columns] for device lengths
+    paged_kv_indices: torch.Tensor = field(init=False, repr=False)
+    # [N] 1 to block_size; 0 without pages
+    paged_kv_last_page_len: torch.Tensor = field(init=False, repr=False)
     paged_kv_indptr_cpu: torch.Tensor = field(init=False, repr=False)
     paged_kv_last_page_len_cpu: torch.Tensor = field(init=False, repr=False)
 
@@ -90,9 +87,8 @@ class AttentionMetadata(_Optional):
     max_seq_len: int  # maximum length of a request after this step
     query_start_loc: torch.Tensor  # int32[num_reqs + 1], also called cu_seqlens_q or qo_indptr
     groups: dict[int, GroupMetadata]
-    query_start_loc_cpu: torch.Tensor = field(
-        init=False, repr=False
-    )  # only if the lengths came from the host
+    # only if the lengths came from the host
+    query_start_loc_cpu: torch.Tensor = field(init=False, repr=False)
 
     def __getitem__(self, group: int) -> GroupMetadata:
         try:
