@@ -352,12 +352,10 @@ def described_backend(given: str | AttentionBackend | EngineBackend) -> Attentio
 def engine_dims(
     given: EngineBackend, head_size: int = _PROBE["element"]
 ) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
-    """Return the shape of an engine backend's cache and the role of each dimension (None if
-    unknown).
+    """Return the role of each dimension (None: unknown) of an engine backend's cache, and its shape.
 
-    Raises:
-        TypeError: The object has no `get_kv_cache_shape`.
-        ValueError: The shape has no recognizable block dimension or no recognizable token dimension.
+    Raises TypeError if there is no `get_kv_cache_shape`, and ValueError for an unknown block or token
+    dimension.
     """
     ask = getattr(given, "get_kv_cache_shape", None) or getattr(given, "shape", None)
     if not callable(ask) or isinstance(given, str):
@@ -395,12 +393,7 @@ def engine_dims(
 def engine_order(
     given: EngineBackend, dims: tuple[str | None, ...], *, cross_layers: bool
 ) -> tuple[str | None, ...]:
-    """Return the memory order that an engine's backend reports, outermost first, or `dims` if the
-    backend reports none.
-
-    Raises:
-        ValueError: The stride order is not a permutation of the dimensions.
-    """
+    """Return the memory order that an engine's backend reports, outermost first, or else `dims`."""
     if cross_layers:
         dims = ("layer", *dims)
     ask = getattr(given, "get_kv_cache_stride_order", None)
@@ -421,12 +414,7 @@ def engine_order(
 
 
 def backend_of_shape(shape: Sequence[int], name: str) -> AttentionBackend:
-    """Return the built-in backend whose cache for one layer has the given shape.
-
-    Raises:
-        ValueError: No backend has this shape, or the shape is ambiguous (the first two dimensions
-            are both 2).
-    """
+    """Return the built-in backend whose cache for one layer has this shape. Raises ValueError."""
     shape = list(shape)
     if len(shape) == 3:
         return backend("MLA")

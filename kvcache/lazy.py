@@ -47,9 +47,7 @@ def lazy_names(
 
 
 def fail_name(package: str, name: str) -> NoReturn:
-    """Raise AttributeError for a name that a package does not have. The message says where names of
-    other engines are. To be called from `__getattr__`.
-    """
+    """Raise AttributeError from `__getattr__`. The message says where names of other engines are."""
     message = f"module {package!r} has no attribute {name!r}"
     in_compat = _names_in_stub(Path(__file__).with_name("compat") / "__init__.py")
     home = in_compat.get(name, "kvcache.compat")

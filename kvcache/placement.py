@@ -153,14 +153,7 @@ def check_memory_order(order: Sequence[str], name: str = "memory_order") -> tupl
 
 
 def full_memory_order(order: Sequence[str]) -> tuple[str, ...]:
-    """Add the omitted roles to a memory order returned by `checked_memory_order`.
-
-    The result contains all six roles. Omitted roles are inserted at their implied positions.
-
-    Example:
-        >>> full_memory_order(("block", "token", "element"))
-        ('layer', 'block', 'token', 'head', 'kv', 'element')
-    """
+    """Return a memory order with all six roles, the omitted ones at their implied positions."""
     full = list(order)
     if "layer" not in full:
         full.insert(0, "layer")
@@ -172,13 +165,7 @@ def full_memory_order(order: Sequence[str]) -> tuple[str, ...]:
 
 
 def layout_of(order: Sequence[str]) -> str:
-    """Return "NHD" if tokens precede heads in memory, and "HND" otherwise.
-
-    Example:
-        >>> from kvcache.layouts import backend
-        >>> layout_of(backend("FLASHINFER").memory_order("HND"))
-        'HND'
-    """
+    """Return "NHD" if tokens precede heads in memory, and "HND" otherwise."""
     full = full_memory_order(order)
     return "NHD" if full.index("token") < full.index("head") else "HND"
 
@@ -210,19 +197,9 @@ def place_elements(
         element_bytes: Bytes per element.
         scale_bytes_per_token: Bytes of a token's scales, for all heads together.
 
-    Returns:
-        The placement.
-
     Raises:
         ValueError: The order is invalid, it lacks "head" although there are several heads, or there are
             scales although a layer's K and V in a page are in separate regions.
-
-    Example:
-        >>> sizes = dict(num_layers=2, block_size=4, num_kv_heads=2, head_size=8, v_head_size=8)
-        >>> from kvcache.layouts import backend
-        >>> placed = place_elements(backend("FLASHINFER").memory_order("HND"), **sizes, element_bytes=2)
-        >>> placed.kv_offsets.tolist(), placed.token_strides.tolist(), placed.head_strides.tolist()
-        ([[0, 128], [0, 128]], [16, 16], [64, 64])
     """
     order = check_memory_order(order)
     if "head" not in order and num_kv_heads != 1:

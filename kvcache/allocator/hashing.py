@@ -121,17 +121,10 @@ def hash_bytes_of(
     name: str = "hash_algorithm",
     engines: bool = True,
 ) -> int:
-    """Return the bytes per hash of an algorithm.
+    """Return the bytes per hash of an algorithm, "engine:NAME" only with `engines`.
 
-    Args:
-        algorithm: Name of the algorithm.
-        hash_bytes: Bytes per hash for "engine:NAME" (None: 32). For any other algorithm, None or the
-            algorithm's hash size.
-        name: Argument name to use in error messages.
-        engines: Whether "engine:NAME" is accepted.
-
-    Raises:
-        ValueError: The algorithm is unknown, or `hash_bytes` does not match it.
+    `hash_bytes`: for "engine:NAME", the bytes per hash (None: 32). For any other algorithm, None or the
+    algorithm's hash size. `name`: the argument's name in errors. Raises TypeError or ValueError.
     """
     known = core.hash_algorithm_names()
     if not isinstance(algorithm, str):

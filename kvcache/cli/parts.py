@@ -65,14 +65,10 @@ def require_command(name: str) -> None:
 
 
 def part(name: str, purpose: str) -> Any:
-    """Return what a package provides for another one.
+    """Return the entry point `name` of the group `kvcache.parts`, which a package provides.
 
-    Args:
-        name: Name of an entry point in the group `kvcache.parts`.
-        purpose: What the part is needed for, for example "--model".
-
-    Raises:
-        MissingError: The package is not installed. The message names the extra that installs it.
+    `purpose` is what it is needed for, such as "--model". Raises MissingError, which names the extra that
+    installs the package.
     """
     for found in entry_points(group="kvcache.parts", name=name):
         try:

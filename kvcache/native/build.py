@@ -121,9 +121,6 @@ def wants_cuda() -> bool:
 
     If set, KVCACHE_CUDA (0 or 1) decides. Otherwise, the library is included if it is prebuilt, or if
     torch is built with CUDA and a CUDA toolkit is found.
-
-    Raises:
-        RuntimeError: KVCACHE_CUDA has another value.
     """
     asked = os.environ.get("KVCACHE_CUDA", "")
     if asked not in ("", "0", "1"):
@@ -136,12 +133,9 @@ def wants_cuda() -> bool:
 
 
 def prebuilt(file: str) -> Path | None:
-    """Return the prebuilt library with this name in the folder KVCACHE_PREBUILT, or None.
+    """Return the library with this name in the folder KVCACHE_PREBUILT, or None.
 
     The op libraries do not depend on the Python version, so all wheels use the same build.
-
-    Raises:
-        RuntimeError: KVCACHE_PREBUILT is not a folder.
     """
     folder = os.environ.get("KVCACHE_PREBUILT")
     if not folder:
@@ -171,14 +165,7 @@ def cudart_folder(home: Path, scratch: Path) -> Path:
 
     NVIDIA's installers place the library in ``lib64``, distributions in ``targets``, and conda in
     ``lib``. pip's wheels contain only ``lib/libcudart.so.13``. In this case, a symbolic link without the
-    version is created in ``scratch``.
-
-    Args:
-        home: Folder of the toolkit.
-        scratch: Folder for the symbolic link, created if needed.
-
-    Raises:
-        RuntimeError: The toolkit has no shared runtime library.
+    version is created in ``scratch``. Raises RuntimeError if there is no library.
     """
     target = f"targets/{platform.machine()}-linux/lib"
     folders = [home / name for name in ("lib64", target, "lib")]

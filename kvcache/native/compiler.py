@@ -28,12 +28,7 @@ FILES_PER_UNIT = 4  # also in CMakeLists.txt
 
 
 class BuildProgress:
-    """Writes "[2/9] text" for each of the steps of a build.
-
-    Args:
-        num_steps: The number of steps.
-        write: Called with each line.
-    """
+    """Writes "[2/9] text" for each of the steps of a build."""
 
     def __init__(self, num_steps: int, write: Callable[[str], None]) -> None:
         self._num_steps, self._write = num_steps, write
@@ -65,7 +60,7 @@ def build_library(
     progress: BuildProgress,
     archs: Sequence[str] = (),
 ) -> None:
-    """Compile what has changed, and link the library.
+    """Compile what has changed, and link the library. Raises RuntimeError if a compiler fails.
 
     Args:
         name: ``_core``, ``libkvcache_cpu`` or ``libkvcache_cuda``.
@@ -75,9 +70,6 @@ def build_library(
         out: File of the library.
         progress: Receives a step for each unit and one for linking.
         archs: Architectures of the devices that are present (`build.cuda_archs`).
-
-    Raises:
-        RuntimeError: A compiler is missing or fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -107,16 +99,8 @@ def compile_if_changed(compiler: list[str], flags: list[str], obj: Path) -> str:
     """Compile one source, unless the object is current: the command, the compiler and all files that
     it read are the same.
 
-    Args:
-        compiler: The compiler's program and arguments.
-        flags: The remaining arguments, without the output.
-        obj: The object file.
-
-    Returns:
-        The compiler's warnings, or a remark that nothing has changed.
-
-    Raises:
-        RuntimeError: The compiler fails.
+    Returns the compiler's warnings, or a remark that nothing has changed. Raises RuntimeError if the
+    compiler fails.
     """
     command = [*compiler, *flags, "-o", str(obj)]
     made_from = [repr(command), _version(*compiler)]

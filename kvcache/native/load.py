@@ -49,11 +49,8 @@ def load_ops() -> None:
     with CUDA.
 
     Without the CUDA library, the CPU ops still work, and a call with CUDA tensors raises a RuntimeError
-    that explains why the library is missing.
-
-    Raises:
-        RuntimeError: torch is too old.
-        ImportError: The CPU library is missing and cannot be built.
+    that explains why the library is missing. Raises RuntimeError if torch is too old, and ImportError if
+    the CPU library is missing and cannot be built.
     """
     import torch
 

@@ -45,15 +45,7 @@ class _Kind(IntEnum):
 
 
 class Findings:
-    """The findings that a sanitizer has collected.
-
-    Args:
-        groups: The cache groups.
-        requests: The observed requests.
-        mode: "report" or "stop".
-        max_reports: Maximum number of reports to keep.
-        log: Function that is called with each report.
-    """
+    """The findings that a sanitizer has collected. `log` is called with each report."""
 
     def __init__(
         self,

@@ -129,9 +129,7 @@ class ObservedRequests:
     ) -> list[list[int]]:
         """Set tokens, given by their hashes. Slots of replaced tokens must be checked again.
 
-        Returns:
-            The requests whose tokens before `starts` are not known: pairs of an index in
-            `request_ids` and the number of known tokens.
+        Returns (index in `request_ids`, number of known tokens) of requests with a gap before `starts`.
         """
         gaps = self.tags.put(request_ids, rows, starts, counts, hashes, self.reads)
         return [] if gaps is None else gaps.tolist()

@@ -125,8 +125,7 @@ def _state_addresses(description: StateDescription, pages: Pages, rank: int | No
 def _matched(
     placed: Placement, strides: np.ndarray, pages: Pages, layer: int
 ) -> list[tuple[tuple[int, int, int], tuple[int, int]]]:
-    """Return a layer's runs (region, offset, length), and for each run its (address, page stride in
-    bytes).
+    """Return a layer's runs (region, offset, length), each with its (address, page stride in bytes).
 
     A layer's K, V and scales may be separate fragments of a page, or one fragment if they are
     contiguous.

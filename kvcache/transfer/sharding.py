@@ -34,19 +34,8 @@ class PipelineStage(NamedTuple):
 def size_ratio(local: int, remote: int, what: str) -> int:
     """Return `local / remote`, or `-(remote / local)` if the remote size is larger.
 
-    The result is 1 if both sizes are equal, and never 0 or -1.
-
-    Args:
-        local: The local size.
-        remote: The remote size.
-        what: Name of the size, for the error message.
-
-    Raises:
-        ValueError: Neither size divides the other, or a size is less than 1.
-
-    Example:
-        >>> size_ratio(8, 2, "tp_size"), size_ratio(2, 8, "tp_size"), size_ratio(4, 4, "tp_size")
-        (4, -4, 1)
+    The result is 1 if both sizes are equal, and never 0 or -1. Raises ValueError, which names the size
+    `what`, if neither size divides the other.
     """
     local = integer(local, f"local {what}", 1)
     remote = integer(remote, f"remote {what}", 1)
@@ -205,12 +194,7 @@ def check_page_stride(
 
 
 def layers_of_stages(stages: Sequence[PipelineStage]) -> tuple[range, ...]:
-    """Return the layers of each stage, as consecutive ranges.
-
-    Example:
-        >>> layers_of_stages([PipelineStage(3, 2), PipelineStage(5, 1)])
-        (range(0, 3), range(3, 8))
-    """
+    """Return the layers of each stage, as consecutive ranges."""
     found, first = [], 0
     for stage in stages:
         found.append(range(first, first + stage.num_layers))
@@ -231,15 +215,9 @@ def sources_of_rank(
     pp_rank: int,
     tp_rank: int,
 ) -> list[tuple[int, int]]:
-    """Return the source ranks from which a rank of the reader reads, as (pp_rank, tp_rank) in
-    ascending order.
+    """Return the (pp_rank, tp_rank) of the sources of a reader's rank, in ascending order.
 
     Both engines hold the same layers. Each head of each layer is read from exactly one rank.
-
-    Example:
-        >>> two, four = equal_stages(4, 1, 2), [PipelineStage(3, 1), PipelineStage(1, 4)]
-        >>> sources_of_rank(two, four, 8, 0, 1)  # heads 4 to 7 of 3 layers, and of the last one
-        [(0, 0), (1, 2), (1, 3)]
     """
     mine, at = layers_of_stages(readers)[pp_rank], (0, pp_rank, tp_rank)
     return sorted(
@@ -310,10 +288,6 @@ def reader_of_head(
     these reader stages. Readers are numbered first by their position among the head's holders in
     their stage, then by context-parallel rank, then by stage. Therefore, if reader and source have
     the same sizes, rank r reads from rank r.
-
-    Example:
-        >>> [reader_of_head(0, 1, [2, 2], stage=s, tp_rank=r) for r in (0, 1) for s in (0, 1)]
-        [(0, 4), (1, 4), (2, 4), (3, 4)]
     """
     holders = ranks_of_head(total_num_kv_heads, tp_sizes[stage], head)
     at = holders.index(tp_rank)

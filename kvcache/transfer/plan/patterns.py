@@ -170,10 +170,8 @@ def _have_equal_tokens(sides: Sides) -> bool:
 
 
 def _have_equal_layers(sides: Sides) -> bool:
-    """Return whether, on both sides, tokens or heads precede layers in memory and each layer stores
-    the same data per token or head.
-
-    If so, a run can continue from one layer to the next on both sides.
+    """Return whether a run can continue from one layer to the next on both sides: tokens or heads
+    precede layers in memory, and each layer stores the same data per token or head.
     """
     orders = [full_memory_order(each.memory_order) for each in (sides.remote, sides.local)]
     if any(order.index("layer") < order.index("block") for order in orders):

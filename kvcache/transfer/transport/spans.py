@@ -185,13 +185,6 @@ def joined(
     """Merge runs that are contiguous on both sides. Each side has the single base 0.
 
     `borders`: local and remote addresses at which a run is not merged with the previous run.
-
-    Example:
-        >>> length = np.array([8, 8, 8])
-        >>> local = Spans.of([0, 8, 16], length, "local")
-        >>> remote = Spans.of([32, 40, 64], length, "remote")
-        >>> [each.length.tolist() for each in joined(local, remote)]
-        [[16, 8], [16, 8]]
     """
     length = local.length
     if len(length) < 2:

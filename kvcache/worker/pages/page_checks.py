@@ -29,10 +29,7 @@ def checked_page_moves(
     The order of entries within a section does not matter. Only `swap_out` may read a page that
     another section writes, so copies, zeroing and swap-ins are independent of each other. A plan
     must not both write and read a host page. `clears_fresh`: whether to zero the pages in `fresh`.
-
-    Raises:
-        TypeError: A section does not contain integers.
-        ValueError: A page is out of range, written twice, or both written and read.
+    Raises TypeError or ValueError.
     """
     moves = PageMoves(
         integers(plan.swap_out, "swap_out", (2,)),

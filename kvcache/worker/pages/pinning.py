@@ -173,11 +173,8 @@ class _PinningError(Exception):
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    """Touch all pages, if the operating system supports it. Otherwise, registering the memory
-    touches them.
-
-    Threads touch pages in parallel, whereas the driver pins memory under a lock. If there is not
-    enough memory, the later registration fails.
+    """Touch all pages in parallel, if the operating system can. The driver would touch them under a
+    lock. If there is not enough memory, the later registration fails.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "madvise"):

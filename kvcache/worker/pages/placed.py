@@ -11,8 +11,7 @@ from kvcache.worker.pages.pages import ALIGNMENT, Pages
 
 
 def region_starts(placed: Placement, num_blocks: int) -> np.ndarray:
-    """Return the byte offset at which each region of pages starts, followed by the end of the last
-    region: int64[r + 1].
+    """Return the byte offsets of the regions of pages, and the end of the last one: int64[r + 1].
 
     If K and V are in separate regions, these two regions are contiguous, so they form one tensor.
     Each layer starts at a multiple of `ALIGNMENT`.

@@ -428,12 +428,10 @@ class SwapEngine:
     def _after_other_streams(
         self, swap_stream: SwapStream, begin: object, pairs: np.ndarray
     ) -> bool:
-        """Order a job after the jobs of other streams that write its sources or use its
-        destinations.
+        """Order a job after the jobs of other streams that write its sources or use its destinations.
 
-        Returns:
-            Whether no job in flight writes the sources. They may then be read immediately, before
-            earlier work in the stream finishes.
+        Returns whether no job in flight writes the sources. They may then be read immediately, before
+        earlier work in the stream finishes.
         """
         settled = True
         for other in self._swap_streams.values():

@@ -85,9 +85,7 @@ class _Past:
 
 
 class CpuStreams:
-    """The CPU's counterpart of `CudaStreams`. Launched work has finished when the call returns, so there
-    are no streams to create, select or wait for.
-    """
+    """The CPU's counterpart of `CudaStreams`. Launched work has finished when the call returns."""
 
     def _nothing(self, *_: object) -> None:
         """Do nothing."""

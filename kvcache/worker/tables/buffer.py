@@ -93,8 +93,7 @@ class HostDeviceBuffer:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros in huge pages, as numpy does for large arrays. Huge pages are useful because
-    accesses are scattered over the buffer.
+    """Return zeros in huge pages, because accesses are scattered over the buffer.
 
     Buffers larger than `_MOST_IN_HUGE_PAGES` use ordinary pages, because typically only a small
     part of such a buffer is used.

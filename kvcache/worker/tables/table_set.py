@@ -435,12 +435,7 @@ class TableSet:
         outputs: tuple[torch.Tensor | None, ...],
         on_host: bool,
     ) -> None:
-        """Build a batch's metadata from the host or device tables. See `ops.attention_metadata`.
-
-        Args:
-            fields: `fields()` of the groups.
-            requests: Rows, query lengths and sequence lengths.
-        """
+        """Build metadata for `requests`: rows, query lengths and sequence lengths."""
         ops.attention_metadata(
             self._arena.cpu if on_host else self._arena.gpu,
             fields,
