@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,6 +45,15 @@ class _Kind(IntEnum):
     WRONG_READ = 9
 
 
+class _Place(NamedTuple):
+    """A request's serial number, its token, and the block and the slot within it (-1: none)."""
+
+    serial: int
+    position: int = 0
+    block: int = -1
+    offset: int = -1
+
+
 class Findings:
     """The findings that a sanitizer has collected. `log` is called with each report."""
 
@@ -69,50 +79,36 @@ class Findings:
 
     def report(self, group: CheckedGroup, found: np.ndarray, request_ids: Sequence[str]) -> None:
         """Report the findings of a native check, int64[n, 6]. Raises SanitizerError in mode "stop"."""
-        for number, serial, position, block, offset, other in (
-            () if found is None else found.tolist()
-        ):
-            kind = _Kind(number)
+        for number, *place, other in () if found is None else found.tolist():
+            kind, at = _Kind(number), _Place(*place)
             if kind is _Kind.STALE_ROW:
-                self.stale_row(request_ids[serial])
+                self.stale_row(request_ids[at.serial])
             elif kind is _Kind.WRONG_READ:
-                self._wrong_read(group, serial, position, block, offset, other)
+                self._wrong_read(group, at, other)
             elif kind in (_Kind.SLOT_MISMATCH, _Kind.SLOT_BEYOND_POOL):
-                self._wrong_slot(group, kind, serial, position, block, offset, other)
+                self._wrong_slot(group, kind, at, other)
             else:
-                expected, text = self._texts(kind, serial, position, block, offset, other)
+                expected, text = self._texts(kind, at, other)
                 name = "TWO_WRITERS" if kind is _Kind.HELD_BY_OTHER else kind.name
-                self._found(
-                    *(ReportKind[name], group, serial, position, block, offset),
-                    expected=expected,
-                    found=text,
-                )
+                self._found(ReportKind[name], group, at, expected, text)
 
     def stale_row(self, request_id: str) -> None:
         """Report a batch row whose request has ended."""
-        self._found(
-            *(ReportKind.STALE_ROW, None, self._requests.ended(request_id), 0, -1, -1),
-            request=request_id,
-            expected="a request that was observed and has not ended",
-            found="a row of the batch that outlives its request",
-        )
+        expected = "a request that was observed and has not ended"
+        found = "a row of the batch that outlives its request"
+        at = _Place(self._requests.ended(request_id))
+        self._found(ReportKind.STALE_ROW, None, at, expected, found, request=request_id)
 
     def skipped_token(self, serial: int, position: int, start: int) -> None:
         """Report a request whose new tokens begin after its known tokens."""
-        self._found(
-            *(ReportKind.SKIPPED_TOKEN, None, serial, position, -1, -1),
-            expected=f"token {position} of {self._name(serial)}, the first one that was not computed",
-            found=f"tokens from {start} on",
-        )
+        expected = f"token {position} of {self._name(serial)}, the first one that was not computed"
+        at, found = _Place(serial, position), f"tokens from {start} on"
+        self._found(ReportKind.SKIPPED_TOKEN, None, at, expected, found)
 
     def invalid_input(self, call: str, text: str) -> None:
         """Report a call whose arguments were rejected, once per method."""
-        self._found(
-            *(ReportKind.INVALID_INPUT, None, NOBODY, 0, -1, -1),
-            request=call,
-            expected=f"valid arguments of {call}",
-            found=text,
-        )
+        expected = f"valid arguments of {call}"
+        self._found(ReportKind.INVALID_INPUT, None, _Place(NOBODY), expected, text, request=call)
 
     def wrong_loads(self, group: CheckedGroup, blocks: Sequence[int]) -> None:
         """Report loaded blocks whose bytes differ from those that were computed for the same content."""
@@ -121,119 +117,92 @@ class Findings:
             origin = int(self._shadow.slots["origin"][block, last])
             position = origin & 0xFFFFFFFF
             first = max(position - last, 0)
-            self._found(
-                *(ReportKind.WRONG_LOAD, group, origin >> 32, first, block, 0),
-                expected=f"the bytes that tokens {first} to {position} had when they were computed",
-                found="different bytes, loaded by a tier",
-            )
+            expected = f"the bytes that tokens {first} to {position} had when they were computed"
+            at, found = _Place(origin >> 32, first, block, 0), "different bytes, loaded by a tier"
+            self._found(ReportKind.WRONG_LOAD, group, at, expected, found)
 
-    def _texts(
-        self, kind: _Kind, serial: int, position: int, block: int, offset: int, other: int
-    ) -> tuple[str, str]:
+    def _texts(self, kind: _Kind, at: _Place, other: int) -> tuple[str, str]:
         """Return descriptions of what was expected and what was found."""
         if kind is _Kind.NULL_BLOCK_WRITE:
             text = "the null block, which other requests' table entries share"
             return "a block of the request", text
         if kind in (_Kind.WRITE_AFTER_FREE, _Kind.HELD_BY_OTHER):
             holder = "no request" if other == NOBODY else f"only {self._name(other)}"
-            return f"a block that {self._name(serial)} holds", f"a block that {holder} holds"
+            return f"a block that {self._name(at.serial)} holds", f"a block that {holder} holds"
         if kind is _Kind.TWO_WRITERS:
             text = f"{self._name(other)} writes the block as well"
-            return f"writes by {self._name(serial)} alone in this step", text
+            return f"writes by {self._name(at.serial)} alone in this step", text
         if kind is _Kind.WRITE_TO_SHARED:
-            text = (
-                f"a block with {other} holders; the write replaces {self._content(block, offset)}"
-            )
+            text = f"a block with {other} holders; the write replaces {self._content(at)}"
             return "a block that no other request holds, or the same content", text
-        return f"at most {position} tokens, as in the request", f"{other} tokens are read"
+        return f"at most {at.position} tokens, as in the request", f"{other} tokens are read"
 
-    def _wrong_slot(
-        self,
-        group: CheckedGroup,
-        kind: _Kind,
-        serial: int,
-        position: int,
-        block: int,
-        offset: int,
-        wanted: int,
-    ) -> None:
+    def _wrong_slot(self, group: CheckedGroup, kind: _Kind, at: _Place, wanted: int) -> None:
         size, num_blocks = group.spec.block_size, self._shadow.num_blocks
         expected = f"a slot below {num_blocks * size}"
         if kind is _Kind.SLOT_MISMATCH:
             expected = f"slot {wanted}, from block {wanted // size} of the block table"
-        found = f"slot {block * size + offset} in the slot mapping"
+        found = f"slot {at.block * size + at.offset} in the slot mapping"
         if group.spec.kind == "state":
-            expected, found = f"a page from 0 to {num_blocks - 1}", f"page {block}"
-        place = (block, offset) if 0 <= block < num_blocks else (-1, -1)
-        self._found(
-            *(ReportKind.SLOT_MISMATCH, group, serial, position, *place),
-            expected=expected,
-            found=found,
-        )
+            expected, found = f"a page from 0 to {num_blocks - 1}", f"page {at.block}"
+        if not 0 <= at.block < num_blocks:
+            at = _Place(at.serial, at.position)
+        self._found(ReportKind.SLOT_MISMATCH, group, at, expected, found)
 
-    def _wrong_read(
-        self,
-        group: CheckedGroup,
-        serial: int,
-        position: int,
-        block: int,
-        offset: int,
-        num_slots: int,
-    ) -> None:
-        shadow, is_state = self._shadow, group.spec.kind == "state"
+    def _wrong_read(self, group: CheckedGroup, at: _Place, num_slots: int) -> None:
+        is_state, position = group.spec.kind == "state", at.position
         kind = ReportKind.WRONG_STATE if is_state else ReportKind.WRONG_CONTENT
-        expected = f"token {position} of {self._name(serial)}"
+        expected = f"token {position} of {self._name(at.serial)}"
         if is_state:
-            expected = f"the state after tokens 0 to {position} of {self._name(serial)}"
-        if not 0 <= block < shadow.num_blocks:
-            found = f"block {block}, which does not exist, at token {position} of the block table"
-            block = offset = -1
-        elif block == 0:
+            expected = f"the state after tokens 0 to {position} of {self._name(at.serial)}"
+        if not 0 <= at.block < self._shadow.num_blocks:
+            found = (
+                f"block {at.block}, which does not exist, at token {position} of the block table"
+            )
+            at = _Place(at.serial, position)
+        elif at.block == 0:
             found = "the null block"
         else:
-            found, kind_of_free, held = "", kind, shadow.blocks[block]
-            if shadow.tracks_holders and held["num_holders"] == 0:
-                kind_of_free = ReportKind.FREED_AND_READ
-                found = "a block that no request holds; "
-            if shadow.slots["tag"][block, offset] == 0:
-                found += "never written since the block was allocated"
-                if kind_of_free is kind:
-                    kind_of_free = ReportKind.READ_BEFORE_WRITTEN
-            else:
-                found += self._content(block, offset)
-                owner = int(held["owner"])
-                if owner not in (group.index, NOBODY):
-                    found += f", of group {owner} ({self._groups[owner].kind})"
-            kind = kind_of_free
-        self._found(
-            *(kind, group, serial, position, block, offset),
-            expected=expected,
-            found=found,
-            num_slots=num_slots,
-        )
+            kind, found = self._wrong_content(group, kind, at)
+        self._found(kind, group, at, expected, found, num_slots=num_slots)
 
-    def _content(self, block: int, offset: int) -> str:
-        origin = int(self._shadow.slots["origin"][block, offset])
+    def _wrong_content(
+        self, group: CheckedGroup, kind: ReportKind, at: _Place
+    ) -> tuple[ReportKind, str]:
+        """Return the kind of a wrong read from an existing block, and what was found."""
+        shadow, held, found = self._shadow, self._shadow.blocks[at.block], ""
+        if shadow.tracks_holders and held["num_holders"] == 0:
+            kind, found = ReportKind.FREED_AND_READ, "a block that no request holds; "
+        if shadow.slots["tag"][at.block, at.offset] == 0:
+            if kind is not ReportKind.FREED_AND_READ:
+                kind = ReportKind.READ_BEFORE_WRITTEN
+            return kind, found + "never written since the block was allocated"
+        found += self._content(at)
+        owner = int(held["owner"])
+        if owner not in (group.index, NOBODY):
+            found += f", of group {owner} ({self._groups[owner].kind})"
+        return kind, found
+
+    def _content(self, at: _Place) -> str:
+        origin = int(self._shadow.slots["origin"][at.block, at.offset])
         return (
             f"token {origin & 0xFFFFFFFF} of {self._name(origin >> 32)}, "
-            f"block last written at step {self._shadow.blocks['write_step'][block]}"
+            f"block last written at step {self._shadow.blocks['write_step'][at.block]}"
         )
 
     def _found(
         self,
         kind: ReportKind,
         group: CheckedGroup | None,
-        serial: int,
-        position: int,
-        block: int,
-        offset: int,
-        *,
+        at: _Place,
         expected: str,
         found: str,
+        *,
         num_slots: int = 1,
         request: str | None = None,
     ) -> None:
         index = 0 if group is None else group.index
+        serial, position, block, offset = at
         # Names are used again, serial numbers are not.
         key = (kind, request if serial == NOBODY else serial, index, block)
         is_new = key not in self._seen

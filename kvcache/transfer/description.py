@@ -435,26 +435,17 @@ class CacheDescription(EngineDescription):
     @cached_property
     def stage_caches(self) -> tuple[StageCache, ...]:
         """What each rank holds, per pipeline stage."""
-        found = []
-        strides: dict[tuple[PipelineStage, int | None], np.ndarray] = {}
         page_strides = self.page_stride
         if not isinstance(page_strides, tuple):
             page_strides = (page_strides,) * len(self.pipeline_stages)
-        for layers, stage, placed, stride in zip(
-            layers_of_stages(self.pipeline_stages),
-            self.pipeline_stages,
-            self._placements,
-            page_strides,
-        ):
-            if (stage, stride) not in strides:
-                own = placed.region_bytes
-                strides[stage, stride] = (
-                    own if stride is None else _fixed(np.full_like(own, stride))
-                )
-            found.append(
-                StageCache(layers, stage.tp_size, placed.head_count, placed, strides[stage, stride])
-            )
-        return tuple(found)
+        stages = zip(
+            *(layers_of_stages(self.pipeline_stages), self.pipeline_stages),
+            *(self._placements, page_strides),
+        )
+        return tuple(
+            StageCache(layers, stage.tp_size, placed.head_count, placed, _strides(placed, stride))
+            for layers, stage, placed, stride in stages
+        )
 
     @property
     def tokens_per_page(self) -> int:
@@ -593,7 +584,10 @@ def _indices(values: np.ndarray, name: str, size: int) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _fixed(array: np.ndarray) -> np.ndarray:
-    """Make the array read-only, because all callers share it, and return it."""
-    array.setflags(write=False)
-    return array
+def _strides(placed: Placement, page_stride: int | None) -> np.ndarray:
+    """Return the distance in bytes between pages in each region, read-only."""
+    if page_stride is None:
+        return placed.region_bytes
+    strides = np.full_like(placed.region_bytes, page_stride)
+    strides.setflags(write=False)
+    return strides

@@ -336,11 +336,9 @@ class KVStorage:
                         "dtypes, shapes and orders in memory"
                     )
         key, value = self._keys[0], self._values[0]
-        num_blocks, block_size, num_kv_heads, head_size = key.shape
-        layout = "HND" if key.stride(2) > key.stride(1) and num_kv_heads > 1 else "NHD"
-        self._set_sizes(
-            num_blocks, block_size, num_kv_heads, head_size, value.shape[3], key.dtype, layout
-        )
+        self.num_blocks, self.block_size, self.num_kv_heads, self.head_size = key.shape
+        self.v_head_size, self.dtype = value.shape[3], key.dtype
+        self.layout = "HND" if key.stride(2) > key.stride(1) and self.num_kv_heads > 1 else "NHD"
         self.backend = described
         self.memory_order = None  # unknown; the engine determines the strides
         self._use(Pages.over(kv_caches, dims))
@@ -353,6 +351,7 @@ class KVStorage:
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
         self._scale_caches: list[torch.Tensor] = []
+        self.k_scale = self.v_scale = None
 
     def _use(self, pages: Pages) -> None:
         self.pages = pages
@@ -374,36 +373,11 @@ class KVStorage:
         """Set the sizes and the format of the caches. The backend defines the format."""
         self._start()
         self.backend = described_backend(backend)
-        dtype = _torch_dtype(dtype)
-        head_size = integer(head_size, "head_size", 1)
-        self._set_sizes(
-            num_blocks,
-            integer(block_size, "block_size", 1),
-            integer(num_kv_heads, "num_kv_heads", 1),
-            head_size,
-            self.backend.v_size(head_size, v_head_size),
-            dtype,
-            layout,
-        )
-
-    def _set_sizes(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        v_head_size: int,
-        dtype: torch.dtype,
-        layout: str,
-    ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.num_kv_heads = num_kv_heads
-        self.head_size = head_size
-        self.v_head_size = v_head_size
-        self.layout = layout
-        self.dtype = dtype
-        self.k_scale = self.v_scale = None
+        self.num_blocks, self.layout, self.dtype = num_blocks, layout, _torch_dtype(dtype)
+        self.head_size = integer(head_size, "head_size", 1)
+        self.block_size = integer(block_size, "block_size", 1)
+        self.num_kv_heads = integer(num_kv_heads, "num_kv_heads", 1)
+        self.v_head_size = self.backend.v_size(self.head_size, v_head_size)
 
     def _place(self, num_layers: int, scale_bytes_per_token: int) -> Placement:
         order = full_memory_order(self.memory_order)
