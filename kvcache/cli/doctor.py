@@ -45,6 +45,8 @@ def table(rows: list[tuple[str, str, bool]]) -> Table:
 
 def diagnosis() -> list[tuple[str, str, bool]]:
     """Return one row per component: (component, finding, whether the component is usable)."""
+    from importlib.metadata import version
+
     import kvcache
 
     rows = [
@@ -52,7 +54,7 @@ def diagnosis() -> list[tuple[str, str, bool]]:
         ("python", f"{sys.version.split()[0]}, {sys.executable}", True),
         _asked("numpy", _numpy, needed=True),
         _asked("torch", _torch, needed=True),
-        _asked("rich", _rich, needed=True),
+        _asked("rich", partial(version, "rich"), needed=True),
         _asked("_core", lambda: _library("_core"), needed=True),
         _asked("SHA-256", _sha256),
         _asked("CPU ops", lambda: _library("libkvcache_cpu"), needed=True),
@@ -103,12 +105,6 @@ def _torch() -> str:
         return f"{torch.__version__}, without CUDA"
     devices = f"{torch.cuda.device_count()} devices" if torch.cuda.is_available() else "no device"
     return f"{torch.__version__}, CUDA {torch.version.cuda}, {devices}"
-
-
-def _rich() -> str:
-    from importlib.metadata import version
-
-    return version("rich")
 
 
 def _library(name: str) -> str:

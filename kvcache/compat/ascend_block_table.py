@@ -36,7 +36,7 @@ import torch
 
 from kvcache.checks import flag, integer, listed
 from kvcache.compat import vllm_block_table as vllm
-from kvcache.compat.vllm_block_table import Tokens
+from kvcache.compat.vllm_block_table import Tokens, check_one_per_group
 from kvcache.specs import ContextParallel, checked_context_parallel
 
 
@@ -168,7 +168,7 @@ class AscendMultiGroupBlockTable(vllm.MultiGroupBlockTable):
         flag(enable_multistream_slot_mapping, "enable_multistream_slot_mapping")
         if kv_cache_groups is not None:
             groups = listed(kv_cache_groups, "kv_cache_groups")
-            _check_one_per_group(groups, len(listed(block_sizes, "block_sizes")), "kv_cache_groups")
+            check_one_per_group(groups, len(listed(block_sizes, "block_sizes")), "kv_cache_groups")
             has_states = [*map(_has_states, groups)]
             slots = [not each for each in has_states]
             options = {"slot_mapping": slots, "replicated": has_states, **options}
@@ -255,7 +255,7 @@ class AscendMultiGroupBlockTable(vllm.MultiGroupBlockTable):
         if not all(found):
             return None
         for each, name in zip(found, names):
-            _check_one_per_group(each, len(self), name)
+            check_one_per_group(each, len(self), name)
         return found[0], found[1]
 
 
@@ -268,11 +268,3 @@ def _has_states(group: object | None) -> bool:
     """Return whether the spec of an engine's group is a `MambaSpec`, whichever class that is."""
     spec = getattr(group, "kv_cache_spec", None)
     return any(each.__name__ == "MambaSpec" for each in type(spec).__mro__)
-
-
-def _check_one_per_group(values: Sequence[object], num_groups: int, name: str) -> None:
-    if len(values) != num_groups:
-        raise ValueError(
-            f"{name} has {len(values)} entries, but block_sizes has {num_groups}: expected equal "
-            "lengths"
-        )

@@ -318,12 +318,17 @@ def _per_group(
         return [default] * num_groups
     if not _is_list(values):
         raise TypeError(f"{name} is {shown(values)}: expected a list, one entry per group")
+    check_one_per_group(values, num_groups, name)
+    return values
+
+
+def check_one_per_group(values: Sequence[object], num_groups: int, name: str) -> None:
+    """Raise ValueError unless a list has as many entries as `block_sizes`."""
     if len(values) != num_groups:
         raise ValueError(
             f"{name} has {len(values)} entries, but block_sizes has {num_groups}: expected equal "
             "lengths"
         )
-    return values
 
 
 def _check_by_keyword(others: tuple[object, ...], most: int, names: str) -> None:

@@ -37,9 +37,7 @@ class ObservedBlocks:
         check_range(name, "is", blocks, 0, (shadow or self.device).num_blocks)
         return blocks
 
-    def allocate(
-        self, request_id: str, serial: int, blocks: np.ndarray, group: int, step: int
-    ) -> None:
+    def allocate(self, serial: int, blocks: np.ndarray, group: int, step: int) -> None:
         """Record that a request holds the given blocks."""
         shadow, held = self.device, self.device.blocks
         shadow.tracks_holders = True
@@ -49,7 +47,7 @@ class ObservedBlocks:
         held["holder"][blocks] = serial
         shadow.log(blocks, EventKind.ALLOCATED, step, serial, group)
 
-    def free(self, request_id: str, serial: int, blocks: np.ndarray, group: int, step: int) -> None:
+    def free(self, serial: int, blocks: np.ndarray, group: int, step: int) -> None:
         """Record that a request no longer holds the given blocks. The blocks keep their content."""
         shadow, held = self.device, self.device.blocks
         held["num_holders"][blocks] = np.maximum(held["num_holders"][blocks] - 1, 0)

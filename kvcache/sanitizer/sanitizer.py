@@ -282,7 +282,7 @@ class Sanitizer:
         if requests.row(request_id) < 0:
             requests.begin(request_id, requests.seed(None, None))
         serial = requests.serial(request_id)
-        self._blocks.allocate(request_id, serial, blocks, index, self.step)
+        self._blocks.allocate(serial, blocks, index, self.step)
 
     def observe_free(
         self, request_id: str, blocks: Sequence[int] | np.ndarray, *, group: int = 0
@@ -300,7 +300,7 @@ class Sanitizer:
         check_name(request_id, "request_id")
         blocks, index = self._blocks.checked(blocks), self._group(group).index
         serial = self._requests.serial(request_id)
-        self._blocks.free(request_id, serial, blocks, index, self.step)
+        self._blocks.free(serial, blocks, index, self.step)
 
     def observe_copy(
         self,

@@ -16,8 +16,7 @@ from kvcache.worker.tables.attention_metadata import (
 from kvcache.worker.tables.block_tables import BlockTables
 from kvcache.worker.tables.buffer import HostDeviceBuffer
 from kvcache.worker.tables.group_table import GroupTable
-from kvcache.worker.tables.table_groups import table_groups
-from kvcache.worker.tables.table_shape import TableShape
+from kvcache.worker.tables.table_shape import TableShape, table_groups
 from kvcache.worker.worker import PendingStep, Worker
 
 __all__ = [

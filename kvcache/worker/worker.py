@@ -267,8 +267,8 @@ class Worker:
             self.engine.order_after_swap_ins()
             # Swap out first, because swap-outs must read pages before any page is written.
             self._swap_out(written, moves, step)
-        self._copy(moves)
-        self._zero(moves)
+        self._move("copy", moves.copy, self._within.copy)
+        self._move("zero", moves.zero, self._within.zero)
         self._swap_in(moves, step)
         self.tables.commit_updates()
         self._last = step if step.may_wait() else None
@@ -348,15 +348,11 @@ class Worker:
         if not self.engine.is_idle:
             self.engine.before_write(written)
 
-    def _copy(self, moves: PageMoves) -> None:
-        if len(moves.copy):
-            self._note("copy", moves.copy)
-            self._launch(lambda: self._within.copy(moves.copy))
-
-    def _zero(self, moves: PageMoves) -> None:
-        if len(moves.zero):
-            self._note("zero", moves.zero)
-            self._launch(lambda: self._within.zero(moves.zero))
+    def _move(self, section: str, pages: np.ndarray, work: Callable[[np.ndarray], None]) -> None:
+        """Run a section that moves pages within the device, on the current stream."""
+        if len(pages):
+            self._note(section, pages)
+            self._streams.launch(self._streams.current(), lambda: work(pages))
 
     def _swap_in(self, moves: PageMoves, step: PendingStep) -> None:
         if len(moves.swap_in) == 0:
@@ -368,10 +364,6 @@ class Worker:
     def _note(self, section: str, pages: np.ndarray) -> None:
         if self.on_move is not None:
             self.on_move(section, pages)
-
-    def _launch(self, work: Callable[[], None]) -> None:
-        """Run `work` on the current stream."""
-        self._streams.launch(self._streams.current(), work)
 
 
 def _written_pages(plan: StepPlan, moves: PageMoves) -> np.ndarray:

@@ -15,8 +15,7 @@ from kvcache.native.load import core
 from kvcache.specs import MAX_GROUPS
 from kvcache.step import StepPlan
 from kvcache.worker.tables.buffer import BufferView, HostDeviceBuffer
-from kvcache.worker.tables.table_groups import table_groups
-from kvcache.worker.tables.table_shape import TableShape
+from kvcache.worker.tables.table_shape import TableShape, table_groups
 
 Ids = Sequence[int] | np.ndarray
 ALL_GROUPS = -1
