@@ -266,14 +266,6 @@ def check_name(value: str, name: str) -> None:
         raise ValueError(f"{name} is {shown(value)}: expected a non-empty name")
 
 
-def check_key(value: str, name: str) -> None:
-    """Raise TypeError or ValueError, without the value, unless it is a key that a header can carry."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is a {type(value).__name__}: expected a string")
-    if not value or value != value.strip() or not (value.isascii() and value.isprintable()):
-        raise ValueError(f"{name}: expected printable ASCII characters, without spaces at the ends")
-
-
 def integer_array(values: object, name: str) -> np.ndarray:
     """Return an array of any integer dtype and shape. Raises TypeError or ValueError."""
     array = as_array(values, name)

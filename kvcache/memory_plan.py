@@ -89,18 +89,14 @@ class CachePlan:
             num_tokens: Number of tokens in the request.
         """
         num_tokens = integer(num_tokens, "num_tokens", 1)
-        step, cp = self.max_num_batched_tokens, self.context_parallel
-        encoder_tokens = self.max_encoder_tokens
-        specs = {(group.kind, group.options) for group in self.groups}
-        kinds = {
-            spec: make_kind(*spec) for spec in specs
-        }  # groups with equal specs share one kind object, because a kind may cache its results
-        return sum(
-            _max_pages(
-                group, kinds[group.kind, group.options], num_tokens, encoder_tokens, step, cp
-            )
-            for group in self.groups
-        )
+        # Groups with equal specs share one kind object, because a kind may cache its results.
+        specs = [(group.kind, group.options) for group in self.groups]
+        made = {spec: make_kind(*spec) for spec in specs}
+        kinds, depths = [made[spec] for spec in specs], [1] * len(specs)
+        step, encoder_tokens = self.max_num_batched_tokens, self.max_encoder_tokens
+        share, cp = self.layer_page_bytes, self.context_parallel
+        demand = _Demand(self.groups, depths, kinds, share, step, encoder_tokens, cp)
+        return demand.request_pages(1, num_tokens)
 
     @property
     def transferred_groups(self) -> tuple[int, ...]:
@@ -292,14 +288,20 @@ class _Demand:
             )
         return [n for n in range(1, largest + 1) if self.num_groups(n) <= MAX_GROUPS]
 
+    def request_pages(self, size: int, num_tokens: int) -> int:
+        step, pages = self.max_num_batched_tokens or num_tokens, 0
+        for bucket, depth, kind in zip(self.buckets, self.depths, self.kinds):
+            tokens_per_page = bucket.tokens_per_block(self.context_parallel)
+            most = checked_max_pages(kind, self._most(kind, num_tokens), step, tokens_per_page)
+            pages += _ceil_div(depth, size) * most
+        return pages
+
+    def _most(self, kind: KindProperties, num_tokens: int) -> int:
+        """Return how many tokens of a request the kind's groups may hold."""
+        return self.max_encoder_tokens or num_tokens if kind.pages.of_encoder else num_tokens
+
     def request_bytes(self, size: int, num_tokens: int) -> int:
-        step, cp = self.max_num_batched_tokens or num_tokens, self.context_parallel
-        encoder_tokens = self.max_encoder_tokens or num_tokens
-        pages = sum(
-            _ceil_div(depth, size) * _max_pages(bucket, kind, num_tokens, encoder_tokens, step, cp)
-            for bucket, depth, kind in zip(self.buckets, self.depths, self.kinds)
-        )
-        return pages * size * self.layer_page
+        return self.request_pages(size, num_tokens) * size * self.layer_page
 
     def pool_bytes(self, size: int, num_tokens: int) -> int:
         """Return the size in bytes of a pool for one request and the null page."""
@@ -327,10 +329,8 @@ class _Demand:
         """Raise KindError if a kind's page formula is below what `first_needed_token` requires."""
         step = self.max_num_batched_tokens or num_tokens
         for bucket, kind in zip(self.buckets, self.kinds):
-            is_encoder = kind.pages.of_encoder
-            most = self.max_encoder_tokens or num_tokens if is_encoder else num_tokens
             tokens_per_page = bucket.tokens_per_block(self.context_parallel)
-            check_planned_pages(kind, most, step, tokens_per_page)
+            check_planned_pages(kind, self._most(kind, num_tokens), step, tokens_per_page)
 
     def shortfall(self, budget: int, max_model_len: int) -> str:
         needed = self.least_bytes(max_model_len)
@@ -342,19 +342,6 @@ class _Demand:
             f"{encoder}needs {_with_unit(needed)}, {_with_unit(needed - budget)} more; "
             f"the budget holds a max_model_len of at most {fits}"
         )
-
-
-def _max_pages(
-    group: GroupSpec,
-    kind: KindProperties,
-    num_tokens: int,
-    encoder_tokens: int,
-    step: int,
-    cp: ContextParallel,
-) -> int:
-    if kind.pages.of_encoder:
-        num_tokens = encoder_tokens
-    return checked_max_pages(kind, num_tokens, step, group.tokens_per_block(cp))
 
 
 def _checked_encoder_tokens(max_encoder_tokens: int | None, has_encoder: bool) -> int | None:

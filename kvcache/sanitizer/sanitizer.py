@@ -20,8 +20,7 @@ from kvcache.checks import (
 )
 from kvcache.native.load import core
 from kvcache.sanitizer.arguments import checked_int64, checked_mode, checked_table
-from kvcache.sanitizer.blocks import ObservedBlocks
-from kvcache.sanitizer.digests import ContentDigests
+from kvcache.sanitizer.blocks import ContentDigests, ObservedBlocks
 from kvcache.sanitizer.findings import Findings
 from kvcache.sanitizer.groups import CheckedGroup, SanitizedGroup
 from kvcache.sanitizer.report import Report

@@ -23,6 +23,7 @@ from kvcache.checks import (
     Text,
     as_array,
     dtype_name,
+    instance,
     integer,
     listed,
     plain_fields,
@@ -283,10 +284,7 @@ def plan_states(
         ((2, 3), 8)
     """
     for name, description in (("local", local), ("remote", remote)):
-        if not isinstance(description, StateDescription):
-            raise TypeError(
-                f"{name} is a {type(description).__name__}: expected a StateDescription"
-            )
+        instance(description, StateDescription, name)
     integer(local_rank, "local_rank", 0, local.world_size - 1)
     for name, mine, theirs in (
         ("num_layers", local.num_layers, remote.num_layers),

@@ -101,7 +101,7 @@ def test_buffers_keep_addresses_but_no_data_of_earlier_batches(device):
     second = builder.build([1], [1], [8], num_padded_reqs=3)
     assert addresses(second) == places
     assert second[0].block_table.tolist() == [[6] + [0] * 7, [0] * 8, [0] * 8]
-    everything = builder._indices.gpu.cpu()
+    everything = builder._buffers[4].gpu.cpu()
     assert everything.tolist()[:1] == [6] and not everything[1:12].any()
 
 
@@ -233,7 +233,7 @@ def test_invalid_builder_is_rejected():
     for groups in (0, "0", ["a"], [0.0]):
         with pytest.raises(TypeError, match=r"groups is .*: expected one or more of 0 to 1"):
             AttentionMetadataBuilder(tables, groups=groups)
-    with pytest.raises(TypeError, match="tables is a NoneType: expected BlockTables or"):
+    with pytest.raises(TypeError, match="tables is None: expected a BlockTables or GroupTable"):
         AttentionMetadataBuilder(None)
 
 

@@ -585,7 +585,7 @@ def test_kernel_views_have_the_shape_of_their_layer_kind():
 
 
 def test_unsupported_plans_are_rejected():
-    with pytest.raises(TypeError, match="plan is a list: expected a CachePlan"):
+    with pytest.raises(TypeError, match=r"plan is \[.*: expected a CachePlan"):
         KVStorage.for_plan([])
     odd = [LayerSpec("s", "recurrent", 1, state_bytes=5)]
     with pytest.raises(ValueError, match="state_bytes is 5, of layer 's': expected whole elements"):

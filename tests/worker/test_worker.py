@@ -455,7 +455,7 @@ def test_pages_of_the_wrong_shape_are_rejected():
     ):
         with pytest.raises(ValueError, match=message):
             KVStorage.over(Pages.allocate(4, [[num_bytes]]), 4, 1, 8)
-    with pytest.raises(TypeError, match="pages is a list: expected Pages"):
+    with pytest.raises(TypeError, match="expected a Pages"):
         KVStorage.over([torch.zeros(4, 128)], 4, 1, 8)
     with pytest.raises(
         ValueError, match="layer 0 in a page are 2 separate fragments: expected contiguous"

@@ -161,8 +161,7 @@ class KVStorage:
             >>> full.key_cache(0).shape, local.key_cache(0).shape
             (torch.Size([9, 16, 2, 8]), torch.Size([9, 32, 1, 8]))
         """
-        if not isinstance(pages, Pages):
-            raise TypeError(f"pages is a {type(pages).__name__}: expected Pages")
+        instance(pages, Pages, "pages")
         self = cls.__new__(cls)
         scale_bytes_per_token = integer(scale_bytes_per_token, "scale_bytes_per_token")
         num_null_blocks = integer(num_null_blocks, "num_null_blocks", 1)
@@ -240,8 +239,7 @@ class KVStorage:
             >>> [tuple(storage.key_cache(0).shape) for storage in KVStorage.for_plan(plan)]
             [(256, 64, 2, 8), (256, 1, 1, 1024)]
         """
-        if not isinstance(plan, CachePlan):
-            raise TypeError(f"plan is a {type(plan).__name__}: expected a CachePlan")
+        instance(plan, CachePlan, "plan")
         specs = {layer.name: layer for layer in plan.layers}
         for group in plan.groups:
             if missing := [name for name in group.layers if name not in specs]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 import torch
 
-from kvcache.checks import MAX_INT64, flag, integer, listed, shown
+from kvcache.checks import MAX_INT64, flag, instance, integer, listed, shown
 from kvcache.worker.tables.block_tables import BlockTables
 from kvcache.worker.tables.buffer import HostDeviceBuffer
 from kvcache.worker.tables.group_table import GroupTable
@@ -153,10 +153,7 @@ class AttentionMetadataBuilder:
         flash_attn: bool = True,
         flashinfer: bool = True,
     ) -> None:
-        if not isinstance(tables, BlockTables | GroupTable):
-            raise TypeError(
-                f"tables is a {type(tables).__name__}: expected BlockTables or a GroupTable"
-            )
+        instance(tables, BlockTables | GroupTable, "tables")
         flash_attn, flashinfer = flag(flash_attn, "flash_attn"), flag(flashinfer, "flashinfer")
         one = isinstance(tables, GroupTable)
         self._tables = tables.table_set
@@ -206,12 +203,14 @@ class AttentionMetadataBuilder:
             return HostDeviceBuffer(shape, torch.int32, self.device, pin_memory=False)
 
         n, num_groups = self.max_num_reqs, len(self.groups)
-        self._query_start = buffer(n + 1)
-        self._seqused = buffer(num_groups, n)
-        self._block_tables = buffer(n * num_columns) if flash_attn else None
-        self._indptr = buffer(num_groups, n + 1) if flashinfer else None
-        self._indices = buffer(n * num_columns) if flashinfer else None
-        self._last_page_len = buffer(num_groups, n) if flashinfer else None
+        self._buffers = (  # in the order of the op's outputs
+            buffer(n + 1),  # query_start_loc
+            buffer(num_groups, n),  # seqused_k
+            buffer(n * num_columns) if flash_attn else None,  # block_table
+            buffer(num_groups, n + 1) if flashinfer else None,  # paged_kv_indptr
+            buffer(n * num_columns) if flashinfer else None,  # paged_kv_indices
+            buffer(num_groups, n) if flashinfer else None,  # paged_kv_last_page_len
+        )
         # Two buffers alternate, so writing the next step's lengths need not wait for the last
         # launch.
         self._requests = [
@@ -391,7 +390,7 @@ class AttentionMetadataBuilder:
             self._launch(staged.gpu[: 3 * n].view(3, n).unbind(), max_num_tokens, views)
             staged.note_use()
         elif self.device.type != "cpu":
-            for buffer in self._buffers():
+            for buffer in self._buffers:
                 if buffer is not None:
                     buffer.upload(0, len(buffer.cpu))
 
@@ -400,23 +399,12 @@ class AttentionMetadataBuilder:
             self._fields, requests, max_num_tokens, views.device, on_host=False
         )
 
-    def _buffers(self) -> tuple[HostDeviceBuffer | None, ...]:
-        """Return the buffers, in the order of the op's outputs."""
-        return (
-            self._query_start,
-            self._seqused,
-            self._block_tables,
-            self._indptr,
-            self._indices,
-            self._last_page_len,
-        )
-
     def _views_of(self, num_reqs: int) -> _Views:
         if num_reqs not in self._views:
             if len(self._views) == MAX_CACHED_VIEWS:
                 del self._views[next(iter(self._views))]
             columns = [shape.num_columns for shape in self._shapes]
-            self._views[num_reqs] = _Views(self._buffers(), num_reqs, self.max_num_reqs, columns)
+            self._views[num_reqs] = _Views(self._buffers, num_reqs, self.max_num_reqs, columns)
         return self._views[num_reqs]
 
 

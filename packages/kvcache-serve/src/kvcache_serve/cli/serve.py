@@ -172,7 +172,7 @@ def run_serve(args: argparse.Namespace) -> int:
     if args.api_key is None:
         source, args.api_key = f"${_KEY_VARIABLE}", os.environ.get(_KEY_VARIABLE)
     if args.api_key is not None:
-        from kvcache.checks import check_key
+        from kvcache_serve.api_key import check_key
 
         try:
             check_key(args.api_key, source)

@@ -15,9 +15,10 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from kvcache import __version__
-from kvcache.checks import check_key, check_name, flag, instance
+from kvcache.checks import check_name, flag, instance
 from kvcache_exchange.disaggregation import Connector
 from kvcache_exchange.disaggregation.offer_calls import offer_key
+from kvcache_serve.api_key import check_key
 from kvcache_serve.server.admission import Admission
 from kvcache_serve.server.authorization import key_check
 from kvcache_serve.server.completions import Completions
