@@ -14,7 +14,7 @@ from numbers import Real
 from operator import index
 from threading import TIMEOUT_MAX
 from types import UnionType
-from typing import NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ MAX_LAYERS = 4096  # maximum number of layers in a model, to bound per-layer wor
 _MOST_SHOWN = 200  # maximum length of a shown value, in characters
 _MOST_DIMENSIONS = 8  # maximum nesting depth of lists; no argument needs more than 3
 _NO_NESTING = (str, bytes, range, memoryview)  # sequence types whose entries are never sequences
+_Sizes = TypeVar("_Sizes", bound=NamedTuple)
 
 
 def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int:
@@ -187,6 +188,27 @@ def instances(
     for i, each in enumerate(found):
         instance(each, kind, f"{name}[{i}]")
     return found
+
+
+def named_sizes(
+    values: Sequence[Sequence[int]], kind: type[_Sizes], name: str, least: tuple[int, ...]
+) -> tuple[_Sizes, ...]:
+    """Return a sequence of named tuples of integers. `least`: the minimum of each field.
+
+    Raises TypeError or ValueError.
+    """
+    expected = f"({', '.join(kind._fields)})"
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} is {shown(values)}: expected a sequence of {expected}")
+    if not values:
+        raise ValueError(f"{name} is empty: expected one or more")
+    found = []
+    for i, each in enumerate(listed(values, name)):
+        if not isinstance(each, Sequence) or len(each) != len(kind._fields):
+            raise TypeError(f"{name}[{i}] is {shown(each)}: expected {expected}")
+        sizes = zip(kind._fields, each, least)
+        found.append(kind(*(integer(n, f"{what} of {name}[{i}]", low) for what, n, low in sizes)))
+    return tuple(found)
 
 
 # Annotations of dataclass fields. `plain_fields` checks the ranges.

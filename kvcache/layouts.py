@@ -17,7 +17,7 @@ from typing import Protocol
 
 from kvcache.checks import check_name, flag, integer, listed, one_of, shown
 from kvcache.extensions import load_extensions
-from kvcache.placement import NEEDED_ROLES, ROLES
+from kvcache.placement import NEEDED_ROLES, ROLES, checked_roles
 from kvcache.specs import LAYOUTS
 
 _log = logging.getLogger("kvcache")
@@ -83,7 +83,7 @@ class AttentionBackend:
     def __post_init__(self) -> None:
         check_name(self.name, "name")
         flag(self.unequal_head_sizes, "unequal_head_sizes")
-        dims = _roles(self.dims, "dims")
+        dims = checked_roles(self.dims, "dims")
         if len(set(dims)) != len(dims) or not NEEDED_ROLES <= set(dims) <= set(ROLES):
             raise ValueError(
                 f"dims is {dims}: expected some of {', '.join(ROLES)}, each at most once, "
@@ -91,15 +91,15 @@ class AttentionBackend:
             )
         if self.unequal_head_sizes and "kv" in dims:
             raise ValueError(f"dims is {dims}: expected no 'kv' with unequal_head_sizes")
-        nhd = dims if self.nhd is None else _roles(self.nhd, "nhd")
+        nhd = dims if self.nhd is None else checked_roles(self.nhd, "nhd")
         exchanged = {"token": "head", "head": "token"} if "head" in dims else {}
-        hnd = (
-            tuple(exchanged.get(d, d) for d in nhd) if self.hnd is None else _roles(self.hnd, "hnd")
-        )
+        hnd = tuple(exchanged.get(d, d) for d in nhd)
+        if self.hnd is not None:
+            hnd = checked_roles(self.hnd, "hnd")
         orders = {"dims": dims, "nhd": nhd, "hnd": hnd}
         for name in ("nhd_cross_layers", "hnd_cross_layers"):
             order = getattr(self, name)
-            orders[name] = None if order is None else _roles(order, name)
+            orders[name] = None if order is None else checked_roles(order, name)
         for name, order in orders.items():
             expected = ("layer", *dims) if name.endswith("cross_layers") else dims
             if order is not None and sorted(order) != sorted(expected):
@@ -277,14 +277,6 @@ class AttentionBackend:
                 f"but backend {self.name!r} has no order for it"
             )
         return order
-
-
-def _roles(order: Sequence[str], name: str) -> tuple[str, ...]:
-    """Return a sequence of dimension roles as a tuple. Raises TypeError or ValueError."""
-    roles = tuple(listed(order, name, f"a sequence of {', '.join(ROLES)}"))
-    if isinstance(order, str) or not all(isinstance(role, str) for role in roles):
-        raise TypeError(f"{name} is {shown(order)}: expected a sequence of {', '.join(ROLES)}")
-    return roles
 
 
 def blocks_first(dims: Sequence[str | None], is_mla: bool) -> bool:

@@ -125,6 +125,14 @@ def merged_runs(table: np.ndarray) -> np.ndarray:
     return merged
 
 
+def checked_roles(order: Sequence[str], name: str) -> tuple[str, ...]:
+    """Return a sequence of dimension roles as a tuple. Raises TypeError or ValueError."""
+    roles = tuple(listed(order, name, f"a sequence of {', '.join(ROLES)}"))
+    if isinstance(order, str) or not all(isinstance(role, str) for role in roles):
+        raise TypeError(f"{name} is {shown(order)}: expected a sequence of {', '.join(ROLES)}")
+    return roles
+
+
 def check_memory_order(order: Sequence[str], name: str = "memory_order") -> tuple[str, ...]:
     """Validate a memory order for pages that consist of blocks, and return it as a tuple.
 
@@ -135,10 +143,7 @@ def check_memory_order(order: Sequence[str], name: str = "memory_order") -> tupl
     Raises:
         ValueError: The order violates these rules.
     """
-    roles = listed(order, name, "a sequence of roles")
-    if isinstance(order, str) or not all(isinstance(role, str) for role in roles):
-        raise TypeError(f"{name} is {shown(order)}: expected a sequence of roles")
-    order = tuple(roles)
+    order = checked_roles(order, name)
     known = {"layer", *ROLES}
     if len(set(order)) != len(order) or not NEEDED_ROLES <= set(order) <= known:
         raise ValueError(

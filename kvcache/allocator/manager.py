@@ -25,7 +25,6 @@ from kvcache.checks import (
     integer,
     listed,
     refuse_pickle,
-    shown,
 )
 from kvcache.kinds import make_kind
 from kvcache.native.load import core
@@ -123,19 +122,13 @@ class KVCacheManager(metaclass=_Names):
             if sliding_window is None
             else GroupSpec("sliding_window", block_size, {"window": sliding_window})
         )
-        self._build(
-            [group],
-            num_gpu_blocks,
-            max_model_len,
-            context_parallel=None,
-            max_encoder_tokens=None,
-            options=CacheOptions.from_arguments(
-                "KVCacheManager",
-                enable_caching=enable_caching,
-                num_preallocate_tokens=num_preallocate_tokens,
-                **options,
-            ),
+        given = CacheOptions.from_arguments(
+            "KVCacheManager",
+            enable_caching=enable_caching,
+            num_preallocate_tokens=num_preallocate_tokens,
+            **options,
         )
+        self._build([group], num_gpu_blocks, max_model_len, None, None, given)
 
     @classmethod
     def for_groups(
@@ -181,19 +174,14 @@ class KVCacheManager(metaclass=_Names):
         [array([1, 2, 3], dtype=int32), array([4, 5, 6], dtype=int32)]
         """
         self = cls.__new__(cls)
-        self._build(
-            groups,
-            num_gpu_blocks,
-            max_model_len,
-            context_parallel=context_parallel,
-            max_encoder_tokens=max_encoder_tokens,
-            options=CacheOptions.from_arguments(
-                "KVCacheManager.for_groups",
-                enable_caching=enable_caching,
-                num_preallocate_tokens=num_preallocate_tokens,
-                **options,
-            ),
+        given = CacheOptions.from_arguments(
+            "KVCacheManager.for_groups",
+            enable_caching=enable_caching,
+            num_preallocate_tokens=num_preallocate_tokens,
+            **options,
         )
+        sizes = num_gpu_blocks, max_model_len
+        self._build(groups, *sizes, context_parallel, max_encoder_tokens, given)
         return self
 
     def _build(
@@ -201,7 +189,6 @@ class KVCacheManager(metaclass=_Names):
         groups: Sequence[GroupSpec],
         num_gpu_blocks: int,
         max_model_len: int,
-        *,
         context_parallel: ContextParallel | None,
         max_encoder_tokens: int | None,
         options: CacheOptions,
@@ -216,14 +203,11 @@ class KVCacheManager(metaclass=_Names):
         self._options = options
         self._block_sizes = tuple(group.tokens_per_block(cp) for group in self.groups)
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
-        native_options = options.native_of(
-            [
-                (kind, size, group.drafts, group.cached, group.transferred)
-                for kind, size, group in zip(self._kinds, self.block_sizes, self.groups)
-            ],
-            num_gpu_blocks,
-            self.max_model_len,
-        )
+        described = [
+            (kind, size, group.drafts, group.cached, group.transferred)
+            for kind, size, group in zip(self._kinds, self.block_sizes, self.groups)
+        ]
+        native_options = options.native_of(described, num_gpu_blocks, self.max_model_len)
         try:
             self._native = core.Manager(native_options)
         except MemoryError:
@@ -754,7 +738,8 @@ class KVCacheManager(metaclass=_Names):
         Raises:
             ValueError: No blocks are kept for this request.
         """
-        self._native.release_kept(_id_of(request))
+        instance(request, Request, "request")
+        self._native.release_kept(request.request_id)
 
     def report(self, report: StepReport) -> dict[str, int]:
         """Process a worker's report of a step.
@@ -774,19 +759,10 @@ class KVCacheManager(metaclass=_Names):
             ValueError: The step is unknown, a page is out of range, or a failure is reported for a
                 step that was already reported as completed. Nothing has changed.
         """
-        if not isinstance(report, StepReport):
-            raise TypeError(f"report is {shown(report)}: expected a StepReport")
-        if not isinstance(report.completed, bool | np.bool_):
-            raise TypeError(
-                f"report.completed is {shown(report.completed)}: expected True or False"
-            )
-        return self._native.report(
-            self._requests,
-            report.step_id,
-            bool(report.completed),
-            report.failed_pages,
-            report.failed_host_pages,
-        )
+        instance(report, StepReport, "report")
+        completed = flag(report.completed, "report.completed")
+        failed = report.failed_pages, report.failed_host_pages
+        return self._native.report(self._requests, report.step_id, completed, *failed)
 
     def abort(self, step_id: int) -> dict[str, int]:
         """Abort a step and all later steps, for example because a plan was not applied or failed.
@@ -829,11 +805,6 @@ class KVCacheManager(metaclass=_Names):
             recompute. All blocks before this position are valid or cached.
         """
         return self._native.invalidate(self._requests, ids)
-
-
-def _id_of(request: Request) -> str:
-    instance(request, Request, "request")
-    return request.request_id
 
 
 def check_invariants(manager: KVCacheManager) -> None:

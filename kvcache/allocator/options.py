@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_bytes_of
 from kvcache.allocator.hashing import hash_seed as first_parent
-from kvcache.checks import MAX_INT64, flag, integer, num_entries, number, shown, text
+from kvcache.checks import MAX_INT64, flag, integer, num_entries, number, one_of, shown, text
 from kvcache.native.load import core
 
 HOST_WRITES = ("back", "through")
@@ -273,17 +273,9 @@ class CacheOptions:
             native.explain_misses = self._integer("explain_misses")
         native.eviction = _eviction(self.eviction, self.eviction_options, "eviction")
         native.num_host_blocks = self._integer("num_host_blocks")
-        native.host_eviction = _eviction(
-            self.host_eviction,
-            self.host_eviction_options,
-            "host_eviction",
-            make=core.Eviction.for_host,
-        )
-        if not isinstance(self.host_write, str) or self.host_write not in HOST_WRITES:
-            raise ValueError(
-                f"host_write is {shown(self.host_write)}: expected one of {', '.join(HOST_WRITES)}"
-            )
-        native.writes_through = self.host_write == "through"
+        of_host, make = self.host_eviction_options, core.Eviction.for_host
+        native.host_eviction = _eviction(self.host_eviction, of_host, "host_eviction", make)
+        native.writes_through = one_of(self.host_write, "host_write", HOST_WRITES) == "through"
         if self.min_gain_to_write is not None:
             native.min_gain_to_write = number(self.min_gain_to_write, "min_gain_to_write")
         return native

@@ -15,7 +15,7 @@ from kvcache.allocator.misses import MissReport, report_of
 from kvcache.allocator.options import checked_seconds, checked_session
 from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
-from kvcache.checks import flag, instance, integer, num_entries, shown, text
+from kvcache.checks import flag, instance, integer, num_entries, one_of, shown, text
 from kvcache.events import CacheEvent
 from kvcache.native.load import core
 from kvcache.specs import ContextParallel, GroupSpec
@@ -159,8 +159,7 @@ class PrefixCache:
         Raises:
             ValueError: An ID is out of range, the medium is unknown, or there is no host tier.
         """
-        if not isinstance(medium, str) or medium not in ("gpu", "cpu"):
-            raise ValueError(f"medium is {shown(medium)}: expected gpu or cpu")
+        one_of(medium, "medium", ("gpu", "cpu"))
         return BlockHashes(*self._native.hashes_of_blocks(ids, medium == "cpu"))
 
     def _stacked(self, hashes: Sequence[bytes]) -> np.ndarray:

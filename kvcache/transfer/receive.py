@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import as_array, listed, num_entries, one_of, shown
+from kvcache.checks import as_array, instance, listed, num_entries, one_of, shown
 from kvcache.worker.pages.regions import check_apart, check_memory, regions_of
 
 Indices = Sequence[int] | np.ndarray | torch.Tensor
@@ -82,8 +82,7 @@ def checked_layers(caches: Caches, dims: str) -> list[torch.Tensor]:
     if not layers:
         raise ValueError("cache is an empty sequence: expected at least one layer")
     for i, layer in enumerate(layers):
-        if not isinstance(layer, torch.Tensor):
-            raise TypeError(f"layer {i} is a {type(layer).__name__}: expected a tensor")
+        instance(layer, torch.Tensor, f"layer {i}")
     first = layers[0]
     if first.dim() not in (3, 4):
         raise ValueError(

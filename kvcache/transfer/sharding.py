@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvcache.checks import check_count, integer, shown
+from kvcache.checks import check_count, integer, named_sizes
 
 MAX_RANKS = 4096  # maximum number of ranks per engine; plans iterate over the ranks of both engines
 
@@ -155,16 +155,7 @@ def check_stages(
     stages: Sequence[Sequence[int]], name: str = "stages"
 ) -> tuple[PipelineStage, ...]:
     """Return stages of 0 layers or more and 1 rank or more. Raises TypeError or ValueError."""
-    if isinstance(stages, str) or not isinstance(stages, Sequence) or len(stages) == 0:
-        raise TypeError(f"{name} is {shown(stages)}: expected a sequence of (num_layers, tp_size)")
-    found = []
-    for number, stage in enumerate(stages):
-        if not isinstance(stage, Sequence) or len(stage) != 2:
-            raise TypeError(f"{name}[{number}] is {shown(stage)}: expected (num_layers, tp_size)")
-        num_layers = integer(stage[0], f"num_layers of {name}[{number}]", 0)
-        tp_size = integer(stage[1], f"tp_size of {name}[{number}]", 1)
-        found.append(PipelineStage(num_layers, tp_size))
-    return tuple(found)
+    return named_sizes(stages, PipelineStage, name, (0, 1))
 
 
 def check_stages_of(

@@ -10,7 +10,7 @@ each section. A page holds one layer's state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from kvcache.checks import (
     instance,
     integer,
     listed,
+    named_sizes,
     plain_fields,
     shown,
 )
@@ -87,24 +88,9 @@ class StateTensor:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sections, Sequence) or isinstance(self.sections, str):
-            raise TypeError(
-                f"sections is {shown(self.sections)}: expected a sequence of (units, unit_size)"
-            )
-        sections = listed(self.sections, "sections")
-        if len(sections) == 0:
-            raise ValueError("sections is empty: expected one or more")
-        made = []
-        for number, section in enumerate(sections):
-            if not isinstance(section, Sequence) or len(section) != 2:
-                raise TypeError(
-                    f"sections[{number}] is {shown(section)}: expected (units, unit_size)"
-                )
-            sizes = zip(Section._fields, section)
-            made.append(
-                Section(*(integer(n, f"{what} of sections[{number}]", 1) for what, n in sizes))
-            )
-        object.__setattr__(self, "sections", tuple(made))
+        object.__setattr__(
+            self, "sections", named_sizes(self.sections, Section, "sections", (1, 1))
+        )
         object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
         plain_fields(self)
 

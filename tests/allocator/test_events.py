@@ -172,7 +172,7 @@ def test_hashes_are_found_per_group():
         (lambda m: m.cache.find([], group=1), ValueError, "group is 1: expected 0 to 0"),
         (lambda m: m.cache.hashes_of([30]), ValueError, "ids holds block 30: expected 1 to 29"),
         (lambda m: m.cache.hashes_of([0]), ValueError, "ids holds block 0: expected 1 to 29"),
-        (lambda m: m.cache.hashes_of([1], "disk"), ValueError, "medium is 'disk': expected gpu"),
+        (lambda m: m.cache.hashes_of([1], "disk"), ValueError, "medium is 'disk': expected 'gpu'"),
         (lambda m: m.cache.hashes_of([1], "cpu"), ValueError, "there is no host tier"),
     ],
 )

@@ -178,7 +178,7 @@ def test_error_for_an_unknown_option_lists_the_known_options(make):
             r"eviction_options\['tenant_share'\] is 'x': expected a number",
         ),
         ("hash_seed", 3, TypeError, "hash_seed is 3: expected a string"),
-        ("host_write", "up", ValueError, "host_write is 'up': expected one of back, through"),
+        ("host_write", "up", ValueError, "host_write is 'up': expected 'back' or 'through'"),
     ],
 )
 def test_invalid_value_is_reported_at_construction(name, value, error, message):

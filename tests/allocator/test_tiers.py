@@ -535,7 +535,7 @@ def test_swaps_are_rejected_without_a_host_tier():
         (
             {"host_write": "sometimes"},
             ValueError,
-            "host_write is 'sometimes': expected one of back",
+            "host_write is 'sometimes': expected 'back' or 'through'",
         ),
         ({"host_write": ["x"]}, ValueError, "host_write is "),
         ({"eviction": None}, TypeError, "eviction is None: expected the name of a policy"),

@@ -473,9 +473,11 @@ def test_invalid_stages_are_reported(call, message):
 
 
 def test_stages_must_be_pairs():
-    for stages in ("ab", 3, [], [3]):
+    for stages in ("ab", 3, [3]):
         with pytest.raises(TypeError, match=r"stages.* is .*: expected .*\(num_layers, tp_size\)"):
             RemoteEngine(stages=stages)
+    with pytest.raises(ValueError, match="stages is empty"):
+        RemoteEngine(stages=[])
 
 
 class Blockless:

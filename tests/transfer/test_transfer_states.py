@@ -258,7 +258,7 @@ def test_description_round_trips_by_json_and_pickle():
             ValueError,
             r"local num_layers is 2 \(engine 'e'\), but remote num_layers is 4",
         ),
-        (lambda: plan_states(mamba(), {}, 0), TypeError, "remote is a dict: expected a StateDesc"),
+        (lambda: plan_states(mamba(), {}, 0), TypeError, "remote is \\{.*: expected a StateDesc"),
         (
             lambda: plan_states(mamba(), mamba(), 0).apply(np.array([1, 1]), np.array([1, 2])),
             ValueError,

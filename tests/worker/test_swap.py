@@ -716,9 +716,7 @@ def test_invalid_pages_move_nothing(call, given, message):
 
 
 def test_invalid_options_are_reported():
-    with pytest.raises(
-        ValueError, match="method is 'dma': expected None or one of kernel, copy_eng"
-    ):
+    with pytest.raises(ValueError, match="expected one of kernel, copy_eng"):
         engine(method="dma")
     with pytest.raises(TypeError, match="calibration is 'fast': expected a Calibration or None"):
         engine(calibration="fast")

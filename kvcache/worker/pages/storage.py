@@ -463,8 +463,7 @@ class KVStorage:
                 f"the storage has dtype {self.dtype}: expected float8_e4m3fn or float8_e5m2 for scales"
             )
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if not isinstance(scale, torch.Tensor):
-                raise TypeError(f"{name} is {shown(scale)}: expected a tensor")
+            instance(scale, torch.Tensor, name)
             wanted = ([self.num_layers, 1], [self.num_layers, self.num_kv_heads])
             if list(scale.shape) not in wanted or scale.dtype != torch.float32:
                 raise ValueError(

@@ -103,12 +103,9 @@ class SwapEngine:
         instance(host, Pages, "host")
         if host.device.type != "cpu":
             raise ValueError(f"the host's pages are on {host.device}: expected cpu")
-        if method is not None and (not isinstance(method, str) or method not in METHODS):
-            raise ValueError(
-                f"method is {shown(method)}: expected None or one of {', '.join(METHODS)}"
-            )
-        if not isinstance(calibration, Calibration | None):
-            raise TypeError(f"calibration is {shown(calibration)}: expected a Calibration or None")
+        if method is not None:
+            one_of(method, "method", METHODS)
+        instance(calibration, Calibration | None, "calibration")
         if streams is not None and not hasattr(streams, "new_stream"):
             raise TypeError(
                 f"streams is {shown(streams)}: expected CudaStreams, CpuStreams or None"
