@@ -171,16 +171,16 @@ def run_serve(args: argparse.Namespace) -> int:
     source = "--api-key"
     if args.api_key is None:
         source, args.api_key = f"${_KEY_VARIABLE}", os.environ.get(_KEY_VARIABLE)
+    remedy = "pip install 'torch-kvcache[serve]'"
+    for name in ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client"):
+        require_module(name, "a server", remedy)
     if args.api_key is not None:
-        from kvcache_serve.api_key import check_key
+        from kvcache_serve.server.authorization import check_key
 
         try:
             check_key(args.api_key, source)
         except ValueError as error:
             raise UsageError(str(error)) from None
-    remedy = "pip install 'torch-kvcache[serve]'"
-    for name in ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client"):
-        require_module(name, "a server", remedy)
     if args.device != "cpu":
         check_cuda(args.device)
     check_source_options(args)

@@ -18,9 +18,8 @@ from kvcache import __version__
 from kvcache.checks import check_name, flag, instance
 from kvcache_exchange.disaggregation import Connector
 from kvcache_exchange.disaggregation.offer_calls import offer_key
-from kvcache_serve.api_key import check_key
 from kvcache_serve.server.admission import Admission
-from kvcache_serve.server.authorization import key_check
+from kvcache_serve.server.authorization import check_key, key_check
 from kvcache_serve.server.completions import Completions
 from kvcache_serve.server.engine_loop import EngineLoop
 from kvcache_serve.server.errors import add_error_handlers

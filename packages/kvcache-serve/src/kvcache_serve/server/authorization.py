@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the API key of a request."""
+"""Checks the API key of a server and of its requests."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from kvcache_serve.server.errors import AskError
 
 _Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+
+
+def check_key(value: str, name: str) -> None:
+    """Raise TypeError or ValueError, without the value, unless it is a key that a header can carry."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is a {type(value).__name__}: expected a string")
+    if not value or value != value.strip() or not (value.isascii() and value.isprintable()):
+        raise ValueError(f"{name}: expected printable ASCII characters, without spaces at the ends")
 
 
 def key_check(
