@@ -205,6 +205,13 @@ def place_elements(
     Raises:
         ValueError: The order is invalid, it lacks "head" although there are several heads, or there are
             scales although a layer's K and V in a page are in separate regions.
+
+    Example:
+        >>> sizes = dict(num_layers=2, block_size=4, num_kv_heads=2, head_size=8, v_head_size=8)
+        >>> from kvcache.layouts import backend
+        >>> placed = place_elements(backend("FLASHINFER").memory_order("HND"), **sizes, element_bytes=2)
+        >>> placed.kv_offsets.tolist(), placed.token_strides.tolist(), placed.head_strides.tolist()
+        ([[0, 128], [0, 128]], [16, 16], [64, 64])
     """
     order = check_memory_order(order)
     if "head" not in order and num_kv_heads != 1:

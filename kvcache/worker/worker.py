@@ -267,8 +267,8 @@ class Worker:
             self.engine.order_after_swap_ins()
             # Swap out first, because swap-outs must read pages before any page is written.
             self._swap_out(written, moves, step)
-        self._move("copy", moves.copy, self._within.copy)
-        self._move("zero", moves.zero, self._within.zero)
+        self._copy(moves)
+        self._zero(moves)
         self._swap_in(moves, step)
         self.tables.commit_updates()
         self._last = step if step.may_wait() else None
@@ -347,6 +347,12 @@ class Worker:
             step._out = self.engine.swap_out(moves.swap_out)
         if not self.engine.is_idle:
             self.engine.before_write(written)
+
+    def _copy(self, moves: PageMoves) -> None:
+        self._move("copy", moves.copy, self._within.copy)
+
+    def _zero(self, moves: PageMoves) -> None:
+        self._move("zero", moves.zero, self._within.zero)
 
     def _move(self, section: str, pages: np.ndarray, work: Callable[[np.ndarray], None]) -> None:
         """Run a section that moves pages within the device, on the current stream."""
