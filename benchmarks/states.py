@@ -13,7 +13,6 @@ from pathlib import Path
 
 from benchmarks.eviction import BLOCK_SIZE, markdown, print_tables, read
 from kvcache import GroupSpec
-from kvcache_exchange.cli.policy_text import parse_eviction
 from kvcache_lab import Replayer, ReplayReport, WorkloadRequest
 
 # All pages have the same size: a state takes as many bytes as a block of 512 tokens.
@@ -31,7 +30,6 @@ CAPACITIES = {"others": (5_000, 10_000, 30_000), "agents": (2_000, 4_000)}
 EVICTIONS = ("lru", "learned")
 STATE_GROUPS = {"others": ("states", "3 of states"), "agents": ("states",)}
 INTERVALS = {"others": (None, 16_384, 0), "agents": (None, 0)}
-SHARES = (0.005, 0.01, 0.02, 0.05)  # of the pool
 CHUNKS = (2_048, 8_192)  # tokens of a prefill chunk
 
 
@@ -48,14 +46,12 @@ def replayed(
     chunk_tokens: int = CHUNKS[1],
 ) -> ReplayReport:
     """Replay requests one at a time. The capacity excludes the null block."""
-    name, options = parse_eviction(eviction)
     replayer = Replayer(
         groups=GROUPS[groups],
         num_blocks=capacity + 1,
         chunk_tokens=chunk_tokens,
         retention_interval=interval,
-        eviction=name,
-        eviction_options=options,
+        eviction=eviction,
     )
     return replayer.run(requests)
 
@@ -101,21 +97,6 @@ def windows_table(trace: str) -> Callable[[dict[str, Path]], str]:
     return lambda traces: retention_table(
         read(traces[trace]), list(GROUPS)[2:], (None, 0), CAPACITIES[trace]
     )
-
-
-def budget_table(traces: dict[str, Path]) -> str:
-    """Return token hit rates with `state_share`, and the states that are cached in the end."""
-    rows = []
-    for name, shown in (("others", "conversations"), ("agents", "agents")):
-        requests, capacity = read(traces[name]), CAPACITIES[name][0]
-        for share in (0, *SHARES, 1):
-            eviction = f"learned:state_share={share}"
-            report = replayed(requests, "states", capacity, eviction, interval=None)
-            states = report.groups[1]["stored_blocks"] - report.groups[1]["evicted_blocks"]
-            limit = "no limit" if share == 1 else f"{share:.1%}"
-            rows.append([shown, limit, f"{report.token_hit_rate:.4f}", f"{states:,}"])
-    heads = ["trace", "`state_share`", "token hit rate", "states cached in the end"]
-    return markdown([heads, ["---"] * len(heads), *rows])
 
 
 def chunks_table(traces: dict[str, Path]) -> str:
@@ -169,7 +150,6 @@ def answer_tokens(requests: Sequence[WorkloadRequest]) -> int:
 TABLES = {
     "state_conversations": states_table("others"),
     "state_agents": states_table("agents"),
-    "state_budget": budget_table,
     "state_chunks": chunks_table,
     "state_answers": answers_table,
     "window_conversations": windows_table("others"),

@@ -457,7 +457,7 @@ void notify_release(BlockPool& self, const py::object& ids, const py::object& pr
                     const py::object& tokens_per_block, const py::object& num_prefix_tokens,
                     const py::object& num_new_blocks, const py::object& num_output_tokens,
                     const py::object& logical_time, const py::object& wall_ms,
-                    const py::object& retention, const py::object& tenant) {
+                    const py::object& retention) {
   const Int32Input array(ids, "ids");
   check_ids(self, array);
   const Int32Input prefixes(prefix_tokens, "prefix_tokens");
@@ -471,7 +471,6 @@ void notify_release(BlockPool& self, const py::object& ids, const py::object& pr
   features.logical_time = int_argument(logical_time, "logical_time");
   features.wall_ms = int_argument(wall_ms, "wall_ms");
   features.tokens_per_block = int_argument(tokens_per_block, "tokens_per_block");
-  features.tenant = static_cast<uint32_t>(int_argument(tenant, "tenant", 0, UINT32_MAX));
   features.retention = wanted.data();
   features.num_retention = static_cast<int64_t>(wanted.size());
   self.notify(Released{{array.data(), array.size()}, /*access=*/{}, wide.data(), &features});
@@ -493,12 +492,9 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
            py::kw_only(), py::arg("tokens_per_block") = 1, py::arg("num_prefix_tokens") = 0,
            py::arg("num_new_blocks") = 0, py::arg("num_output_tokens") = 0,
            py::arg("logical_time") = 0, py::arg("wall_ms") = 0, py::arg("retention") = py::list(),
-           py::arg("tenant") = 0,
            "Describe these blocks to the policy before they are released. prefix_tokens[i] is the\n"
            "number of tokens up to the end of block i. retention is a list of ranges, each (first\n"
-           "token, stop, priority 0 to 100, ttl_s or None). tenant is a number up to 2**32 - 1 "
-           "that\n"
-           "identifies the tenant; 0 for none.")
+           "token, stop, priority 0 to 100, ttl_s or None).")
       .def(
           "access",
           [](BlockPool& self, const py::object& ids, const py::object& now) {

@@ -250,7 +250,7 @@ py::tuple stats_of(Manager& self) {
       as_tuple(stats.total()), as_tuple(stats.window()), groups,
       as_tuple(self.reads().tiers(), self.host()),
       missed != nullptr ? py::cast(as_list(*missed)) : py::none(),
-      learned == nullptr ? py::object(py::none()) : py::bool_(learned->falls_back()));
+      learned == nullptr ? py::object(py::none()) : py::bool_(learned->duel().follows_lru()));
 }
 
 // Returns a tuple of arrays: kinds uint8[n]; mediums uint8[n]; groups int32[n]; hashes and parents,
@@ -653,7 +653,7 @@ void bind_manager(py::module_& m) {
            })
       .def("free_requests",
            [](Manager& self, RequestRows& requests, const py::tuple& named,
-              const py::object& num_output_tokens,
+              const py::object& num_output_tokens, const std::optional<bool>& ends_turn,
               const std::vector<std::tuple<int64_t, int64_t, int32_t, int64_t>>& retention,
               bool keep_blocks) {
              ReleaseFeatures features;
@@ -661,6 +661,7 @@ void bind_manager(py::module_& m) {
                features.num_output_tokens = checked_size(
                    "num_output_tokens", int_argument(num_output_tokens, "num_output_tokens"), 0);
              }
+             features.ends_turn = ends_turn;
              std::vector<Retention> ranges;
              for (const auto& [first, stop, priority, ttl_ms] : retention) {
                ranges.push_back({first, stop, priority, ttl_ms});

@@ -29,8 +29,8 @@ constexpr int kShort = 0, kLong = 1;  // two classes of first turns
 void train(Hazards* hazards, int64_t age) {
   int64_t now = 0;
   for (uint32_t key = 1; key < 4'000; key += 2) {
-    hazards->add(key, kShort, 0, true, 4, now);
-    hazards->add(key + 1, kLong, 0, true, 4, now);
+    hazards->add(key, kShort, true, 4, now);
+    hazards->add(key + 1, kLong, true, 4, now);
     CHECK(hazards->use(key, now + age));
     now += 100;
   }
@@ -54,8 +54,8 @@ TEST(a_class_that_is_reused_is_worth_more_until_its_reuse_age) {
   CHECK(hazards.value(kShort, 15'000) > hazards.value(kShort, 1'000));
   CHECK(hazards.value(kShort, 100'000) < hazards.value(kShort, 1'000) / 5);
   // A class without samples resembles the classes with the same features.
-  const int like_short = ReuseClass::own(0, 0, 3'000, 0),
-            like_long = ReuseClass::own(0, 0, 3'000, 100);
+  const int like_short = ReuseClass::own(-1, 3'000, 0, std::nullopt),
+            like_long = ReuseClass::own(-1, 3'000, 100, std::nullopt);
   CHECK(hazards.value(like_short, 1'000) > 2 * hazards.value(like_long, 1'000));
 }
 
@@ -69,15 +69,23 @@ TEST(the_gain_of_a_block_is_its_expected_hits_minus_the_price_of_its_space) {
 
 TEST(records_are_found_until_the_ring_overwrites_them) {
   Hazards hazards;
-  hazards.add(7, kLong, 2, true, 4, 6'400);
-  hazards.add(7, kShort, 3, false, 4, 64'000);
-  CHECK_EQ(int{hazards.find(7)->turn}, 3);
+  hazards.add(7, kLong, true, 4, 6'400);
+  hazards.add(7, kShort, false, 4, 64'000);
+  CHECK_EQ(static_cast<int>(hazards.find(7)->reuse_class), kShort);
   CHECK_EQ(Hazards::age_of(*hazards.find(7), 128'000), 64'000);
   for (uint32_t key = 100; key < 100 + learned::kRecords; ++key) {
-    hazards.add(key, kLong, 0, true, 4, 0);
+    hazards.add(key, kLong, true, 4, 0);
   }
   CHECK(hazards.find(7) == nullptr);
   CHECK(hazards.find(100) != nullptr && hazards.find(99 + learned::kRecords) != nullptr);
+}
+
+Segments::Segment segment_of(uint32_t number, int reuse_class, int64_t time) {
+  Segments::Segment segment;
+  segment.number = number;
+  segment.reuse_class = static_cast<uint8_t>(reuse_class);
+  segment.time = time;
+  return segment;
 }
 
 // Segments as plain lists.
@@ -113,13 +121,12 @@ TEST(any_order_of_calls_agrees_with_plain_lists) {
           any = true;
         }
         if (!any) {
-          const auto each = segments[s].first == kNullBlock ? id : id;
-          if (segments.is_candidate(each)) {
-            segments.remove(each);
-            plain.candidates[plain.of[each]].remove(each);
+          if (segments.is_candidate(id)) {
+            segments.remove(id);
+            plain.candidates[plain.of[id]].remove(id);
           }
-          segments.assign(each, s);
-          plain.of[each] = num_opened;
+          segments.assign(id, s);
+          plain.of[id] = num_opened;
         }
         break;
       }
@@ -138,8 +145,7 @@ TEST(any_order_of_calls_agrees_with_plain_lists) {
         segments.assign(id, Segments::kNone);
         plain.of.erase(id);
     }
-    const uint32_t s = segments.choose(nullptr, 0);
-    CHECK_EQ(s == Segments::kNone ? kNullBlock : segments[s].first, plain.oldest());
+    CHECK_EQ(segments.victim(nullptr, 0), plain.oldest());
   }
 }
 
@@ -186,7 +192,7 @@ TEST(a_simulated_pool_without_hazards_is_an_lru_cache) {
     keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
     for (const uint32_t key : keys) CHECK_EQ(pool.hold(key), plain.hold(key));
     for (const uint32_t key : keys) {
-      pool.idle(key, number, static_cast<int>(random() % 70), number);
+      pool.idle(key, segment_of(number, static_cast<int>(random() % 70), number));
       plain.idle(key);
     }
   }
@@ -210,11 +216,8 @@ TEST(a_policy_that_loses_all_hits_loses_at_most_the_bound) {
     num_lru += by_lru;
     num_own += is_hit;
     duel.use(key, is_hit);
-    Segments::Segment segment{};
-    segment.number = ++number;
-    segment.reuse_class = static_cast<uint8_t>(reuse_class);
-    segment.time = now += 10;
-    duel.idle(key, segment);
+    now += 10;
+    duel.idle(key, segment_of(++number, reuse_class, now));
     lru.idle(key);
     if (followed) own->idle(key);
     if (followed && !duel.follows_lru()) {
@@ -266,7 +269,7 @@ TEST(a_simulated_pool_evicts_when_its_capacity_shrinks) {
   SimulatedPool pool(20, nullptr);
   for (uint32_t key = 1; key <= 20; ++key) {
     pool.hold(key);
-    pool.idle(key, key, kShort, key);
+    pool.idle(key, segment_of(key, kShort, key));
   }
   pool.set_capacity(10);
   CHECK(!pool.hold(21));

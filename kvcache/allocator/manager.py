@@ -688,6 +688,7 @@ class KVCacheManager(metaclass=_Names):
         self,
         *requests: Request,
         num_output_tokens: int | None = None,
+        ends_turn: bool | None = None,
         retention: Sequence[tuple[int, int, int, float | None]] = (),
         keep_blocks: bool = False,
     ) -> None:
@@ -703,6 +704,8 @@ class KVCacheManager(metaclass=_Names):
             *requests: The requests. The options apply to all of them.
             num_output_tokens: Number of tokens in the answer, for eviction policies. None: the
                 number of tokens appended to the prompt.
+            ends_turn: Whether the conversation pauses or ends here, for eviction policies. False:
+                another request continues it soon, for example after a tool call. None: unknown.
             retention: Eviction priorities of token ranges, as tuples (first token, end, priority
                 from 0 to 100, duration in seconds or None for no limit).
             keep_blocks: Whether to keep the blocks for a connector until `release_blocks` is called.
@@ -715,12 +718,13 @@ class KVCacheManager(metaclass=_Names):
                 freed with `keep_blocks`, or blocks are already kept under a request's ID.
         """
         keep_blocks = flag(keep_blocks, "keep_blocks")
-        is_plain = type(retention) is tuple and not retention and num_output_tokens is None
-        if not is_plain or keep_blocks:
+        is_plain = type(retention) is tuple and not retention
+        if not is_plain or keep_blocks or num_output_tokens is not None or ends_turn is not None:
             self._native.free_requests(
                 self._requests,
                 requests,
                 num_output_tokens,
+                None if ends_turn is None else flag(ends_turn, "ends_turn"),
                 checked_retention(retention),
                 keep_blocks,
             )

@@ -143,7 +143,6 @@ class Driver:
             [0, max(prefixes), self.random.randint(0, max(prefixes))]
         )
         num_output_tokens = self.random.choice([0, 99, 100, 300, 1000])
-        tenant = self.random.choice([0, 1, 2, 64, 3, 3])
         self.pool.notify_release(
             ids,
             prefixes,
@@ -154,7 +153,6 @@ class Driver:
             num_output_tokens=num_output_tokens,
             wall_ms=0,
             retention=retention,
-            tenant=tenant,
         )
         for i, prefix in zip(ids, prefixes, strict=True):
             self.model.policy.on_release(i, prefix, size, self.logical_time, retention)
@@ -165,7 +163,6 @@ class Driver:
                 size,
                 num_prefix_tokens,
                 num_output_tokens,
-                tenant,
             )
 
     def access(self):
@@ -509,15 +506,15 @@ def test_default_policy_is_lru_and_gets_no_notifications():
         ),
         (
             "learned",
-            {"tenant_share": 1.5},
+            {"share": 1},
             ValueError,
-            "eviction 'learned': option 'tenant_share' is 1.5: expected 0 to 1",
+            "eviction 'learned': option 'share' is 1: expected no options",
         ),
         (
-            "learned",
-            {"state_share": float("nan")},
+            "priority",
+            {"default_priority": float("nan")},
             ValueError,
-            "eviction 'learned': option 'state_share' is nan: expected 0 to 1",
+            "option 'default_priority' is nan: expected an integer from 0 to 100",
         ),
         (
             "priority",

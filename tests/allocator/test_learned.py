@@ -52,60 +52,6 @@ def test_blocks_of_high_priority_are_evicted_last():
     check_invariants(manager)
 
 
-def flooded(share):
-    """Return how many tokens of one tenant stay cached after another tenant has sent 200 prompts."""
-    manager = KVCacheManager(
-        16, 101, 64, num_preallocate_tokens=0, eviction="learned",
-        eviction_options={"tenant_share": share},
-    )  # fmt: skip
-
-    def serve(name, first, salt, num_tokens=48):
-        request = Request(name, range(first, first + num_tokens), cache_salt=salt)
-        plan = manager.step(new=[request])
-        manager.free(request)
-        return int(plan.num_computed_tokens[0])
-
-    # The policy has learned that prompts from "flood" recur, and has seen no reuse of prompts from
-    # "mine".
-    for _ in range(20):
-        for number in range(3):
-            serve("warm", 100 * number, "flood")
-    serve("mine", 0, "mine")
-    for number in range(200):
-        for _ in range(2):
-            serve("flood", 100 * number, "flood")
-    check_invariants(manager)
-    return manager.cache.find_prefix(Request("probe", range(49), cache_salt="mine")).num_tokens
-
-
-def test_tenant_keeps_at_most_its_share_while_others_need_space():
-    assert flooded(1) == 0
-    assert flooded(0.8) == 48
-
-
-def test_requests_without_salt_have_no_share():
-    manager = KVCacheManager(
-        16, 11, 64, num_preallocate_tokens=0, eviction="learned",
-        eviction_options={"tenant_share": 0},
-    )  # fmt: skip
-    for name, salt in (("a", "x"), ("b", None), ("c", "y")):
-        request = Request(name, range(48), cache_salt=salt)
-        manager.step(new=[request])
-        manager.free(request)
-    # The request needs 4 blocks, and only 1 was free.
-    manager.step(new=[Request("d", range(500, 564))])
-
-    def left(salt):
-        return manager.cache.find_prefix(Request("probe", range(49), cache_salt=salt)).num_tokens
-
-    assert left(None) == 48 and left("x") + left("y") == 48
-    with pytest.raises(ValueError, match=r"option 'tenant_share' is 1\.5: expected 0 to 1"):
-        KVCacheManager(16, 9, 64, eviction="learned", eviction_options={"tenant_share": 1.5})
-    names = "one of the options 'tenant_share', 'state_share'"
-    with pytest.raises(ValueError, match=names):
-        KVCacheManager(16, 9, 64, eviction="learned", eviction_options={"share": 1})
-
-
 class Chats:
     """Serves prompts one at a time, at given times in seconds."""
 
@@ -217,58 +163,12 @@ def test_few_hits_are_lost_when_the_workload_keeps_changing(kind, seed):
     assert hits[0] >= 0.988 * hits[1]
 
 
-def states_of(manager, prompts):
-    """Return which prompts still have their state: only then can they be hit."""
-    found = [
-        manager.cache.find_prefix(Request(f"probe {i}", [*each, 0])).num_tokens
-        for i, each in enumerate(prompts)
-    ]
-    return [num_tokens > 0 for num_tokens in found]
-
-
-def test_states_beyond_their_share_are_evicted_first():
-    """Each prompt leaves four blocks and one state. Two of the 20 blocks may be states."""
-    manager = KVCacheManager.for_groups(
-        GROUPS["states"], 21, 2**16, num_preallocate_tokens=0, eviction="learned",
-        eviction_options={"state_share": 0.1},
-    )  # fmt: skip
-    prompts = [[*range(1000 * i, 1000 * i + 64)] for i in range(5)]
-    for i, prompt in enumerate(prompts[:4]):
-        manager.cache.set_now(i)
-        request = Request(str(i), prompt)
-        manager.step(new=[request])
-        manager.free(request)
-    assert states_of(manager, prompts[:4]) == [True] * 4  # no block was needed
-    request = Request("last", prompts[4])
-    manager.step(new=[request])  # needs five blocks
-    manager.free(request)
-    assert sum(states_of(manager, prompts)) == 3  # two idle ones, and one that was held
-    check_invariants(manager)
-
-
-def test_share_of_states_prefers_states_of_long_prompts():
-    manager = KVCacheManager.for_groups(
-        GROUPS["states"], 61, 2**16, num_preallocate_tokens=0, eviction="learned",
-        eviction_options={"state_share": 0.02},
-    )  # fmt: skip
-    prompts = [[*range(1000 * i, 1000 * i + 16 * n)] for i, n in enumerate((5, 20, 5, 10))]
-    for i, prompt in enumerate(prompts):
-        request = Request(str(i), prompt)
-        manager.step(new=[request])
-        manager.free(request)
-    request = Request("last", range(90_000, 90_000 + 16 * 20))
-    manager.step(new=[request])
-    assert states_of(manager, prompts) == [False, True, False, False]
-    with pytest.raises(ValueError, match=r"option 'state_share' is -1: expected 0 to 1"):
-        KVCacheManager(16, 9, 64, eviction="learned", eviction_options={"state_share": -1})
-
-
 @pytest.mark.parametrize("seed", sampled(range(4)))
-def test_random_calls_with_a_share_of_states_keep_the_invariants(seed):
+def test_random_calls_with_states_and_windows_keep_the_invariants(seed):
     rng = np.random.default_rng(seed)
     manager = KVCacheManager.for_groups(
         GROUPS["states" if seed % 2 else "windows"], 60, 2**16, num_preallocate_tokens=0,
-        eviction="learned", eviction_options={"state_share": float(rng.choice([0, 0.05, 0.3]))},
+        eviction="learned",
     )  # fmt: skip
     running = []
     for i, (time, tokens) in enumerate(itertools.islice(loops(rng), 400)):
@@ -350,6 +250,31 @@ def test_policy_finds_what_is_reused(with_times):
     assert sum(hits[-1_000:]) > 0.6 * 250 * 32
     assert not chats.manager.cache.stats.falls_back
     check_invariants(chats.manager)
+
+
+def prompts_of_which_a_quarter_is_continued():
+    """Yield times, prompts and whether they end a turn. Nothing else distinguishes the prompts."""
+    for number in itertools.count():
+        yield 10 * number, block_tokens(number, 10), number % 4 != 0
+        if number >= 60 and number % 4 == 0:
+            yield 10 * number + 5, [*block_tokens(number - 60, 10), *range(16)], True
+
+
+def test_policy_learns_from_ends_of_turns():
+    """A pool of 40 prompts keeps those that are continued after 60 others, if it is told which."""
+
+    def num_hits(is_told):
+        chats = Chats(401)
+        prompts = itertools.islice(prompts_of_which_a_quarter_is_continued(), 3_000)
+        hits = [
+            chats.serve(time, tokens, ends_turn=ends if is_told else None)
+            for time, tokens, ends in prompts
+        ]
+        return sum(hits[-1_000:])
+
+    assert num_hits(is_told=True) > 0.9 * 200 * 160 > 2 * num_hits(is_told=False)
+    with pytest.raises(TypeError, match="ends_turn is 1: expected True or False"):
+        Chats().serve(0, range(16), ends_turn=1)
 
 
 def test_policy_follows_lru_while_its_own_order_gains_nothing():

@@ -38,7 +38,7 @@ OTHERS = {
     "hash_bytes": 16,
     "num_hash_lookahead_tokens": 2,
     "eviction": "learned",
-    "eviction_options": {"tenant_share": 0.5},
+    "eviction_options": {},
     "num_host_blocks": 11,
     "host_eviction": "learned",
     "host_eviction_options": {},
@@ -89,9 +89,8 @@ def test_each_field_reaches_the_native_options(name):
 
 
 def test_eviction_options_reach_the_policy():
-    native = native_of(CacheOptions(**OTHERS))
-    assert native.eviction.options == {"tenant_share": 0.5}
-    assert native.host_eviction.policy == "learned" and native.host_eviction.options == {}
+    options = CacheOptions(eviction="priority", eviction_options={"default_priority": 50})
+    assert native_of(options).eviction.options == {"default_priority": 50}
 
 
 def test_defaults_equal_the_native_defaults():
@@ -173,9 +172,9 @@ def test_error_for_an_unknown_option_lists_the_known_options(make):
         ("max_num_reqs", True, TypeError, "max_num_reqs is True: expected an integer"),
         (
             "eviction_options",
-            {"tenant_share": "x"},
+            {"default_priority": "x"},
             TypeError,
-            r"eviction_options\['tenant_share'\] is 'x': expected a number",
+            r"eviction_options\['default_priority'\] is 'x': expected a number",
         ),
         ("hash_seed", 3, TypeError, "hash_seed is 3: expected a string"),
         ("host_write", "up", ValueError, "host_write is 'up': expected 'back' or 'through'"),
@@ -190,12 +189,12 @@ def test_numpy_numbers_are_accepted():
     options = CacheOptions(
         watermark=np.float32(0.5),
         num_preallocate_tokens=np.int16(8),
-        eviction="learned",
-        eviction_options={"tenant_share": np.float32(0.25)},
+        eviction="priority",
+        eviction_options={"default_priority": np.float32(25)},
     )
     native = native_of(options)
     assert native.watermark_blocks == 20 and native.num_preallocate_tokens == 8
-    assert native.eviction.options == {"tenant_share": 0.25}
+    assert native.eviction.options == {"default_priority": 25}
     KVCacheManager(16, 9, 64).cache.set_now(np.float32(3))
 
 

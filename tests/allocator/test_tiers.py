@@ -589,12 +589,11 @@ def test_swaps_are_rejected_without_a_host_tier():
             {
                 "eviction": "learned",
                 "host_eviction": "learned",
-                "eviction_options": {"tenant_share": 0.5},
-                "host_eviction_options": {"tenant_share": 0.5},
+                "host_eviction_options": {"share": 0.5},
                 "num_host_blocks": 9,
             },
             ValueError,
-            "host_eviction 'learned': option 'tenant_share' is 0.5: expected no options",
+            "host_eviction 'learned': option 'share' is 0.5: expected no options",
         ),
         (
             {"min_gain_to_write": 1.5},

@@ -400,13 +400,11 @@ def test_replay_with_a_host_tier_is_verified_and_reported(capsys):
         capsys, *TIERED, "--requests", "60", "--num-blocks", "200", "--verify",
         "--concurrency", "3", "--chunk-tokens", "64",
         "--groups", "full_attention,sliding_window:window=64,recurrent",
-        "--eviction", "learned:tenant_share=0.2", "--host-eviction", "learned",
+        "--eviction", "learned", "--host-eviction", "learned",
         "--host-write", "back:0.01",
     )  # fmt: skip
     assert (found["mismatches"], found["verified_tokens"]) == (0, found["prompt_tokens"])
-    assert (found["eviction"], found["host_eviction"]) == (
-        "learned:tenant_share=0.2", "learned",
-    )  # fmt: skip
+    assert (found["eviction"], found["host_eviction"]) == ("learned", "learned")
     assert (found["host_blocks"], found["host_write"]) == (2000, "back:0.01")
     assert found["hit_tokens"] > found["host_hit_tokens"] > 0
     assert found["written_blocks"] > 0 < found["loaded_blocks"]
@@ -444,10 +442,10 @@ def test_table_has_a_host_section(capsys):
             ["--eviction", "priority:share=1"],
             "--eviction is 'priority:share=1': option 'share' is 1: expected one of the options 'default",
         ),
-        (["--eviction", "learned:tenant_share=2"], "option 'tenant_share' is 2: expected 0 to 1"),
-        (["--eviction", "learned:tenant_share=nan"], "option 'tenant_share' is nan: expected 0 to 1"),
-        (["--eviction", "learned:tenant_share=x"], "'tenant_share' is 'x': expected a number"),
-        (["--eviction", "learned:share"], "'share' is not an option: expected option=value"),
+        (["--eviction", "learned:share=1"], "option 'share' is 1: expected no options"),
+        (["--eviction", "priority:default_priority=nan"], "is nan: expected an integer from 0 to 100"),
+        (["--eviction", "priority:default_priority=x"], "'default_priority' is 'x': expected a number"),
+        (["--eviction", "priority:share"], "'share' is not an option: expected option=value"),
         (["--eviction", "lru:a=1:a=2"], "'a' is given twice: expected it once"),
         (["--eviction", "priority:default_priority=1.5"], "expected an integer from 0 to 100"),
         (["--eviction", "x" * 999], "...': expected one of"),

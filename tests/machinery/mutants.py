@@ -104,11 +104,6 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         EVICTION + "learned.h",
         "learned",
         [
-            ("num < most || num <= most_of_tenant_) return;", "true) return;"),
-            (
-                "low != kNullBlock) return low;",
-                "low == kNullBlock) return low;",
-            ),
             ("const bool moves = now() != first_now_;", "const bool moves = true;"),
         ],
     ),
@@ -117,8 +112,14 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "learned",
         [
             ("least_ = lead_;", "least_ = 0;"),
+        ],
+    ),
+    (
+        EVICTION + "learned/simulated_pool.h",
+        "learned",
+        [
             (
-                "if (segments_.is_candidate(i)) segments_.remove(i);\n      return true;",
+                "if (segments_.is_candidate(i)) segments_.remove(i);\n    return true;",
                 "return true;",
             ),
         ],
@@ -128,22 +129,25 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "learned",
         [
             ("if (segment.first == id) segment.first = at.next;", ""),
-            ("if (--all_[before].num_blocks == 0) close(before);", "--all_[before].num_blocks;"),
+            (
+                "--all_[before].num_blocks == 0) close(before);",
+                "--all_[before].num_blocks == 0) return;",
+            ),
         ],
     ),
     (
-        EVICTION + "learned/priorities.h",
-        "learned",
+        EVICTION + "priority.h",
+        "learned eviction",
         [
-            ("!any && std::get<0>(*listed_.begin()) > kDefault", "!any"),
-            ("ends_.begin()->first <= now", "false"),
+            ("candidates.top_key().first < default_priority_", "candidates.top_key().first < 0"),
+            ("given_->ends.top_key().first <= now()", "false"),
         ],
     ),
     (
         EVICTION + "learned_copies.h",
         "tiers",
         [
-            ("if (as.segment == 0) return 1;", "return 1;"),
+            ("if (of.number == 0) return 1;", "return 1;"),
         ],
     ),
     (

@@ -277,16 +277,9 @@ DEFECTS = [
         "learned",
     ),
     Defect(
-        "share of states",
-        "csrc/core/eviction/learned/state_budget.h",
-        "if (!is_limited_ || num_listed_ <= most_) return kNullBlock;",
-        "if (!is_limited_ || num_listed_ <= 2 * most_) return kNullBlock;",
-        "learned",
-    ),
-    Defect(
         "priorities of blocks",
-        "csrc/core/eviction/learned.h",
-        "if (given.priority >= 0) priorities_.give(id, given);",
+        "csrc/core/eviction/priority.h",
+        "if (given.priority >= 0) give(released.ids[i], given);",
         "",
         "learned",
     ),

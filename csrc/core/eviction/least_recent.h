@@ -15,6 +15,7 @@ class LeastRecent : public EvictionOrder, public BlockListener {
   explicit LeastRecent(int64_t num_blocks)
       : idle_(static_cast<size_t>(num_blocks)), candidates_(num_blocks) {}
 
+  bool is_candidate(BlockId id) const { return candidates_.has(id); }
   void insert(BlockId id) override { candidates_.set(id, idle_[id]); }
   void remove(BlockId id) override { candidates_.erase(id); }
   BlockId victim() override { return candidates_.top(); }

@@ -1,68 +1,79 @@
 // SPDX-License-Identifier: Apache-2.0
-// Evicts by priority, lowest first, then least recently released.
+// Evicts by priority, lowest first, and blocks of the default priority in the order of another
+// policy.
 //
 // A release may assign priorities, with a time to live, to ranges of its tokens. A block is
 // assigned the highest priority whose range overlaps its tokens, and among equal priorities the one
 // that expires last. The new priority replaces an earlier one. A release without a priority for a
 // block does not change its priority. Blocks without a priority, or with an expired one, have the
-// default priority.
+// default priority. Blocks of another priority are evicted in the order of their releases.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <utility>
 
 #include "core/eviction/given_priority.h"
 #include "core/eviction/ranked.h"
 #include "core/pool/block_listener.h"
-#include "core/pool/eviction_order.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {
 
-class Priority : public EvictionOrder, public BlockListener {
+template <class Order>  // an order and a listener, which orders the blocks of the default priority
+class WithPriorities : public Order {
  public:
-  Priority(int64_t num_blocks, int32_t default_priority)
-      : default_priority_(default_priority),
-        states_(static_cast<size_t>(num_blocks)),
-        candidates_(num_blocks),
-        ends_(num_blocks) {}
+  WithPriorities(int64_t num_blocks, int32_t default_priority)
+      : Order(num_blocks), num_blocks_(num_blocks), default_priority_(default_priority) {}
 
   void insert(BlockId id) override {
-    const State& state = states_[id];
-    const bool is_given = state.is_given && state.end > now();
-    candidates_.set(id, {is_given ? state.priority : default_priority_, state.idle});
-    is_given ? ends_.set(id, {state.end, id}) : ends_.erase(id);
+    if (!given_ || !given_->states[id].is_given || given_->states[id].end <= now()) {
+      return Order::insert(id);
+    }
+    const State& state = given_->states[id];
+    given_->candidates.set(id, {state.priority, state.idle});
+    given_->ends.set(id, {state.end, id});
   }
   void remove(BlockId id) override {
-    candidates_.erase(id);
-    ends_.erase(id);
+    if (!is_listed(id)) return Order::remove(id);
+    given_->candidates.erase(id);
+    given_->ends.erase(id);
   }
   BlockId victim() override {
-    while (ends_.size() > 0 && ends_.top_key().first <= now()) insert(ends_.top());
-    return candidates_.top();
+    if (!given_) return Order::victim();
+    while (given_->ends.size() > 0 && given_->ends.top_key().first <= now()) {
+      const BlockId id = given_->ends.top();
+      remove(id);
+      insert(id);
+    }
+    const BlockId first = given_->candidates.top();
+    if (first != kNullBlock && given_->candidates.top_key().first < default_priority_) return first;
+    const BlockId id = Order::victim();
+    return id != kNullBlock ? id : first;
   }
 
   void on_release(const Released& released) override {
+    Order::on_release(released);
     if (released.features == nullptr || released.features->num_retention == 0) return;
+    if (!given_) given_ = std::make_unique<Given>(num_blocks_);
     for (int64_t i = 0; i < released.n; ++i) {
       const GivenPriority given =
           GivenPriority::of(released.prefix_tokens[i], *released.features, now());
-      if (given.priority < 0) continue;
-      State& state = states_[released.ids[i]];
-      state.priority = given.priority;
-      state.end = given.end;
-      state.is_given = true;
-      if (candidates_.has(released.ids[i])) insert(released.ids[i]);
+      if (given.priority >= 0) give(released.ids[i], given);
     }
   }
   void on_idle(const Blocks& blocks) override {
-    for (const BlockId id : blocks) states_[id].idle = ++num_idle_;
+    Order::on_idle(blocks);
+    if (!given_) return;
+    for (const BlockId id : blocks) given_->states[id].idle = ++num_idle_;
   }
   void on_forget(const Forgotten& forgotten) override {
-    for (const BlockId id : forgotten) states_[id] = {};
+    Order::on_forget(forgotten);
+    if (!given_) return;
+    for (const BlockId id : forgotten) given_->states[id] = {};
   }
   size_t num_bytes() const override {
-    return sizeof(*this) + states_.num_bytes() + candidates_.num_bytes() + ends_.num_bytes();
+    return Order::num_bytes() + (given_ ? given_->num_bytes() : 0);
   }
 
  private:
@@ -70,14 +81,36 @@ class Priority : public EvictionOrder, public BlockListener {
     int64_t end;   // time at which the priority expires
     int64_t idle;  // number of the release, counted over all blocks
     int32_t priority;
-    bool is_given;
+    bool is_given;  // a priority other than the default one
   };
-  int64_t now() const { return view().clock.now_ms; }
+  struct Given {
+    explicit Given(int64_t num_blocks)
+        : states(static_cast<size_t>(num_blocks)), candidates(num_blocks), ends(num_blocks) {}
 
+    size_t num_bytes() const {
+      return states.num_bytes() + candidates.num_bytes() + ends.num_bytes();
+    }
+
+    ZeroedArray<State> states;
+    Ranked<std::pair<int32_t, int64_t>> candidates;
+    Ranked<std::pair<int64_t, BlockId>> ends;  // of candidates
+  };
+
+  int64_t now() const { return this->view().clock.now_ms; }
+  bool is_listed(BlockId id) const { return given_ && given_->candidates.has(id); }
+  void give(BlockId id, const GivenPriority& given) {
+    const bool is_candidate = is_listed(id) || Order::is_candidate(id);
+    if (is_candidate) remove(id);
+    State& state = given_->states[id];
+    state.priority = given.priority;
+    state.end = given.end;
+    state.is_given = given.priority != default_priority_;
+    if (is_candidate) insert(id);
+  }
+
+  int64_t num_blocks_;
   int32_t default_priority_;
-  ZeroedArray<State> states_;
-  Ranked<std::pair<int32_t, int64_t>> candidates_;
-  Ranked<std::pair<int64_t, BlockId>> ends_;  // candidates with an assigned priority
+  std::unique_ptr<Given> given_;  // set when a release assigns a priority
   int64_t num_idle_ = 0;
 };
 

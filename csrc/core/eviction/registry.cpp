@@ -19,8 +19,7 @@ namespace {
 
 struct Option {
   const char* name;
-  double standard, least, most;
-  bool is_integer = false;
+  double standard, least, most;  // integers
 };
 
 struct Policy {
@@ -29,11 +28,13 @@ struct Policy {
   bool serves_host;  // can serve the host tier, which tracks neither accesses nor priorities
 };
 
+constexpr int32_t kDefaultPriority = 35;
+
 const Policy kPolicies[] = {
     {"last_access", {}, false},
-    {"learned", {{"tenant_share", 1, 0, 1}, {"state_share", 1, 0, 1}}, true},
+    {"learned", {}, true},
     {"lru", {}, true},
-    {"priority", {{"default_priority", 35, 0, 100, true}}, false},
+    {"priority", {{"default_priority", kDefaultPriority, 0, 100}}, false},
 };
 
 using Values = std::map<std::string, double>;  // options by name
@@ -80,11 +81,8 @@ void check_option(Tier tier, const Policy& policy, const std::string& name, doub
     }
     throw std::invalid_argument(text.str());
   }
-  if (value >= option->least && value <= option->most &&
-      (!option->is_integer || value == std::floor(value))) {
-    return;
-  }
-  text << (option->is_integer ? "an integer from " : "") << option->least << " to " << option->most;
+  if (value >= option->least && value <= option->most && value == std::floor(value)) return;
+  text << "an integer from " << option->least << " to " << option->most;
   throw std::invalid_argument(text.str());
 }
 
@@ -113,11 +111,10 @@ std::unique_ptr<EvictionOrder> make_eviction_policy(const std::string& name,
   const Values values = checked_values(Tier::kDevice, name, options);
   const int64_t n = checked_blocks(num_blocks);
   if (name == "last_access") return std::make_unique<LastAccess>(n);
-  if (name == "learned") {
-    return std::make_unique<Learned>(n, values.at("tenant_share"), values.at("state_share"));
-  }
+  if (name == "learned") return std::make_unique<WithPriorities<Learned>>(n, kDefaultPriority);
   if (name == "priority") {
-    return std::make_unique<Priority>(n, static_cast<int32_t>(values.at("default_priority")));
+    const auto priority = static_cast<int32_t>(values.at("default_priority"));
+    return std::make_unique<WithPriorities<LeastRecent>>(n, priority);
   }
   return nullptr;
 }

@@ -46,7 +46,6 @@ ExtraKeys::ExtraKeys(const std::optional<std::vector<std::string>>& lora, std::v
   if (cache_salt) {
     append_key(&cache_salt_, 2, "cache_salt");
     append_string(&cache_salt_, kText, *cache_salt);
-    tenant_ = number_of(cache_salt_);
   }
   std::iota(by_first_.begin(), by_first_.end(), size_t{0});
   std::stable_sort(by_first_.begin(), by_first_.end(),

@@ -57,9 +57,7 @@ class ExtraKeys {
   // Embedding rows whose digests are not known yet are considered equal.
   const char* first_difference(const ExtraKeys& other) const;
 
-  // A number derived from the cache salt. It is the same in every process; 0: no salt.
-  uint32_t tenant() const { return tenant_; }
-  // Likewise, derived from the name of the adapter.
+  // A number derived from the name of the adapter. It is the same in every process; 0: none.
   uint32_t adapter() const { return adapter_; }
   static uint32_t adapter_of(std::string_view name);
 
@@ -85,7 +83,7 @@ class ExtraKeys {
 
   bool is_keyed_ = false;          // whether blocks after the first may have keys
   std::string lora_, cache_salt_;  // CBOR, empty if unset
-  uint32_t tenant_ = 0, adapter_ = 0;
+  uint32_t adapter_ = 0;
   std::vector<MmItem> items_;
   std::shared_ptr<const RowDigests> embeds_;
   mutable std::vector<std::optional<Hash>>

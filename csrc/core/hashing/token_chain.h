@@ -131,7 +131,6 @@ class TokenChain {
   const Hash& parent() const { return parent_; }         // parent hash of the first block
   const EventLabels& labels() const { return labels_; }  // labels of the events of its blocks
   const ExtraKeys& extra_keys() const { return extra_keys_; }
-  uint32_t tenant() const { return extra_keys_.tenant(); }
   bool is_given() const { return scheme_.given != nullptr; }  // hashes are given by the engine
   int64_t num_lookahead() const { return scheme_.num_lookahead; }
   // Number of blocks whose hashes cover only the first num_tokens tokens.

@@ -63,9 +63,9 @@ CacheTiers::CacheTiers(const ManagerSetup* setup, Steps* steps)
   if (learned == nullptr) return;
   if (has_side_groups(setup->groups)) {
     compared_ = learned;
-    learned->compare_requests(num_host_blocks);
+    learned->compare(Duel::By::kRequest, num_host_blocks);
   } else if (num_host_blocks > 0) {
-    learned->simulate_all(num_host_blocks);
+    learned->compare(Duel::By::kSimulation, num_host_blocks);
   }
 }
 

@@ -102,6 +102,7 @@ class HostTier : public BlockListener {
 
   // Publishes this page of a swapped-out row, because it contains a copy of a cached block.
   void add_row_page(BlockId page, BlockId block) {
+    note_copy(page, block);
     add_offload(page, content_of(block), /*is_row=*/true);
   }
 
@@ -122,7 +123,6 @@ class HostTier : public BlockListener {
     }
     offloads_.clear();
     offloading_.clear();
-    if (learned_copies_ != nullptr) learned_copies_->expect_none();
     return written;
   }
 
@@ -209,15 +209,15 @@ class HostTier : public BlockListener {
   };
 
   Copied content_of(BlockId id) const {
-    const Copied content = device_->copied(id, (*groups_)[device_->group_of(id)].keeps_all);
-    if (learned_copies_ != nullptr) {
-      learned_copies_->expect(content.hash, content.group, learned_->released_as(id));
-    }
-    return content;
+    return device_->copied(id, (*groups_)[device_->group_of(id)].keeps_all);
+  }
+  // The held page contains a copy of the block, or will contain one.
+  void note_copy(BlockId page, BlockId block) {
+    if (learned_copies_ != nullptr) learned_copies_->copy(page, learned_->segment_of(block));
   }
   double gain_of(BlockId id) const {
     if (learned_copies_ == nullptr) return 1;
-    return learned_copies_->gain_of_copy(learned_->released_as(id),
+    return learned_copies_->gain_of_copy(learned_->segment_of(id),
                                          /*evicts=*/!pages_->has_uncached());
   }
   // Writes this cached block to the host. Returns whether the plan contains the write.
@@ -226,6 +226,7 @@ class HostTier : public BlockListener {
     BlockId page = pages_->find(content.hash, content.group);
     if (page != kNullBlock) {
       pages_->retain(&page, 1);  // until the pages that this plan writes are published
+      note_copy(page, id);
       offloads_.push_back({page, content, /*is_row=*/false, /*is_there=*/true});
       return false;
     }
@@ -242,6 +243,7 @@ class HostTier : public BlockListener {
       return false;
     }
     plan_->swap_out(id, page);
+    note_copy(page, id);
     add_offload(page, content, /*is_row=*/false);
     ++counts_.written_blocks;
     return true;

@@ -57,7 +57,6 @@ class RowRelease {
     }
     features.logical_time = ++num_releases_;
     features.wall_ms = clock_->now_ms();
-    features.tenant = c_.row(row).chain->tenant();
     for (const CacheGroup& group : *c_.groups) {
       const RowBlocks& each = c_.held(row, group);
       if (!group.is_cached) continue;

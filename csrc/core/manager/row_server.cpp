@@ -242,10 +242,10 @@ void RowServer::begin_row(int32_t row, const NewRow& asked, const PrefixHit& hit
 
 // Reports the hits that a request has in the caches which the eviction policy simulates.
 void RowServer::compare_hit(const TokenChain& chain, int64_t num_tokens) {
-  Duel* duel = parts_.compared->duel();
-  const int64_t by_lru = parts_.finder->find_in(duel->lru(), chain);
-  const int64_t by_value = parts_.finder->find_in(duel->own(), chain);
-  parts_.compared->count_request(num_tokens / parts_.finder->compared_unit(), by_lru, by_value);
+  Duel& duel = parts_.compared->duel();
+  const int64_t by_lru = parts_.finder->find_in(duel.lru(), chain);
+  const int64_t by_value = parts_.finder->find_in(duel.own(), chain);
+  duel.count(num_tokens / parts_.finder->compared_unit(), by_lru, by_value);
 }
 
 void RowServer::restart(int32_t row, int64_t num_had) {

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "core/hash.h"
@@ -38,7 +39,9 @@ struct ReleaseFeatures {
   int64_t tokens_per_block = 1;    // blocks start at multiples of this number
   const Retention* retention = nullptr;
   int64_t num_retention = 0;
-  uint32_t tenant = 0;  // derived from the cache salt; 0: none
+  // Whether a turn of the conversation ends here, after which a person reads or the session ends;
+  // unset: unknown.
+  std::optional<bool> ends_turn = std::nullopt;
   // Whether the blocks form a chain. If false, they are window or state blocks of a request whose
   // chains are released next.
   bool is_chain = true;

@@ -9,9 +9,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #include "core/eviction/learned/constants.h"
+#include "core/eviction/learned/keyed_array.h"
 #include "core/eviction/learned/reuse_class.h"
 #include "core/hash.h"
 
@@ -24,20 +24,18 @@ namespace kvcache {
 class Hazards {
  public:
   static constexpr int kBuckets = 30;  // the last one is unbounded
-  static constexpr int kMostTurn = 3;  // later turns are recorded as this one
   struct Record {
     uint32_t key;
     uint32_t time : 25;  // ticks of 64 ms, modulo 24 days
     uint32_t reuse_class : 7;
-    uint16_t next;       // next record with the same head
-    uint8_t weight;      // quarters of the blocks that the sample stands for
-    uint8_t bucket : 5;  // of the age at which it was used; kUnused
-    uint8_t turn : 2;
+    uint16_t next;  // next record with the same head
+    uint8_t weight;
+    uint8_t bucket : 7;  // of the age at which it was used; kUnused
     uint8_t is_end : 1;  // whether a request ended with the block
   };
   static_assert(sizeof(Record) == 12 && ReuseClass::kNum <= 128);
 
-  Hazards() : records_(learned::kRecords), heads_(learned::kRecords / 2, kNone) {
+  Hazards() : records_(learned::kRecords) {
     double begin = 0;
     for (int b = 0; b <= kBuckets; ++b) {
       begin_[b] = begin;
@@ -58,42 +56,37 @@ class Hazards {
   }
   // Returns the youngest record of a block; null if there is none.
   const Record* find(uint32_t key) const {
-    for (uint16_t i = heads_[head_of(key)]; i != kNone; i = records_[i].next) {
-      if (records_[i].key == key) return &records_[i];
-    }
-    return nullptr;
+    const uint32_t i = records_.find(key);
+    return i == 0 ? nullptr : &records_[i];
   }
   // Records the use of a block. Returns whether the block has a record.
   bool use(uint32_t key, int64_t now) {
-    auto* record = const_cast<Record*>(find(key));
-    if (record == nullptr) return false;
-    if (record->bucket == kUnused) record->bucket = bucket_of(age_of(*record, now)) & kUnused;
+    const uint32_t i = records_.find(key);
+    if (i == 0) return false;
+    Record& record = records_[i];
+    if (record.bucket == kUnused) record.bucket = bucket_of(age_of(record, now)) & kUnused;
     return true;
   }
-  void add(uint32_t key, int reuse_class, int turn, bool is_end, int64_t weight, int64_t now) {
-    const size_t i = num_added_ % records_.size();
-    if (num_added_ >= records_.size()) unlink(i);
+  // `weight`: quarters of the blocks that the sample stands for.
+  void add(uint32_t key, int reuse_class, bool is_end, int64_t weight, int64_t now) {
+    const auto i = static_cast<uint32_t>(num_added_ % learned::kRecords + 1);
+    if (num_added_++ >= learned::kRecords) records_.unlink(i);
     // The earlier record of the key is no longer found. Otherwise, records of a key that is
     // released often would form a long list.
-    if (const Record* before = find(key)) unlink(static_cast<size_t>(before - records_.data()));
-    uint16_t& head = heads_[head_of(key)];
-    Record& record = records_[i];
-    record = {};
+    if (const uint32_t before = records_.find(key)) records_.unlink(before);
+    Record record{};
     record.key = key;
     record.time = ticks_of(now);
     record.reuse_class = static_cast<uint32_t>(reuse_class) & 0x7F;
-    record.next = head;
     record.weight = static_cast<uint8_t>(std::clamp<int64_t>(weight, 1, UINT8_MAX));
     record.bucket = kUnused;
-    record.turn = static_cast<uint32_t>(turn) & 3;
     record.is_end = is_end;
-    head = static_cast<uint16_t>(i);
-    ++num_added_;
+    records_.link(i, record);
   }
   // Recounts if there are enough new samples.
   void learn(int64_t now) {
-    const size_t num = std::min(num_added_, records_.size());
-    if (num_added_ - num_counted_ < std::max<size_t>(num / learned::kRecount, 64)) return;
+    if (num_added_ - num_counted_ < std::max<int64_t>(num_records() / learned::kRecount, 64))
+      return;
     num_counted_ = num_added_;
     solve(now);
   }
@@ -118,35 +111,27 @@ class Hazards {
     }
     return best;
   }
-  size_t num_bytes() const {
-    return sizeof(*this) + records_.size() * sizeof(Record) + heads_.size() * sizeof(uint16_t);
-  }
+  size_t num_bytes() const { return sizeof(*this) + records_.num_bytes(); }
 
  private:
-  static constexpr uint16_t kNone = UINT16_MAX;
-  static constexpr uint8_t kUnused = 31;
+  static constexpr uint8_t kUnused = 127;
   static constexpr uint32_t kTicks = (1 << 25) - 1;
   static constexpr int kNum = ReuseClass::kNum, kAll = kNum + ReuseClass::kGroups;
   using Row = std::array<float, kBuckets>;
 
   static uint32_t ticks_of(int64_t ms) { return static_cast<uint32_t>(ms / 64) & kTicks; }
-  size_t head_of(uint32_t key) const {
-    return (key * uint64_t{0x9E3779B97F4A7C15} >> 32) & (heads_.size() - 1);
-  }
-  void unlink(size_t i) {  // has no effect if the record is not linked
-    uint16_t* at = &heads_[head_of(records_[i].key)];
-    while (*at != kNone && *at != i) at = &records_[*at].next;
-    if (*at != kNone) *at = records_[i].next;
-  }
+  int64_t num_records() const { return std::min<int64_t>(num_added_, learned::kRecords); }
   int bucket_of(int64_t age) const {
-    const auto above =
-        std::upper_bound(begin_.begin() + 1, begin_.begin() + kBuckets, static_cast<double>(age));
-    return static_cast<int>(above - begin_.begin()) - 1;
+    const auto t = static_cast<double>(age);
+    int b = 0;
+    for (int half = 16; half > 0; half /= 2) {
+      if (b + half < kBuckets && t >= begin_[b + half]) b += half;
+    }
+    return b;
   }
   void solve(int64_t now) {
     std::array<Row, kAll + 1> reached{}, used{};
-    const size_t num = std::min(num_added_, records_.size());
-    for (size_t i = 0; i < num; ++i) {
+    for (int64_t i = 1; i <= num_records(); ++i) {
       const Record& each = records_[i];
       const bool is_used = each.bucket != kUnused;
       const int b = is_used ? each.bucket : bucket_of(age_of(each, now));
@@ -207,9 +192,8 @@ class Hazards {
   std::array<Row, kAll + 1> hazard_{};
   mutable std::array<std::array<float, kBuckets + 1>, kNum> index_{};
   mutable std::array<bool, kNum> is_solved_{};
-  std::vector<Record> records_;
-  std::vector<uint16_t> heads_;
-  size_t num_added_ = 0, num_counted_ = 0;
+  KeyedArray<Record> records_;  // a ring
+  int64_t num_added_ = 0, num_counted_ = 0;
 };
 
 }  // namespace kvcache

@@ -63,7 +63,7 @@ def test_hit_rates_equal_single_replays():
     seen = []
     found = compare(
         requests,
-        ["lru", "learned:tenant_share=0.5"],
+        ["lru", "priority:default_priority=50"],
         [100, 400],
         trace="chats",
         block_size=16,

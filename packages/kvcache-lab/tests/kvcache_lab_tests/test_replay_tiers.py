@@ -25,7 +25,7 @@ from kvcache_lab_tests.test_hybrid_replay import group_lists
 from kvcache_lab_tests.test_replay import TRACE, as_workload, plant_in_step, workloads
 from tests.machinery.shared import sampled, shared_file, spread
 
-POLICIES = [*eviction_names(), "learned:tenant_share=0.3", "priority:default_priority=0"]
+POLICIES = [*eviction_names(), "priority:default_priority=0"]
 WRITES = ["back", "through", "back:0", "through:0.05", "back:0.05", "back:0.3"]
 
 
@@ -128,10 +128,10 @@ def test_report_without_host_has_no_host_section():
 
 def test_report_contains_the_options():
     replayer = tiered(
-        16, 150, 200, eviction="learned:tenant_share=0.25", host_write="through", verify=False
+        16, 150, 200, eviction="priority:default_priority=25", host_write="through", verify=False
     )
     report = replayer.run(chat_workload(20)).to_dict()
-    assert report["eviction"] == "learned:tenant_share=0.25"
+    assert report["eviction"] == "priority:default_priority=25"
     assert (report["host_blocks"], report["host_eviction"]) == (200, "lru")
     assert report["host_write"] == "through"
 

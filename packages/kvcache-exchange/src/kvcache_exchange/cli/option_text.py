@@ -29,8 +29,8 @@ def join_options(name: str, options: Mapping[str, float]) -> str:
     """Join a name and options into the text that `split_options` parses.
 
     Example:
-        >>> join_options("learned", {"tenant_share": 0.2})
-        'learned:tenant_share=0.2'
+        >>> join_options("priority", {"default_priority": 50})
+        'priority:default_priority=50'
     """
     return ":".join([name, *(f"{option}={value:g}" for option, value in options.items())])
 

@@ -21,8 +21,8 @@ def parse_eviction(text: str) -> tuple[str, dict[str, float]]:
         ValueError: The text is invalid. The message names the policy, the value and the expected value.
 
     Example:
-        >>> parse_eviction("learned:tenant_share=0.2")
-        ('learned', {'tenant_share': 0.2})
+        >>> parse_eviction("priority:default_priority=50")
+        ('priority', {'default_priority': 50.0})
     """
     return _parse_policy(text, eviction_names(), core.Eviction)
 
