@@ -82,6 +82,12 @@ NAMES: dict[str, Callable[[random.Random], object]] = {
 }
 
 
+FREE_NAMES: dict[str, Callable[[random.Random], object]] = {
+    "requests": lambda r: None,
+    "retention": lambda r: [(0, r.randint(1, 30), r.choice([0, 35, 99]), r.choice([None, 1.0]))],
+}
+
+
 class Engine(SlotBytes, WalkedCalls):
     """An engine. The world calls `operate` with a generator per operation."""
 
@@ -619,13 +625,8 @@ class Engine(SlotBytes, WalkedCalls):
             self.garble_received(each)
         elif not is_out:
             self.decide(each)
-        options = {}
-        if rng.random() < 0.3:
-            options["num_output_tokens"] = rng.choice([None, 0, 7])
-        if rng.random() < 0.2:
-            options["retention"] = [
-                (0, rng.randint(1, 30), rng.choice([0, 35, 99]), rng.choice([None, 1.0]))
-            ]
+        _, options = walk.arguments_of(rng, self.manager.free, FREE_NAMES)
+        options.pop("keep_blocks", None)
         self.end(each, keep, **options)
 
     def publish(self, each: Row) -> None:
