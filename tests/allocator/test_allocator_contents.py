@@ -38,9 +38,12 @@ from tests.machinery.group_mixes import (
     FULL,
     MIXES,
     STATE,
+    Begins,
+    Cell,
     Chooser,
-    ModelGroup,
+    cells_of,
     groups_of,
+    state_column,
     window_of,
 )
 from tests.machinery.shared import sampled
@@ -60,11 +63,6 @@ KV_MIXES = [
 Content = tuple[int, ...] | str | None
 Pages = dict[int, dict[int | str, Content]]  # page -> slot (STATE: its only slot) -> content
 Tables = dict[int, list[list[int]]]  # row -> group -> pages
-# Position of the first token whose KV a group stores. The first entry applies to uncached groups,
-# which have no KV for the tokens of the prefix hit. The second applies to groups that are not
-# transferred, which have no KV for the external tokens either.
-Begins = tuple[int, int]
-Cell = tuple[int, int | str, int]  # (page, slot, position of the token whose KV is stored there)
 
 
 @dataclass(eq=False)
@@ -884,24 +882,6 @@ class Simulation:
                 ]
                 wrong = self.wrong_cells(conversation, cells) if page > 0 else []
                 assert not wrong, f"{when}, group {g} caches wrong KV: {wrong}"
-
-
-def state_column(group: ModelGroup, num_tokens: int, sure: int) -> int:
-    """Return the table column of the state after `num_tokens` tokens, for a step whose drafts begin
-    at `sure`.
-    """
-    return (sure - 1) // group.block_size + max(num_tokens - sure, 0)
-
-
-def cells_of(
-    group: ModelGroup, blocks: list[int], position: int, sure: int, begins: Begins
-) -> list[Cell]:
-    """Return a group's cells read by the token at `position` in a step whose drafts begin at `sure`."""
-    size = group.block_size
-    if group.pages == STATE:
-        return [(blocks[state_column(group, position, sure)], STATE, position - 1)]
-    first = max(group.reads_from(position), 0 if group.cached else begins[not group.transferred])
-    return [(blocks[i // size % group.num_places()], i % size, i) for i in range(first, position)]
 
 
 def simulate(seed: int, *, lose_pages: bool) -> None:

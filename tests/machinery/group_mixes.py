@@ -13,6 +13,12 @@ from kvcache.kinds import AttentionKind, register
 TOKENS, STATE, ENCODER, CIRCULAR = "tokens", "state", "encoder", "circular"
 FOREVER = 10**9
 
+# Position of the first token whose KV a group stores. The first entry applies to uncached groups,
+# which have no KV for the tokens of the prefix hit. The second applies to groups that are not
+# transferred, which have no KV for the external tokens either.
+Begins = tuple[int, int]
+Cell = tuple[int, int | str, int]  # (page, slot, position of the token whose KV is stored there)
+
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
@@ -41,6 +47,24 @@ class ModelGroup:
     def hits_from(self, n):
         """Return the first token whose KV a hit of n tokens provides."""
         return self.reads_from(n) if self.cached else n
+
+
+def state_column(group: ModelGroup, num_tokens: int, sure: int) -> int:
+    """Return the table column of the state after `num_tokens` tokens, for a step whose drafts begin
+    at `sure`.
+    """
+    return (sure - 1) // group.block_size + max(num_tokens - sure, 0)
+
+
+def cells_of(
+    group: ModelGroup, blocks: list[int], position: int, sure: int, begins: Begins
+) -> list[Cell]:
+    """Return a group's cells read by the token at `position` in a step whose drafts begin at `sure`."""
+    size = group.block_size
+    if group.pages == STATE:
+        return [(blocks[state_column(group, position, sure)], STATE, position - 1)]
+    first = max(group.reads_from(position), 0 if group.cached else begins[not group.transferred])
+    return [(blocks[i // size % group.num_places()], i % size, i) for i in range(first, position)]
 
 
 @register("test_sinks_and_stride")
@@ -116,14 +140,14 @@ def _circular(window: int, buffer: int, cached: bool) -> Kind:
     )
 
 
-def _chunked(chunk: int) -> Kind:
+def chunked_of(chunk: int) -> Kind:
     return Kind(
         lambda size: GroupSpec("chunked_local", size, {"chunk_size": chunk}),
         lambda size: ModelGroup(size, lambda n: n // chunk * chunk),
     )
 
 
-CHUNKED = _chunked(10)
+CHUNKED = chunked_of(10)
 
 
 def _recurrent(num_speculative: int) -> Kind:
@@ -177,7 +201,7 @@ MIXES = [
     ([(RECURRENT_3, 1), (FULL, 2)], None),
     ([(FULL, 8), (RECURRENT_3, 4), (RECURRENT_1, 6)], 2),
     ([(RECURRENT_3, 12), (window_of(5), 4), (FULL, 8)], 2),
-    ([(FULL, 4), (_chunked(3), 8)], 1),
+    ([(FULL, 4), (chunked_of(3), 8)], 1),
     ([(FULL, 2), (window_of(6), 8)], None),
     ([(FULL, 2), (RECURRENT, 4)], 2),
 ]

@@ -30,45 +30,34 @@ def load_kernel():
 kernel = load_kernel()
 
 
-class KernelDriver:
-    """A manager, the kernel, and the tables of a worker that carries out the manager's plans."""
+class Comparison:
+    """A manager, the kernel, and the tables of a worker that carries out the manager's plans. Each
+    call is made to both, and their answers must be equal.
+    """
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        pick = self.random.choice
-        self.size, window = pick([1, 2, 4]), pick([None, None, 1, 3, 6, 9])
-        self.num_blocks, num_host = pick([8, 12, 20, 40]), pick([0, 0, 6, 12, 40])
+    def __init__(
+        self, size: int, window: int | None, num_blocks: int, num_host: int, longest: int
+    ) -> None:
         if window is None:
-            group = GroupSpec("full_attention", self.size)
+            group = GroupSpec("full_attention", size)
         else:
-            group = GroupSpec("sliding_window", self.size, {"window": window})
+            group = GroupSpec("sliding_window", size, {"window": window})
         self.manager = KVCacheManager.for_groups(
             [group],
-            self.num_blocks,
-            LONGEST,
+            num_blocks,
+            longest,
             num_host_blocks=num_host,
             num_preallocate_tokens=0,
             enable_events=True,
         )
+        self.size, self.has_host = size, num_host > 0
         self.events: list[tuple] = []
         self.kernel = kernel.Manager(
-            kernel.Rules(self.size, window), self.num_blocks, num_host or 1, [self.hear]
+            kernel.Rules(size, window), num_blocks, num_host or 1, [self.hear]
         )
-        self.has_host = num_host > 0
         self.requests: dict[int, Request] = {}  # row -> request; its id names the kernel's row
         self.tables: dict[int, list[int]] = {}
-        self.prompts: list[list[int]] = []
-        self.num_requests = self.num_steps = self.num_reported = 0
         self.seen: Counter[str] = Counter()  # what the operations led to
-
-    def run(self, num_operations: int) -> None:
-        operations = ["step"] * 6 + ["free", "free", "fork", "report", "report"]
-        for _ in range(num_operations):
-            getattr(self, self.random.choice(operations))()
-            self.compare()
-
-    def chance(self, one_in: int) -> bool:
-        return self.random.randrange(one_in) == 0
 
     def hear(self, what: str, block) -> None:
         """Record the changes that are events: of the first or last block with its key."""
@@ -86,27 +75,6 @@ class KernelDriver:
     def lowest_free_row(self) -> int:
         return min({*range(len(self.requests) + 1)} - self.requests.keys())
 
-    # Requests --------------------------------------------------------------------------------------
-
-    def request(self, tokens: list[int]) -> Request:
-        self.num_requests += 1
-        return Request(f"r{self.num_requests}", tokens)
-
-    def prompt(self) -> list[int]:
-        """Return an earlier prompt, or a new one that begins like others.
-
-        A prompt that does not fit into the pool begins like no other: the manager would compute it
-        without its hit, which the kernel does not.
-        """
-        if self.prompts and self.chance(3):
-            return list(self.random.choice(self.prompts))
-        length, differs = self.random.randint(1, LONGEST - 4), self.random.choice([0, 3, 9, 17, 99])
-        first = 100 * self.random.randint(1, 3)
-        if length > (self.num_blocks - 1) * self.size:
-            return [1000 + self.num_requests] * length
-        self.prompts.append([i + first * (i >= differs) for i in range(length)])
-        return list(self.prompts[-1])
-
     def can_leave(self, request: Request) -> bool:
         """Whether the kernel swaps the row out as the manager does, which uses pages that hold the
         row's blocks already before it takes others.
@@ -115,32 +83,17 @@ class KernelDriver:
         num_empty = sum(not each.key for each in host.free)
         return num_empty >= len(held) or not any(host.find(each.key) for each in held)
 
-    # Operations ------------------------------------------------------------------------------------
+    # Calls -----------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        # If rows that share blocks left or returned in one step, the manager would move them once.
-        rows, leaving, is_returning = [], [], False
-        for row, request in self.requests.items():
-            is_out = self.is_out(request)
-            is_full = self.row_of(request).num_computed >= LONGEST
-            if self.chance(3) or is_full or (is_out and is_returning):
-                continue
-            if self.has_host and not is_out and not leaving and self.chance(4):
-                leaving += [row] if self.can_leave(request) else []
-                continue
-            is_returning |= is_out
-            rows.append(row)
-        self.random.shuffle(rows)
-        counts, ids = [], []
-        for row in rows:
-            each = self.row_of(self.requests[row])
-            most = min(self.random.choice([1, 1, 4, 9]), LONGEST - each.num_computed)
-            counts.append(self.random.randint(1, most))
-            num_ids = max(each.num_computed + counts[-1] - len(each.chain), 0)
-            ids.append([500 + self.random.randint(0, 1)] * num_ids)
-        prompts = [self.prompt() for _ in range(self.random.choice([0, 1, 1, 2]))]
-        new = [self.request(tokens) for tokens in prompts[: MOST_ROWS - len(self.requests)]]
-        limits = [self.random.choice([1, 5, LONGEST, LONGEST]) for _ in new]
+    def step(self, rows=(), counts=(), ids=(), new=(), limits=(), leaving=()):
+        """Call `step`. If rows that share blocks left or returned in one step, the manager would
+        move them once, which the kernel does not.
+
+        Args:
+            rows, counts, ids: The running rows, and for each the number of tokens and its token ids.
+            new, limits: The new requests, and for each the largest number of tokens.
+            leaving: The rows to swap out.
+        """
         plan = self.manager.step(
             rows,
             counts,
@@ -157,8 +110,16 @@ class KernelDriver:
         )
         for name in ("swap_out", "copy", "swap_in"):
             assert [*map(tuple, getattr(plan, name).tolist())] == getattr(want, name), name
+        self.compare_answers(plan, want, rows, new)
+        self.apply(plan)
+        for row, request in self.requests.items():
+            table = want.tables[request.request_id]
+            assert self.is_out(request) or self.tables[row] == table
+        return plan
+
+    def compare_answers(self, plan, want, rows, new) -> None:
         answers = plan.answers
-        assert answers.rows.rows.tolist() == rows
+        assert answers.rows.rows.tolist() == [*rows]
         found = [answers.swap_out, answers.rows, answers.new]
         starts = [n for each in found for n in each.num_computed_tokens.tolist()]
         statuses = [n for each in found for n in each.status.tolist()]
@@ -167,16 +128,11 @@ class KernelDriver:
             assert row == (self.lowest_free_row() if status == kernel.SERVED else -1)
             if status == kernel.SERVED:
                 self.requests[row] = request
-        self.num_steps += 1
-        self.apply(plan)
         self.seen.update(("served", "wait", "never")[status] for status in statuses)
         self.seen.update(
             copy=len(want.copy), swap_in=len(want.swap_in), hit=sum(starts[-len(new) :])
         )
         self.seen.update(swap_out=len(want.swap_out), replace=len(plan.replace[0]))
-        for row, request in self.requests.items():
-            table = want.tables[request.request_id]
-            assert self.is_out(request) or self.tables[row] == table
 
     def apply(self, plan) -> None:
         for row in plan.clear_rows.tolist():
@@ -187,35 +143,26 @@ class KernelDriver:
         for row, column, block in plan.replace[0].tolist():
             self.tables[row][column] = block
 
-    def fork(self) -> None:
-        parents = [request for request in self.requests.values() if not self.is_out(request)]
-        if not parents or len(self.requests) >= MOST_ROWS:
-            return
-        parent = self.random.choice(parents)
-        each = self.row_of(parent)
-        tokens = (each.chain[: each.num_computed] + [700] * self.random.randint(0, 2))[:LONGEST]
-        child = self.request(tokens)
+    def fork(self, parent: Request, child: Request) -> int:
         row = self.lowest_free_row()
         assert self.manager.fork(parent, child) == row
-        self.kernel.fork(parent.request_id, child.request_id, tokens)
+        self.kernel.fork(parent.request_id, child.request_id, child.token_ids.tolist())
         self.requests[row] = child
+        return row
 
-    def free(self) -> None:
-        if self.requests:
-            request = self.requests.pop(self.random.choice([*self.requests]))
-            self.manager.free(request)
-            self.kernel.free(request.request_id)
+    def free(self, row: int) -> None:
+        request = self.requests.pop(row)
+        self.manager.free(request)
+        self.kernel.free(request.request_id)
 
-    def report(self) -> None:
-        if self.num_reported < self.num_steps:
-            step = self.random.randrange(self.num_reported, self.num_steps)
-            self.num_reported = step + 1
-            self.manager.report(StepReport(step, completed=True))
-            self.kernel.report(step)
+    def report(self, step: int) -> None:
+        self.manager.report(StepReport(step, completed=True))
+        self.kernel.report(step)
 
     # Comparison ------------------------------------------------------------------------------------
 
-    def compare(self) -> None:
+    def compare(self, tokens: list[int]) -> None:
+        """Compare all that a caller sees, including the hit of a request with these tokens."""
         manager, known = self.manager, self.kernel
         check_invariants(manager)
         pools = [(manager.pool, known.device)]
@@ -231,7 +178,6 @@ class KernelDriver:
             if not is_out:
                 blocks = [block.id if block else 0 for block in each.blocks]
                 assert manager.block_ids(request).tolist() == blocks
-        tokens = self.prompt()
         self.compare_cached(tokens)
         self.compare_events()
 
@@ -257,6 +203,93 @@ class KernelDriver:
 
     def hash_of(self, key: tuple) -> bytes:
         return self.manager.cache.hashes(Request("probe", list(key)))[-1].tobytes()
+
+
+class KernelDriver(Comparison):
+    """Makes random calls."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        pick = self.random.choice
+        size, window = pick([1, 2, 4]), pick([None, None, 1, 3, 6, 9])
+        self.num_blocks, num_host = pick([8, 12, 20, 40]), pick([0, 0, 6, 12, 40])
+        super().__init__(size, window, self.num_blocks, num_host, LONGEST)
+        self.prompts: list[list[int]] = []
+        self.num_requests = self.num_steps = self.num_reported = 0
+
+    def run(self, num_operations: int) -> None:
+        operations = [self.random_step] * 6 + [self.random_free] * 2
+        operations += [self.random_fork] + [self.random_report] * 2
+        for _ in range(num_operations):
+            self.random.choice(operations)()
+            self.compare(self.prompt())
+
+    def chance(self, one_in: int) -> bool:
+        return self.random.randrange(one_in) == 0
+
+    def request(self, tokens: list[int]) -> Request:
+        self.num_requests += 1
+        return Request(f"r{self.num_requests}", tokens)
+
+    def prompt(self) -> list[int]:
+        """Return an earlier prompt, or a new one that begins like others.
+
+        A prompt that does not fit into the pool begins like no other: the manager would compute it
+        without its hit, which the kernel does not.
+        """
+        if self.prompts and self.chance(3):
+            return list(self.random.choice(self.prompts))
+        length, differs = self.random.randint(1, LONGEST - 4), self.random.choice([0, 3, 9, 17, 99])
+        first = 100 * self.random.randint(1, 3)
+        if length > (self.num_blocks - 1) * self.size:
+            return [1000 + self.num_requests] * length
+        self.prompts.append([i + first * (i >= differs) for i in range(length)])
+        return list(self.prompts[-1])
+
+    def random_step(self) -> None:
+        rows, leaving, is_returning = [], [], False
+        for row, request in self.requests.items():
+            is_out = self.is_out(request)
+            is_full = self.row_of(request).num_computed >= LONGEST
+            if self.chance(3) or is_full or (is_out and is_returning):
+                continue
+            if self.has_host and not is_out and not leaving and self.chance(4):
+                leaving += [row] if self.can_leave(request) else []
+                continue
+            is_returning |= is_out
+            rows.append(row)
+        self.random.shuffle(rows)
+        counts, ids = [], []
+        for row in rows:
+            each = self.row_of(self.requests[row])
+            most = min(self.random.choice([1, 1, 4, 9]), LONGEST - each.num_computed)
+            counts.append(self.random.randint(1, most))
+            num_ids = max(each.num_computed + counts[-1] - len(each.chain), 0)
+            ids.append([500 + self.random.randint(0, 1)] * num_ids)
+        prompts = [self.prompt() for _ in range(self.random.choice([0, 1, 1, 2]))]
+        new = [self.request(tokens) for tokens in prompts[: MOST_ROWS - len(self.requests)]]
+        limits = [self.random.choice([1, 5, LONGEST, LONGEST]) for _ in new]
+        self.step(rows, counts, ids, new, limits, leaving)
+        self.num_steps += 1
+
+    def random_fork(self) -> None:
+        parents = [request for request in self.requests.values() if not self.is_out(request)]
+        if not parents or len(self.requests) >= MOST_ROWS:
+            return
+        parent = self.random.choice(parents)
+        each = self.row_of(parent)
+        tokens = (each.chain[: each.num_computed] + [700] * self.random.randint(0, 2))[:LONGEST]
+        self.fork(parent, self.request(tokens))
+
+    def random_free(self) -> None:
+        if self.requests:
+            self.free(self.random.choice([*self.requests]))
+
+    def random_report(self) -> None:
+        if self.num_reported < self.num_steps:
+            step = self.random.randrange(self.num_reported, self.num_steps)
+            self.num_reported = step + 1
+            self.report(step)
 
 
 def drive(seed: int, num_operations: int = OPERATIONS_PER_SEED) -> Counter[str]:
