@@ -1,0 +1,903 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes every sequence of calls to small managers, up to a depth, and checks what each page holds.
+
+    python -m tests.simulator.small_worlds 600           # 600 s for all worlds together
+    python -m tests.simulator.small_worlds 60 full/swap  # 60 s for this world
+
+A world is a manager with 5 or 6 blocks, at most three requests, and a set of calls. States are visited
+breadth first. The native manager cannot be copied, so a state is the sequence of calls that leads to
+it, and each new call is made to a fresh manager after this sequence. A simulated worker carries out
+the plans. The content of a token is the number of what its KV depends on: its adapter, all tokens up
+to it, and the weights that computed them. After each call, all that rows and later hits can read must
+hold the content of their tokens, events must add up to what is cached, and all blocks must be free
+once every request is freed. Where `docs/kernel_in_200_lines.py` has the group and the calls, it makes
+the same calls, and all ids and answers are compared as well.
+
+Two sequences lead to equal states if their keys (`Run.key`) are equal. A key contains, for rows in
+their order, what the caller knows of them and their blocks; the reference count, hash and content of
+each block; the order in which free blocks are taken, found by taking them; and the worker's tables.
+Blocks are named in the order in which they occur in the key, and requests by their content, because
+ids and names decide nothing. Rows are not renamed: the order of rows decides. What steps in flight
+would undo is not visible; until they are reported, a key is that of the last state without such steps
+and all calls since. To test keys, some states are expanded again along another sequence, and the
+calls must lead to the same states.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import combinations
+from typing import Any
+
+from kvcache import Admit, KVCacheManager, Request, Status, StepReport
+from kvcache.allocator import RequestState, check_invariants
+from kvcache.events import AllBlocksCleared, BlockStored
+from tests.machinery.group_mixes import (
+    CROSS,
+    ENCODER,
+    FULL,
+    RECURRENT,
+    RECURRENT_1,
+    STATE,
+    TOKENS,
+    Kind,
+    ModelGroup,
+    chunked_of,
+    state_column,
+    window_of,
+)
+from tests.machinery.kernel_driver import Comparison
+
+LONGEST, SIZE, NUM_HOST = 8, 2, 5
+BAD = -1  # content that must never be read
+ADAPTER = ("adapter", "/adapter")
+ALL = LONGEST
+Move = tuple  # name of a call and its arguments
+
+
+@dataclass(frozen=True)
+class Prompt:
+    tokens: tuple[int, ...]
+    options: dict = field(default_factory=dict)  # of `Request`
+
+
+LONG = (0, 1, 2, 3, 4)
+PROMPTS = {
+    "long": Prompt(LONG),
+    "short": Prompt((0, 1, 7)),  # shares a block with the long prompt
+    "encoder": Prompt((0, 1, 2), {"num_encoder_tokens": 3}),
+    "adapter": Prompt(LONG, {"lora": ADAPTER}),
+    "private": Prompt(LONG, {"write_cache": False}),
+    "computed": Prompt(LONG, {"read_cache": False}),
+}
+CALLS = {
+    "share": "new run all mix fork free",
+    "drafts": "new run draft reject ahead fork free",
+    "swap": "new run leave exchange fork free report",
+    "fail": "new run all abort lose free report",
+    "torn": "new run leave abort free report",
+    "cache": "new run free evict reset epoch",
+    "direct": "admit extend reject_alone free",
+}
+KINDS = {
+    "full": FULL,
+    "window": window_of(3),
+    "chunked": chunked_of(3),
+    "recurrent": RECURRENT,
+    "cross": CROSS,
+}
+
+
+@dataclass(frozen=True)
+class World:
+    kinds: tuple[str, ...]
+    calls: str  # a name in CALLS
+    size: int = SIZE
+    hash_size: int | None = None
+    prefixes: dict[bytes, tuple] = field(default_factory=dict)  # hash -> (adapter, tokens)
+    hashed: set[tuple] = field(default_factory=set)  # (adapter, tokens) whose hashes are known
+    numbers: dict[tuple, int] = field(default_factory=dict)  # content -> its number
+
+    @property
+    def name(self) -> str:
+        return "+".join(self.kinds) + (f"/{self.size}" * bool(self.hash_size)) + f"/{self.calls}"
+
+    def kind(self, name: str) -> Kind:
+        return RECURRENT_1 if name == "recurrent" and self.calls == "drafts" else KINDS[name]
+
+    @property
+    def groups(self) -> list[ModelGroup]:
+        return [self.kind(name).model(self.size) for name in self.kinds]
+
+    @property
+    def has_state(self) -> bool:
+        return "recurrent" in self.kinds
+
+    @property
+    def num_host(self) -> int:
+        return NUM_HOST if self.calls in ("swap", "torn") else 0
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        names = ("long", "short") + ("encoder",) * ("cross" in self.kinds)
+        return names + ("adapter", "private", "computed") * (self.calls == "cache")
+
+    @property
+    def num_blocks(self) -> int:  # including the null block
+        return 6 if len(self.kinds) == 1 else 7
+
+    @property
+    def reports(self) -> bool:  # otherwise, each step is reported at once
+        return "report" in CALLS[self.calls].split()
+
+    @property
+    def has_kernel(self) -> bool:
+        of_kernel = self.kinds in (("full",), ("window",)) and self.hash_size is None
+        return of_kernel and self.calls in ("share", "swap")
+
+    def caller(self) -> Plain | Comparison:
+        if self.has_kernel:
+            window = 3 if self.kinds == ("window",) else None
+            return Comparison(self.size, window, self.num_blocks, self.num_host, LONGEST)
+        return Plain(self)
+
+    def number(self, content: tuple) -> int:
+        return self.numbers.setdefault(content, len(self.numbers) + 1)
+
+    def note_hashes(self, manager: KVCacheManager, adapter: Any, tokens: tuple) -> None:
+        if (adapter, tokens) not in self.hashed:
+            self.hashed.add((adapter, tokens))
+            hashes = manager.cache.hashes(Request("probe", tokens, lora=adapter))
+            for i, each in enumerate(hashes):
+                n = (i + 1) * manager.cache.hash_block_size
+                self.prefixes[each.tobytes()] = (adapter, tokens[:n])
+
+
+def all_worlds() -> list[World]:
+    """Return each kind and each pair of kinds with each set of calls, and blocks with parts."""
+    mixes = [(name,) for name in KINDS] + [*combinations(KINDS, 2)]
+    found = [World(kinds, calls) for calls in CALLS for kinds in mixes]
+    found += [World(("full",), calls, 4, 2) for calls in CALLS]
+    found += [World(("full", "window"), calls, 4, 2) for calls in ("share", "drafts", "cache")]
+    # Without a plan, nothing copies states.
+    return [each for each in found if each.calls != "direct" or not each.has_state]
+
+
+class Plain:
+    """Makes calls to a manager, with the names and arguments of `Comparison`."""
+
+    def __init__(self, world: World) -> None:
+        self.manager = KVCacheManager.for_groups(
+            [world.kind(name).spec(world.size) for name in world.kinds],
+            world.num_blocks,
+            LONGEST,
+            num_host_blocks=world.num_host,
+            num_preallocate_tokens=0,
+            hash_block_size=world.hash_size,
+            fence_frees=world.calls == "fail",
+            enable_events=True,
+            prefault=False,
+        )
+        self.requests: dict[int, Request] = {}
+
+    def step(self, rows=(), counts=(), ids=(), new=(), limits=(), leaving=(), rejected=0, ahead=0):
+        plan = self.manager.step(
+            rows,
+            counts,
+            new=[Admit(request, limit) for request, limit in zip(new, limits)],
+            token_ids=[token for each in ids for token in each],
+            num_token_ids=[len(each) for each in ids],
+            num_rejected_tokens=[rejected] * len(rows),
+            num_lookahead_tokens=ahead,
+            swap_out=leaving,
+        )
+        for request, row in zip(new, plan.answers.new.rows.tolist()):
+            if row >= 0:
+                self.requests[row] = request
+        return plan
+
+    def fork(self, parent: Request, child: Request) -> int:
+        row = self.manager.fork(parent, child)
+        self.requests[row] = child
+        return row
+
+    def free(self, row: int) -> None:
+        self.manager.free(self.requests.pop(row))
+
+    def report(self, step: int) -> None:
+        self.manager.report(StepReport(step, completed=True))
+
+    def admit(self, request: Request) -> tuple | None:
+        """Return the row, its hit and pages to copy, or None if the request does not fit."""
+        hit = self.manager.cache.find_prefix(request)
+        if self.manager.admit(request, hit) is None:
+            return None
+        row = self.manager.row(request)
+        self.requests[row] = request
+        return row, hit.num_tokens, self.manager.take_copies().tolist()
+
+
+@dataclass
+class Running:
+    """What the caller knows of a request."""
+
+    name: str
+    prompt: str  # a name in PROMPTS, whose options the request has
+    tokens: tuple[int, ...]  # all that it will have, unless a draft is rejected
+    known: int  # number of tokens that the manager knows
+    computed: int
+    epochs: tuple[int, ...] = ()  # of each computed token: the weights that computed it
+    sure: int = 0  # later tokens are drafts
+    drafts: int = 0  # computed tokens that may be rejected
+    is_out: bool = False
+    encoder: int = 0  # number of its encoder's content; 0: none
+
+
+def request_of(name: str, prompt: str) -> Request:
+    return Request(name, PROMPTS[prompt].tokens, **PROMPTS[prompt].options)
+
+
+def rejecting(each: Running) -> tuple[int, ...]:
+    """Return the request's tokens if another token than its draft is sampled."""
+    return (*each.tokens[: each.known], 90 + each.known, *each.tokens[each.known + 1 :])
+
+
+def copied(tables: dict[int, list[list[int]]]) -> dict[int, list[list[int]]]:
+    return {row: [[*each] for each in table] for row, table in tables.items()}
+
+
+@dataclass
+class Run:
+    """A manager after some calls, and a simulated worker."""
+
+    world: World
+    caller: Any
+    calls: list[Callable] = field(default_factory=list)
+    pages: dict[int, tuple] = field(default_factory=dict)
+    host: dict[int, tuple] = field(default_factory=dict)
+    tables: dict[int, list[list[int]]] = field(default_factory=dict)
+    rows: dict[int, Running] = field(default_factory=dict)
+    flight: dict[int, tuple] = field(default_factory=dict)  # step -> pages, host, tables, reads
+    epoch: int = 0
+    count: int = 0  # of requests
+    num_steps: int = 0
+
+    def branch(self) -> Run:
+        """Return a copy with a manager of its own."""
+        caller = self.world.caller()
+        for call in self.calls:
+            call(caller)
+        return replace(
+            self,
+            caller=caller,
+            calls=[*self.calls],
+            pages={**self.pages},
+            host={**self.host},
+            tables=copied(self.tables),
+            rows={row: replace(each) for row, each in self.rows.items()},
+            flight={**self.flight},
+        )
+
+    @property
+    def manager(self) -> KVCacheManager:
+        return self.caller.manager
+
+    def call(self, call: Callable) -> Any:
+        """Make a call that a branch repeats. It gets the caller."""
+        self.calls.append(call)
+        return call(self.caller)
+
+    # Moves -----------------------------------------------------------------------------------------
+
+    def moves(self) -> Iterator[Move]:
+        """List the calls that are valid now."""
+        rows = dict(sorted(self.rows.items()))
+        here = [row for row in rows if not rows[row].is_out]
+        can_run = [row for row in rows if self.next_tokens(row)[1]]
+        prompts = self.world.prompts if len(rows) < 2 else ()
+        can_all = len(can_run) > 1 and len(rows) - len(here) <= 1
+        can_leave = [row for row in here if self.can_leave(row)]
+        drafting = [row for row in can_run if self.next_tokens(row, draft=1)[1]]
+        tellable = [r for r in here if not rows[r].drafts and rows[r].computed <= rows[r].known]
+        ends = ["first", "last"][: len(self.flight)]  # of the steps in flight
+        arguments = {
+            "new": [(p, n) for p in prompts for n in ((ALL, 2) if p == "long" else (ALL,))],
+            "run": [(row,) for row in can_run],
+            "all": [()] * can_all,
+            "mix": [(p,) for p in prompts if can_run],
+            "draft": [(row,) for row in drafting],
+            "reject": [(row,) for row in can_run if rows[row].drafts],
+            "ahead": [(row,) for row in can_run],
+            "fork": [(row,) for row in tellable if len(rows) < 3 and rows[row].computed < LONGEST],
+            "free": [(row,) for row in rows],
+            "leave": [(row,) for row in can_leave],
+            "exchange": [(row, p) for row in can_leave for p in prompts],
+            "report": [(end,) for end in ends],
+            "abort": [(end, how) for end in ends for how in ("lost", "torn")],
+            "lose": [(row, *each) for row in here for each in self.ends_of(row)],
+            "evict": [(0,), (1,)],
+            "reset": [()],
+            "epoch": [()] * (self.epoch < 2),
+            "admit": [(p,) for p in prompts],
+            "extend": [(row, 0, ahead) for row in can_run for ahead in (0, 2)]
+            + [(row, 1, 0) for row in drafting],
+            "reject_alone": [(row,) for row in rows if rows[row].drafts],
+        }
+        for name in CALLS[self.world.calls].split():
+            yield from ((name, *each) for each in arguments[name])
+
+    def ends_of(self, row: int) -> set[tuple[int, int]]:
+        """Return (group, column) of the first and the last page that the row has in each group."""
+        held = [[i for i, page in enumerate(each) if page] for each in self.blocks(row)]
+        return {(g, i) for g, each in enumerate(held) if each for i in (each[0], each[-1])}
+
+    def next_tokens(self, row: int, draft: int = 0, rejected: int = 0) -> tuple[list[int], int]:
+        """Return the ids to tell, and how many tokens to compute, 0 if there is no room."""
+        each = self.rows[row]
+        start, known = each.computed - rejected, each.known
+        if start >= known:  # drafts are accepted or rejected, and one more token is sampled
+            known = start + 1
+        count = known - start + draft
+        tokens = rejecting(each) if rejected else each.tokens
+        return [*tokens[each.known : known]], count if start + count <= LONGEST else 0
+
+    def can_leave(self, row: int) -> bool:
+        each = self.rows[row]
+        if not each.computed or (each.drafts and self.world.has_state):
+            return False
+        return not self.world.has_kernel or self.caller.can_leave(self.caller.requests[row])
+
+    def do(self, move: Move) -> None:
+        getattr(self, f"do_{move[0]}")(*move[1:])
+        if self.world.calls == "direct" and not self.world.hash_size:
+            # Without plans, nothing says when a page is fresh.
+            ids = range(1, self.world.num_blocks)
+            refs, groups = self.manager.pool.ref_counts(ids), self.manager.cache.hashes_of(ids)[1]
+            for page, is_held, g in zip(ids, refs, groups):
+                if not is_held and g < 0:
+                    self.pages.pop(page, None)
+
+    def do_new(self, prompt: str, limit: int) -> None:
+        self.step(new=(prompt, limit))
+
+    def do_run(self, row: int) -> None:
+        self.step([row])
+
+    def do_all(self) -> None:
+        self.step(sorted(self.rows))
+
+    def do_mix(self, prompt: str) -> None:
+        self.step([row for row in sorted(self.rows) if self.next_tokens(row)[1]], new=(prompt, ALL))
+
+    def do_draft(self, row: int) -> None:
+        self.step([row], draft=1)
+
+    def do_reject(self, row: int) -> None:
+        self.step([row], rejected=1)
+
+    def do_ahead(self, row: int) -> None:
+        self.step([row], ahead=2)
+
+    def do_leave(self, row: int) -> None:
+        self.step(leaving=[row])
+
+    def do_exchange(self, row: int, prompt: str) -> None:
+        self.step(leaving=[row], new=(prompt, ALL))
+
+    def do_fork(self, row: int) -> None:
+        parent, name = self.rows[row], self.next_name()
+        n = parent.computed
+        tokens = parent.tokens[:n] + tuple(50 + token for token in parent.tokens[n:])
+        options = PROMPTS[parent.prompt].options
+
+        def call(caller):
+            child = Request(name, tokens[: n + 1], **options)
+            return caller.fork(caller.requests[row], child)
+
+        child = self.call(call)
+        self.rows[child] = replace(parent, name=name, tokens=tokens, known=n + 1)
+        self.tables.setdefault(child, [[] for _ in self.world.kinds])  # until the next plan
+
+    def do_free(self, row: int) -> None:
+        self.call(lambda caller: caller.free(row))
+        del self.rows[row]
+
+    def at(self, end: str) -> int:
+        return min(self.flight) if end == "first" else max(self.flight)
+
+    def do_report(self, end: str) -> None:
+        step = self.at(end)
+        self.call(lambda caller: caller.report(step))
+        self.flight = {each: kept for each, kept in self.flight.items() if each > step}
+
+    def do_abort(self, end: str, how: str) -> None:
+        """Abort a step and all later ones. Their writes are not made, or are garbage."""
+        step = self.at(end)
+        pages, host, tables, _ = self.flight[step]
+        if how == "lost":
+            self.pages, self.host, self.tables = {**pages}, {**host}, copied(tables)
+        for now, before in ((self.pages, pages), (self.host, host)):
+            for page, slots in now.items():
+                kept = before.get(page, (0,) * self.world.size)
+                now[page] = tuple(x if x == y else BAD for x, y in zip(slots, kept))
+        report = StepReport(step, completed=False)
+        self.restart(self.call(lambda caller: caller.manager.report(report)))
+        self.flight = {each: kept for each, kept in self.flight.items() if each < step}
+        for row, each in self.rows.items():
+            state = self.manager.state(self.caller.requests[row])
+            each.is_out = state is RequestState.SWAPPED_OUT
+
+    def do_lose(self, row: int, group: int, column: int) -> None:
+        page = self.blocks(row)[group][column]
+        self.pages[page] = (BAD,) * self.world.size
+        self.restart(self.call(lambda caller: caller.manager.invalidate([page])))
+
+    def do_evict(self, i: int) -> None:
+        hashes = self.manager.cache.hashes(Request("probe", LONG))
+        page = self.manager.cache.find(hashes).device[i : i + 1].tolist()
+        if page and page[0] > 0:
+            self.call(lambda caller: caller.manager.cache.evict(page))
+
+    def do_reset(self) -> None:
+        assert self.call(lambda caller: caller.manager.cache.reset()) or self.rows
+
+    def do_epoch(self) -> None:
+        self.epoch += 1
+        version = f"version {self.epoch}"
+        self.call(lambda caller: caller.manager.cache.start_epoch(version))
+
+    def do_admit(self, prompt: str) -> None:
+        name = self.next_name()
+        found = self.call(lambda caller: caller.admit(request_of(name, prompt)))
+        if found is not None:
+            row, hit, copies = found
+            self.pages.update([(to, self.slots(page)) for page, to in copies])
+            n = len(PROMPTS[prompt].tokens) - hit
+            self.compute([self.admitted(row, name, prompt, hit, n)])
+
+    def do_extend(self, row: int, draft: int, ahead: int) -> None:
+        ids, count = self.next_tokens(row, draft)
+
+        def call(caller):
+            request = caller.requests[row]
+            request.append_tokens(ids)
+            return caller.manager.extend(request, count, ahead)
+
+        each, fits = self.rows[row], self.call(call) is not None
+        each.known += len(ids)
+        each.drafts = 0  # they are known
+        if fits:
+            self.compute([(row, each.computed, count)])
+
+    def do_reject_alone(self, row: int) -> None:
+        self.call(lambda caller: caller.manager.reject_tokens(caller.requests[row], 1))
+        each = self.rows[row]
+        each.tokens, each.computed, each.drafts = rejecting(each), each.computed - 1, 0
+        each.epochs = each.epochs[:-1]
+
+    # Steps -----------------------------------------------------------------------------------------
+
+    def next_name(self) -> str:
+        self.count += 1
+        return f"r{self.count}"
+
+    def step(self, rows=(), new=None, leaving=(), draft=0, rejected=0, ahead=0) -> None:
+        """Make a step, and carry out its plan. `new`: the prompt of a request, and its limit."""
+        told = [self.next_tokens(row, draft, rejected) for row in rows]
+        ids, counts = [each for each, _ in told], [each for _, each in told]
+        options = {} if self.world.has_kernel else {"rejected": rejected, "ahead": ahead}
+        name, (prompt, limit) = self.next_name(), new or ("", 0)
+
+        def call(caller):
+            requests = [request_of(name, prompt)] if new else []
+            return caller.step(rows, counts, ids, requests, [limit], leaving, **options)
+
+        plan, before = self.call(call), ({**self.pages}, {**self.host}, copied(self.tables), set())
+        self.flight[plan.step_id] = before
+        self.carry_out(plan)
+        answers = plan.answers
+        for row, status in zip(leaving, answers.swap_out.status):
+            self.rows[row].is_out = status == Status.SERVED
+        jobs = []
+        found = zip(rows, answers.rows.status, answers.rows.num_computed_tokens.tolist())
+        for (row, status, start), new_ids, n in zip(found, ids, counts):
+            if status == Status.SERVED:
+                each = self.rows[row]
+                each.tokens = rejecting(each) if rejected else each.tokens
+                each.known += len(new_ids)
+                jobs.append((row, start, n))
+        found = (answers.new.rows, answers.new.num_computed_tokens, answers.new.num_tokens)
+        for row, hit, n in zip(*(each.tolist() for each in found)):
+            if row >= 0:
+                jobs.append(self.admitted(row, name, prompt, hit, n))
+        for row, each in self.rows.items():
+            assert each.is_out or self.tables[row] == self.blocks(row), "a worker's table differs"
+        self.compute(jobs)
+        if not self.world.reports:
+            self.do_report("last")
+        elif self.is_quiet():  # a report would have no effect
+            self.flight.clear()
+
+    def admitted(self, row: int, name: str, prompt: str, hit: int, n: int) -> tuple:
+        """Note a new request with a hit. Return its job."""
+        tokens = PROMPTS[prompt].tokens
+        all_tokens = tokens + tuple(range(10 + len(tokens), 10 + LONGEST + 1))
+        serial = self.count % 3 + 1 if prompt == "encoder" else 0
+        each = Running(name, prompt, all_tokens, len(tokens), hit, (self.epoch,) * hit)
+        each.encoder, each.sure = serial, hit
+        self.rows[row] = each
+        return row, hit, n
+
+    def compute(self, jobs: list[tuple[int, int, int]]) -> None:
+        """Compute tokens of rows, as (row, first token, number of tokens)."""
+        for row, start, n in jobs:
+            each = self.rows[row]
+            each.sure = min(max(each.known, start + 1), start + n) if n else min(each.sure, start)
+            self.check_reads(row, start, start)
+        for row, start, n in jobs:
+            each = self.rows[row]
+            each.computed, each.is_out = start + n, False
+            each.drafts = each.computed - each.sure
+            each.epochs = each.epochs[:start] + (self.epoch,) * n
+            for cell in self.encoder_cells(row) if start == 0 else ():
+                self.write(*cell)
+            for group, blocks in zip(self.world.groups, self.blocks(row)):
+                for i in range(start, start + n) if group.pages != ENCODER else ():
+                    is_state = group.pages == STATE
+                    column = (
+                        state_column(group, i + 1, each.sure) if is_state else i // group.block_size
+                    )
+                    slot = 0 if is_state else i % group.block_size
+                    assert blocks[column], f"row {row} writes token {i} to the null page"
+                    self.write(blocks[column], slot, self.content(each, i))
+        for row, start, n in jobs:
+            self.check_reads(row, start, start + n)
+
+    def carry_out(self, plan) -> None:
+        """Carry out a plan's sections in their order."""
+        pages, size = self.pages, self.world.size
+        lists = plan.copy[:, 1], plan.zero, plan.fresh, plan.swap_in[:, 1]
+        written = [page for each in lists for page in each.tolist()]
+        assert len(written) == len(set(written)), "a page is written twice"
+        served = [row for row, n in zip(plan.rows.tolist(), plan.num_tokens.tolist()) if n]
+        reads = set().union(*(each[3] for each in self.flight.values()))
+        assert self.world.calls != "fail" or not reads & set(written), "a step in flight reads it"
+        empty = (0,) * size
+        for page, to in plan.swap_out.tolist():
+            self.host[to] = pages.get(page, empty)
+        pages.update([(to, pages.get(page, empty)) for page, to in plan.copy.tolist()])
+        pages.update(dict.fromkeys([*plan.zero.tolist(), *plan.fresh.tolist()], empty))
+        pages.update([(to, self.host.get(page, empty)) for page, to in plan.swap_in.tolist()])
+        for row in plan.clear_rows.tolist():
+            self.tables[row] = [[] for _ in self.world.kinds]
+        for g in range(len(self.world.kinds)):
+            splits, ids = plan.append_splits[g].tolist(), plan.append_ids[g].tolist()
+            for i, row in enumerate(plan.append_rows.tolist()):
+                self.tables[row][g] += ids[splits[i] : splits[i + 1]]
+            for row, column, page in plan.replace[g].tolist():
+                self.tables[row][g][column] = page
+        now = self.flight[plan.step_id][3]
+        now.update(*(each for row in served for each in self.tables[row]))
+        now.update(plan.copy[:, 0].tolist(), plan.swap_out[:, 0].tolist())
+
+    def write(self, page: int, slot: int, content: int) -> None:
+        slots = self.slots(page)
+        self.pages[page] = (*slots[:slot], content, *slots[slot + 1 :])
+
+    def slots(self, page: int) -> tuple:
+        return self.pages.get(page, (0,) * self.world.size)
+
+    def restart(self, affected: dict[str, int]) -> None:
+        """Note where rows continue after an abort or a loss."""
+        for each in self.rows.values():
+            if each.name in affected:
+                n = affected[each.name]
+                each.computed, each.sure, each.drafts, each.epochs = n, n, 0, (self.epoch,) * n
+
+    # Contents --------------------------------------------------------------------------------------
+
+    def content(self, each: Running, i: int) -> int:
+        adapter = PROMPTS[each.prompt].options.get("lora")
+        return self.world.number((adapter, each.tokens[: i + 1], each.epochs[: i + 1]))
+
+    def blocks(self, row: int) -> list[list[int]]:
+        request = self.caller.requests[row]
+        return [self.manager.block_ids(request, g).tolist() for g in range(len(self.world.kinds))]
+
+    def encoder_cells(self, row: int) -> Iterator[tuple[int, int, int]]:
+        """List (page, slot, content) of what the row's encoder has written."""
+        each = self.rows[row]
+        for group, blocks in zip(self.world.groups, self.blocks(row)):
+            if group.pages == ENCODER and each.encoder:
+                for i in range(PROMPTS[each.prompt].options["num_encoder_tokens"]):
+                    size = group.block_size
+                    yield (
+                        blocks[i // size],
+                        i % size,
+                        self.world.number(("encoder", each.encoder, i)),
+                    )
+
+    def check_reads(self, row: int, start: int, stop: int) -> None:
+        """Check what token `start` reads, up to token `stop`, and the row's states."""
+        each = self.rows[row]
+        for group, blocks in zip(self.world.groups, self.blocks(row)):
+            if group.pages == TOKENS:
+                for i in range(group.reads_from(start), stop):
+                    page, slot = blocks[i // group.block_size], i % group.block_size
+                    is_right = page and self.slots(page)[slot] == self.content(each, i)
+                    assert is_right, f"row {row} reads wrong KV of token {i} in page {page}"
+            if group.pages == STATE:
+                for n in range(max(start, stop - each.drafts, 1), stop + 1):
+                    page = blocks[state_column(group, n, max(each.sure, 1))]
+                    is_right = page and self.slots(page)[0] == self.content(each, n - 1)
+                    assert is_right, f"row {row} has a wrong state after {n} tokens in page {page}"
+        for page, slot, content in self.encoder_cells(row) if stop else ():
+            assert page and self.slots(page)[slot] == content, f"row {row}: encoder"
+
+    def check(self) -> None:
+        """Check what rows and hits can read, events, and that no block is held in the end."""
+        manager, world = self.manager, self.world
+        for row, each in self.rows.items():
+            is_out = manager.state(self.caller.requests[row]) is RequestState.SWAPPED_OUT
+            assert is_out == each.is_out
+            assert manager.num_computed_tokens(self.caller.requests[row]) == each.computed
+            adapter = PROMPTS[each.prompt].options.get("lora")
+            world.note_hashes(manager, adapter, each.tokens[:LONGEST])
+            if not is_out:
+                self.check_reads(row, each.computed - each.drafts, each.computed)
+        cached = set()
+        for medium, pool, pages in self.tiers():
+            hashes, groups = manager.cache.hashes_of(range(1, pool.num_blocks), medium)
+            for page, (found, g) in enumerate(zip(hashes, groups.tolist()), 1):
+                if g >= 0:
+                    cached.add((medium, g, found.tobytes()))
+                    self.check_cached(world.groups[g], g, found.tobytes(), pages[page])
+        if world.has_kernel:
+            self.caller.compare([*LONG, 15, 16, 17])
+        else:
+            check_invariants(manager)
+            assert cached == self.cached_by_events(), "events do not add up to what is cached"
+
+    def tiers(self) -> list[tuple]:
+        found = [("gpu", self.manager.pool, self.pages)]
+        return found + [("cpu", self.manager.host_pool, self.host)] * bool(self.world.num_host)
+
+    def check_cached(self, group: ModelGroup, g: int, found: bytes, slots: tuple) -> None:
+        adapter, tokens = self.world.prefixes[found]
+        n, epochs = len(tokens), (self.epoch,) * len(tokens)
+        first = n - 1 if group.pages == STATE else (n - 1) // group.block_size * group.block_size
+        for i in range(first, n):
+            want = self.world.number((adapter, tokens[: i + 1], epochs[: i + 1]))
+            slot = 0 if group.pages == STATE else i % group.block_size
+            assert slots[slot] == want, f"group {g} caches wrong KV of token {i} of {tokens}"
+
+    def cached_by_events(self) -> set[tuple]:
+        view: set[tuple] = set()
+        for event in self.manager.cache.drain_events():
+            if isinstance(event, AllBlocksCleared):
+                view = {each for each in view if each[0] != event.medium}
+                continue
+            hashes = [each.tobytes() for each in event.block_hashes]
+            named = {(event.medium, event.group, each) for each in hashes}
+            is_stored = isinstance(event, BlockStored)
+            assert not named & view if is_stored else named <= view
+            view = view | named if is_stored else view - named
+        return view
+
+    # Keys ------------------------------------------------------------------------------------------
+
+    def is_quiet(self) -> bool:
+        """Whether no later call depends on steps in flight."""
+        can_abort = self.world.calls in ("fail", "torn")
+        return not self.flight if can_abort else self.manager.pool.num_loading == 0
+
+    def key(self, moves: tuple[Move, ...], base: tuple[bytes, int]) -> tuple[bytes, int]:
+        """Return the digest of the state, and the number of calls up to the last quiet state.
+        `base`: the same of the state before the last of `moves`. Ends the run.
+        """
+        if self.is_quiet():
+            value, num_moves = self.parts(), len(moves)
+            if value is not None:
+                return blake2b(repr(value).encode(), digest_size=16).digest(), num_moves
+        since = repr((base[0], moves[base[1] :]))
+        return blake2b(since.encode(), digest_size=16).digest(), base[1]
+
+    def parts(self) -> tuple | None:
+        """Return what decides later calls, or None if it is not visible. Ends the run."""
+        manager, names = self.manager, {0: 0}
+
+        def named(table: list[list[int]]) -> list[list[int]]:
+            return [[names.setdefault(page, len(names)) for page in each] for each in table]
+
+        rows = []
+        for row, each in sorted(self.rows.items()):
+            request, blocks = self.caller.requests[row], [] if each.is_out else self.blocks(row)
+            rows.append(
+                (row, replace(each, name=""), manager.cache.is_stale(request), named(blocks))
+            )
+        found = [self.epoch, min(len(self.flight), 2), rows, manager.quiet_until.tolist()]
+        found += [self.count % 3] * ("cross" in self.world.kinds)
+        found += [named([ids]) for ids in self.parts_found()]
+        described = [self.described(*each) for each in self.tiers()]
+        if None in described:
+            return None
+        natives = [(manager._native.pool, names), (manager._native.host, {0: 0})]
+        for (native, known), pages in [*zip(natives, described)][::-1]:  # the host first
+            order = native.allocate(native.num_free)
+            for page in [*order.tolist(), *sorted(pages, key=pages.__getitem__)]:
+                known.setdefault(page, len(known))
+            found.append(sorted((known[page], *each) for page, each in pages.items()))
+            found.append([known[page] for page in order.tolist()])
+            native.release(order)
+        found.append([(row, named(table)) for row, table in sorted(self.tables.items())])
+        return tuple(found)
+
+    def parts_found(self) -> Iterator[list[int]]:
+        """List the hits that end inside a block. Nothing else shows which parts are cached."""
+        for adapter, tokens in sorted(self.world.hashed, key=repr) if self.world.hash_size else ():
+            for n in range(self.world.hash_size, LONGEST, self.world.hash_size):
+                request = Request("probe", tokens, lora=adapter)
+                hit = self.manager.cache.find_prefix(request, max_tokens=n)
+                ids = hit.block_ids if len(self.world.kinds) > 1 else [hit.block_ids]
+                yield [page for each in ids for page in each.tolist()]
+
+    def described(self, medium: str, pool: Any, pages: dict) -> dict[int, tuple] | None:
+        """Return (references, group, hash, whether it is found, content) of each page. None: more than
+        two pages have one hash, and the order in which they are found is not visible.
+        """
+        ids = range(1, pool.num_blocks)
+        hashes, groups = self.manager.cache.hashes_of(ids, medium)
+        found: dict[int, tuple] = {}
+        copies: Counter[tuple] = Counter()
+        for page, refs, each, g in zip(ids, pool.ref_counts(ids).tolist(), hashes, groups.tolist()):
+            name, is_found = each.tobytes() if g >= 0 else b"", False
+            if g >= 0:
+                where = self.manager.cache.find([name], g)
+                is_found = (where.device if medium == "gpu" else where.host)[0] == page
+                copies[g, name] += 1
+            content = pages.get(page) if refs or g >= 0 else None
+            found[page] = (refs, g, name, is_found, repr(content))
+        return None if max(copies.values(), default=0) > 2 else found
+
+    def end(self) -> None:
+        """Check that nothing is held once all steps are reported and all requests are freed."""
+        if self.flight:
+            self.caller.report(max(self.flight))
+        for row in self.rows:
+            self.caller.free(row)
+        check_invariants(self.manager)
+        for _, pool, _ in self.tiers():
+            assert pool.num_free == pool.num_total, "blocks are held in the end"
+
+
+# Exploration -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    name: str
+    depth: int = 0  # all sequences of so many calls were made
+    num_states: int = 1
+    num_sequences: int = 1  # of `depth` calls
+    num_calls: int = 0
+    num_tested: int = 0  # states whose key was tested
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name:28} depth {self.depth:2}  {self.num_states:8,} states  "
+            f"{self.num_sequences:14,} sequences  {self.num_calls:9,} calls  "
+            f"{self.num_tested:5,} keys tested  {self.seconds:6.1f} s"
+        )
+
+
+Place = tuple[tuple[Move, ...], tuple[bytes, int]]  # calls, and what `Run.key` returned
+
+
+def run_of(world: World, moves: tuple[Move, ...]) -> Run:
+    run = Run(world, world.caller())
+    for move in moves:
+        run.do(move)
+    return run
+
+
+def successors(world: World, place: Place) -> Iterator[tuple[Move, Place]]:
+    """Make each valid call after these calls."""
+    moves, base = place
+    run = run_of(world, moves)
+    for move in run.moves():
+        branch, after = run.branch(), (*moves, move)
+        try:
+            branch.do(move)
+            branch.check()
+            key = branch.key(after, base)
+            branch.end()
+        except Exception as error:
+            error.add_note(f"found by replay({world.name!r}, {after!r})")
+            raise
+        yield move, (after, key)
+
+
+def check_key(world: World, key: bytes, first: tuple[Move, ...], second: tuple[Move, ...]) -> None:
+    """Check that the same calls lead from both sequences to equal states."""
+    found: list[dict] = [{}, {}]
+    for _ in range(2):  # at first, prefixes may become known that keys with parts of blocks contain
+        for i, moves in enumerate((first, second)):
+            place = moves, (key, len(moves))
+            found[i] = {move: after[1][0] for move, after in successors(world, place)}
+    assert [*found[0]] == [*found[1]], f"{world.name}: after {first} and {second}, other calls"
+    for move, state in found[0].items():
+        assert state == found[1][move], f"{world.name}: {move} after {first} and {second} differs"
+
+
+def explore(world: World, most_calls: int, seconds: float = 1e9, test_every: int = 100) -> Result:
+    """Visit all states up to the depth that takes at most so many calls or so much time."""
+    result, start = Result(world.name), time.monotonic()
+    place = ((), run_of(world, ()).key((), (b"", 0)))
+    numbers = {place[1][0]: 0}  # key -> number of the state
+    paths, edges, layer = [place[0]], [], [place]
+    branching, rate = 8.0, 0.0
+    while layer:
+        expected = len(layer) * branching
+        left = seconds - (time.monotonic() - start)
+        if result.num_calls + expected > most_calls or expected * rate > left:
+            break
+        calls_before, num_layer, after = result.num_calls, len(layer), []
+        for place in layer:
+            edges.append([])
+            for _, (moves, key) in successors(world, place):
+                result.num_calls += 1
+                number = numbers.setdefault(key[0], len(paths))
+                edges[-1].append(number)
+                if number == len(paths):
+                    paths.append(moves)
+                    after.append((moves, key))
+                elif result.num_calls % test_every == 0:
+                    check_key(world, key[0], paths[number], moves)
+                    result.num_tested += 1
+        layer, result.depth = after, result.depth + 1
+        branching = (result.num_calls - calls_before) / num_layer
+        rate = (time.monotonic() - start) / result.num_calls
+    result.num_states, result.seconds = len(paths), time.monotonic() - start
+    result.num_sequences = count_sequences(edges, result.depth)
+    return result
+
+
+def count_sequences(edges: list[list[int]], depth: int) -> int:
+    ways = Counter({0: 1})
+    for _ in range(depth):
+        after: Counter[int] = Counter()
+        for number, count in ways.items():
+            for other in edges[number]:
+                after[other] += count
+        ways = after
+    return sum(ways.values())
+
+
+def replay(name: str, moves: tuple[Move, ...]) -> None:
+    """Repeat a sequence that failed."""
+    world = next(each for each in all_worlds() if each.name == name)
+    run = run_of(world, moves)
+    run.check()
+    run.key(moves, (b"", 0))
+    run.end()
+
+
+def main(seconds: float, names: list[str]) -> None:
+    worlds = [each for each in all_worlds() if not names or each.name in names]
+    start, results = time.monotonic(), []
+    for i, world in enumerate(worlds):
+        left = seconds - (time.monotonic() - start)
+        results.append(explore(world, sys.maxsize, left / (len(worlds) - i)))
+        print(results[-1], flush=True)
+    total = [sum(getattr(each, f"num_{what}") for each in results) for what in ("states", "calls")]
+    print(f"{len(worlds)} worlds, {total[0]:,} states, {total[1]:,} calls, no difference found")
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), sys.argv[2:])
