@@ -236,6 +236,7 @@ class Running:
     drafts: int = 0  # computed tokens that may be rejected
     is_out: bool = False
     encoder: int = 0  # number of its encoder's content; 0: none
+    has_forked: bool = False
 
 
 def request_of(name: str, prompt: str) -> Request:
@@ -400,6 +401,7 @@ class Run:
             return caller.fork(caller.requests[row], child)
 
         child = self.call(call)
+        parent.has_forked = True  # decides how often its blocks are looked at
         self.rows[child] = replace(parent, name=name, tokens=tokens, known=n + 1)
         self.tables.setdefault(child, [[] for _ in self.world.kinds])  # until the next plan
 
@@ -765,11 +767,11 @@ class Run:
         return None if max(copies.values(), default=0) > 2 else found
 
     def end(self) -> None:
-        """Check that nothing is held once all steps are reported and all requests are freed."""
-        if self.flight:
-            self.caller.report(max(self.flight))
+        """Check that nothing is held once all requests are freed and one more step is reported."""
         for row in self.rows:
             self.caller.free(row)
+        if self.world.reports:
+            self.caller.report(self.caller.step().step_id)
         check_invariants(self.manager)
         for _, pool, _ in self.tiers():
             assert pool.num_free == pool.num_total, "blocks are held in the end"
