@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proves the index mathematics for all sizes within the bounds that the code checks, with Z3:
+
+    python -m tests.machinery.proofs
+
+The functions are read from the sources: C++ is translated to Python statement by statement
+(`translated`), and Python is executed as it is. Both run with `Value`s instead of numbers, once for
+each path. Each operation proves that its result fits its C++ type, so Z3's unbounded integers are
+exact. Division by a known number is replaced by its definition, after the first theorem has shown
+that `FastDivisor` divides. A test compares the translations with compiled code.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from math import prod
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import z3
+
+from kvcache.transfer.plan import fragments, patterns
+from tests.machinery.shared import REPO
+
+LIMIT, TIMEOUT_MS = 2**31, 60_000
+CONVERSIONS = ["int32_t", "uint32_t", "int64_t", "uint64_t"]  # of two types, the later one
+RANGES = dict(zip(CONVERSIONS, [(-(2**31), 2**31), (0, 2**32), (-(2**63), 2**63), (0, 2**64)]))
+_now: Paths  # of the proof that runs
+
+
+class Paths:
+    """Runs a function on all paths, under assumptions."""
+
+    def __init__(self, *assumptions: z3.BoolRef) -> None:
+        self.assumptions, self.num_fresh, self.num_proved = assumptions, 0, 0
+
+    def run(self, function: Callable) -> Iterator[Any]:
+        """Yield the result on each path. `prove` then proves claims about it."""
+        global _now
+        waiting: list[list[bool]] = [[]]
+        while waiting:
+            self.waiting, self.taken, self.at, _now = waiting, waiting.pop(), 0, self
+            self.facts = [*self.assumptions]
+            yield function()
+
+    def refutes(self, claim: z3.BoolRef, facts: list | tuple | None = None) -> bool:
+        facts = [*(self.facts if facts is None else facts), claim]
+        for terms in ([linear(each) for each in facts], facts):
+            solver = z3.Solver()
+            solver.set("timeout", TIMEOUT_MS)
+            solver.add(*terms)
+            if (found := solver.check()) == z3.unsat:
+                return True
+        assert found == z3.sat, f"no proof in time: {claim}"
+        self.counterexample = solver.model()
+        return False
+
+    def branch(self, condition: z3.BoolRef) -> bool:
+        if self.at == len(self.taken):
+            can = [not self.refutes(each) for each in (condition, z3.Not(condition))]
+            if all(can):
+                self.waiting.append([*self.taken, False])
+            self.taken.append(can[0])
+        taken = self.taken[self.at]
+        self.at += 1
+        self.facts.append(condition if taken else z3.Not(condition))
+        return taken
+
+    def prove(self, claim: z3.BoolRef, *lemmas: z3.BoolRef, of: tuple = ()) -> None:
+        """Prove a claim on this path, and keep it as a fact. `lemmas`: instances of `grows`. `of`: the
+        facts to use, because Z3 is slow with many products. Default: all.
+        """
+        assert all(any(each.eq(fact) for fact in self.facts) for each in of)
+        facts = [*(of or self.facts), *lemmas]
+        is_proved = self.refutes(z3.Not(claim), facts)
+        assert is_proved, f"{claim} is false: {self.counterexample}"
+        self.num_proved += 1
+        self.facts.append(claim)
+
+    def fresh(self, name: str = "x") -> z3.ArithRef:
+        self.num_fresh += 1
+        return z3.Int(f"{name}_{self.num_fresh}")
+
+    def quotient(self, n: z3.ArithRef, divisor: z3.ArithRef) -> z3.ArithRef:
+        q = self.fresh("q")
+        self.facts += [q * divisor <= n, n < q * divisor + divisor, q >= 0]
+        return q
+
+
+def linear(term: Any) -> Any:
+    """Replace products of unknowns by unknowns. What follows from the result is also true of the
+    term, and Z3 decides it at once.
+    """
+
+    def replaced(each: Any) -> Any:
+        parts = [replaced(child) for child in each.children()]
+        if z3.is_mul(each):
+            numbers = [part.as_long() for part in parts if z3.is_int_value(part)]
+            unknowns = [str(part) for part in parts if not z3.is_int_value(part)]
+            return prod(numbers) * z3.Int(" * ".join(unknowns))
+        return each.decl()(*parts) if parts else each
+
+    return replaced(z3.simplify(term, som=True, mul_to_power=False))
+
+
+class Condition:
+    """The result of a comparison. Python branches on it."""
+
+    def __init__(self, term: z3.BoolRef) -> None:
+        self.term = term
+
+    def __bool__(self) -> bool:
+        return _now.branch(self.term)
+
+
+class Value:
+    """An integer of a C++ type. Operations prove that they do not leave the type."""
+
+    def __init__(self, term: Any, kind: str = "int64_t") -> None:
+        self.term, self.kind = term, kind
+
+    def _made(self, term: z3.ArithRef, other: Any) -> Value:
+        kinds = {self.kind, getattr(other, "kind", self.kind)}
+        return cast(max(kinds, key=CONVERSIONS.index))(Value(term, ""))
+
+    def __add__(self, other: Any) -> Value:
+        return self._made(self.term + term_of(other), other)
+
+    def __sub__(self, other: Any) -> Value:
+        return self._made(self.term - term_of(other), other)
+
+    def __mul__(self, other: Any) -> Value:
+        return self._made(self.term * term_of(other), other)
+
+    def __truediv__(self, other: Any) -> Value:  # of numbers that are not negative, as in C++
+        _now.prove(z3.And(self.term >= 0, term_of(other) > 0))
+        return self._made(_now.quotient(self.term, term_of(other)), other)
+
+    def __rshift__(self, bits: int) -> Value:
+        return self / 2**bits
+
+    def __radd__(self, other: int) -> Value:
+        return self + other
+
+    def __mod__(self, other: Any) -> Value:
+        return self - (self / other) * other
+
+    def __divmod__(self, other: Any) -> tuple[Value, Value]:
+        quotient = self / other
+        return quotient, self - quotient * other
+
+    def __lt__(self, other: Any) -> Condition:
+        return Condition(self.term < term_of(other))
+
+    def __gt__(self, other: Any) -> Condition:
+        return Condition(self.term > term_of(other))
+
+    def __le__(self, other: Any) -> Condition:
+        return Condition(self.term <= term_of(other))
+
+    def __eq__(self, other: object) -> Condition:  # type: ignore[override]
+        return Condition(self.term == term_of(other))
+
+    def __ne__(self, other: object) -> Condition:  # type: ignore[override]
+        return Condition(self.term != term_of(other))
+
+
+def term_of(value: Any) -> Any:
+    return value.term if isinstance(value, Value) else value
+
+
+def cast(kind: str) -> Callable:
+    """Return the conversion to a C++ type, which must not change the number."""
+    low, high = RANGES[kind]
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, Value):
+            return (int(value) - low) % (high - low) + low
+        if value.kind != kind:
+            _now.prove(z3.And(low <= value.term, value.term < high))
+        return Value(value.term, kind)
+
+    return convert
+
+
+class Divisor:
+    """A `FastDivisor`, which divides according to `division`."""
+
+    def __init__(self, divisor: Any) -> None:
+        self.divisor = Value(divisor, "uint32_t") if isinstance(divisor, z3.ExprRef) else divisor
+
+    def divide(self, n: Any) -> Any:
+        if not isinstance(n, Value):
+            return n // self.divisor
+        _now.prove(z3.And(0 <= n.term, n.term < LIMIT))
+        return Value(_now.quotient(n.term, self.divisor.term), "uint32_t")
+
+
+# Translation -----------------------------------------------------------------------------------------
+
+
+def translated(path: str, name: str, **names: Any) -> Callable:
+    """Translate a C++ function. `names`: the members that it uses."""
+    text = (REPO / path).read_text()
+    found = re.search(rf"\b{name}\(([^()]*)\)(?: const)? \{{", text)
+    assert found, f"{path} has no function {name}"
+    stop, depth = found.end(), 1
+    while depth:
+        depth += {"{": 1, "}": -1}.get(text[stop], 0)
+        stop += 1
+    parameters = [each.split()[-1].lstrip("*&") for each in found[1].split(",")]
+    python = f"def {name}({', '.join(parameters)}):\n" + _statements(text[found.end() : stop - 1])
+    space = {**{kind: cast(kind) for kind in RANGES}, "INT32_MAX": LIMIT - 1, **names}
+    space["like"] = lambda old, new: cast(old.kind)(new) if isinstance(old, Value) else new
+    exec(python, space)
+    return space[name]
+
+
+def _statements(text: str) -> str:
+    text = re.sub(r"//.*", "", text)
+    text = re.sub(r"static_cast<(\w+)>\(", r"\1(", text)
+    text = re.sub(r"\b(u?int\d+_t)\{([^{}]*)\}", r"\1(\2)", text)
+    text = " ".join(re.sub(r"return \{([^{}]*)\}", r"return (\1)", text).split())
+    lines, depth = [], 1
+    for statement, end in re.findall(r"([^;{}]*)([;{}])", text):
+        head = re.match(r"\s*(if|while) \(", statement)
+        rest = statement.strip()
+        if head:
+            close = _closing(statement, head.end())
+            lines.append("  " * depth + f"{head[1]} {_expression(statement[head.end() : close])}:")
+            rest = statement[close + 1 :].strip()
+        depth += end == "{"
+        if rest:
+            lines.append("  " * (depth + (head is not None and end == ";")) + _simple(rest))
+        depth -= end == "}"
+    return "\n".join(lines) + "\n"
+
+
+def _closing(text: str, at: int) -> int:
+    depth = 1
+    while depth:
+        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        at += 1
+    return at - 1
+
+
+def _simple(text: str) -> str:
+    if text.startswith("++"):
+        return f"{text[2:]} = {text[2:]} + 1"
+    if declared := re.match(r"(?:const )?(auto|u?int\d+_t) (\w+) = (.*)", text):
+        kind = "" if declared[1] == "auto" else declared[1]
+        return f"{declared[2]} = {kind}({_expression(declared[3])})"
+    if changed := re.match(r"(\w+) = (.*)", text):
+        return f"{changed[1]} = like({changed[1]}, {_expression(changed[2])})"
+    assert text.startswith("return "), f"not understood: {text}"
+    return f"return {_expression(text[7:])}"
+
+
+def _expression(text: str) -> str:
+    text = re.sub(r"\(([^()?]+) \? ([^()?:]+) : ([^()?:]+)\)", r"((\2) if (\1) else (\3))", text)
+    text = re.sub(r"^([^?]+) \? ([^?:]+) : ([^?:]+)$", r"(\2) if (\1) else (\3)", text)
+    return text.replace("&&", "and").replace("||", "or")
+
+
+# Theorems --------------------------------------------------------------------------------------------
+
+SLOTS, PERMUTE = "csrc/worker/slot_formula.h", "csrc/ops/block_permute.h"
+
+
+def integers(names: str) -> list[Any]:
+    return [z3.Int(name) for name in names.split()]
+
+
+def below(limit: Any, *values: Any, least: int = 0) -> z3.BoolRef:
+    return z3.And(*(z3.And(least <= each, each < limit) for each in values))
+
+
+def grows(x: Any, y: Any, factor: Any) -> z3.BoolRef:
+    """An instance of the lemma of most proofs, which `growth` proves."""
+    return z3.Implies(z3.And(x <= y, factor >= 0), x * factor <= y * factor)
+
+
+def growth() -> int:
+    """Lemma: x <= y and f >= 0 imply x * f <= y * f."""
+    paths = Paths()
+    for _ in paths.run(lambda: None):
+        paths.prove(grows(*integers("x y f")))
+    return paths.num_proved
+
+
+def division() -> int:
+    """FastDivisor: divide(n) = n // d for 1 <= d < 2^31 and 0 <= n < 2^31; its magic has 32 bits."""
+    d, n, q = integers("d n q")
+    paths = Paths(below(LIMIT, d, least=1))
+    make = translated("csrc/worker/fast_divisor.h", "fast_divisor")
+    for divisor, magic, shift in paths.run(lambda: make(Value(d))):
+        m, scale = magic.term, 2**shift
+        paths.prove(z3.And(m * d >= scale, m * d <= scale + d - 1, d - 1 < scale // LIMIT))
+        paths.prove(divisor.term == d)
+        near = paths.facts[-2]
+        given = z3.And(below(LIMIT, n), q * d <= n, n < q * d + d, q >= 0, d >= 1)
+        paths.facts.append(given)
+        excess = n * (m * d) < n * scale + scale  # n * (m * d - scale) < scale
+        some = (grows(n, LIMIT - 1, d - 1), grows(m * d, scale + d - 1, n))
+        paths.prove(excess, *some, of=(near, given))
+        least = n * (m * d) >= n * scale
+        paths.prove(least, grows(scale, m * d, n), of=(near, given))
+        exact = q * scale <= n * m, n * m < (q + 1) * scale
+        paths.prove(exact[0], grows(n * m, q * scale - 1, d), of=(least, given))
+        paths.prove(exact[1], grows((q + 1) * scale, n * m, d), of=(excess, given))
+        paths.facts = [*exact, given, paths.facts[0], below(2**32, m)]
+        names = {"magic": magic, "shift": shift}
+        divide = translated("csrc/worker/fast_divisor.h", "divide", **names)
+        paths.prove(divide(Value(n, "uint32_t")).term == q)
+    return paths.num_proved
+
+
+class Group:
+    """A `TableGroupView` with any block size k * I, interleave I and world size W that are checked."""
+
+    def __init__(self) -> None:
+        self.k, self.i, self.w, self.rank = integers("k I W rank")
+        self.size = self.k * self.i
+        self.width = self.size * self.w
+        positive = below(LIMIT, self.k, self.i, self.w, self.size, self.width, least=1)
+        self.bounds = (positive, below(self.w, self.rank))
+        self.names = {
+            "by_column": Divisor(self.width),
+            "by_interleave": Divisor(self.i),
+            "by_world": Divisor(self.w),
+            "rank": Value(self.rank, "uint32_t"),
+            "block_size": Value(self.size, "int32_t"),
+        }
+
+    def slot(self, block: Any, position: Any) -> Any:
+        """Run `slot`. Return the slot and the column."""
+        columns = []
+
+        class Row:
+            def __getitem__(self, column: Value) -> Value:
+                columns.append(column.term)
+                return Value(block, "int32_t")
+
+        found = translated(SLOTS, "slot", **self.names)(Row(), Value(position, "uint32_t"))
+        return term_of(found), columns
+
+
+def slots_do_not_collide() -> int:
+    """Slots: two tokens of one rank share a slot only in one block, at one offset of its columns; for
+    all block sizes and world sizes with V = block_size * W < 2^31, I | block_size, positions and
+    blocks below 2^31; nothing overflows.
+    """
+    group = Group()
+    p, q, a, b = integers("p q a b")
+    paths = Paths(*group.bounds, below(LIMIT, p, q, a, b))
+    for (one, c1), (two, c2) in paths.run(lambda: (group.slot(a, p), group.slot(b, q))):
+        size, width = group.size, group.width
+        if not (c1 and c2):
+            continue  # one token is on another rank
+        lemmas = grows(a + 1, b, size), grows(b + 1, a, size)
+        paths.prove(z3.Implies(one == two, a == b), *lemmas)
+        paths.prove(z3.Implies(one == two, p - c1[0] * width == q - c2[0] * width))
+    return paths.num_proved
+
+
+THEOREMS = [growth, division, slots_do_not_collide]
+
+
+def main() -> None:
+    for theorem in THEOREMS:
+        start = time.monotonic()
+        num_proved = theorem()
+        text = " ".join((theorem.__doc__ or "").split())
+        print(f"{time.monotonic() - start:6.1f} s, {num_proved:4} claims: {text}")
+
+
+if __name__ == "__main__":
+    main()
