@@ -28,6 +28,7 @@ LIMIT, TIMEOUT_MS = 2**31, 60_000
 CONVERSIONS = ["int32_t", "uint32_t", "int64_t", "uint64_t"]  # of two types, the later one
 RANGES = dict(zip(CONVERSIONS, [(-(2**31), 2**31), (0, 2**32), (-(2**63), 2**63), (0, 2**64)]))
 _now: Paths  # of the proof that runs
+_linear: dict[int, tuple] = {}
 
 
 class Paths:
@@ -45,21 +46,25 @@ class Paths:
             self.facts = [*self.assumptions]
             yield function()
 
-    def refutes(self, claim: z3.BoolRef, facts: list | tuple | None = None) -> bool:
-        facts = [*(self.facts if facts is None else facts), claim]
+    def refutes(self, claim: z3.BoolRef, facts: list, quickly: bool = False) -> bool:
+        """Whether the claim contradicts the facts. `quickly`: False if it is not clear."""
+        facts = [*facts, claim]
         for terms in ([linear(each) for each in facts], facts):
             solver = z3.Solver()
             solver.set("timeout", TIMEOUT_MS)
             solver.add(*terms)
             if (found := solver.check()) == z3.unsat:
                 return True
+            if quickly:
+                return False
         assert found == z3.sat, f"no proof in time: {claim}"
         self.counterexample = solver.model()
         return False
 
     def branch(self, condition: z3.BoolRef) -> bool:
         if self.at == len(self.taken):
-            can = [not self.refutes(each) for each in (condition, z3.Not(condition))]
+            both = condition, z3.Not(condition)
+            can = [not self.refutes(each, self.facts, quickly=True) for each in both]
             if all(can):
                 self.waiting.append([*self.taken, False])
             self.taken.append(can[0])
@@ -85,7 +90,7 @@ class Paths:
 
     def quotient(self, n: z3.ArithRef, divisor: z3.ArithRef) -> z3.ArithRef:
         q = self.fresh("q")
-        self.facts += [q * divisor <= n, n < q * divisor + divisor, q >= 0]
+        self.facts += [q * divisor <= n, n < q * divisor + divisor, q >= 0, q <= n]
         return q
 
 
@@ -102,7 +107,9 @@ def linear(term: Any) -> Any:
             return prod(numbers) * z3.Int(" * ".join(unknowns))
         return each.decl()(*parts) if parts else each
 
-    return replaced(z3.simplify(term, som=True, mul_to_power=False))
+    if term.get_id() not in _linear:  # an id belongs to a term as long as the term exists
+        _linear[term.get_id()] = term, replaced(z3.simplify(term, som=True, mul_to_power=False))
+    return _linear[term.get_id()][1]
 
 
 class Condition:
@@ -186,16 +193,25 @@ def cast(kind: str) -> Callable:
 
 
 class Divisor:
-    """A `FastDivisor`, which divides according to `division`."""
+    """A `FastDivisor`, which divides according to `division`. `near`: numbers with which proofs
+    compare quotients, apart from other quotients. `factors`: what they multiply.
+    """
 
-    def __init__(self, divisor: Any) -> None:
+    def __init__(self, divisor: Any, near: tuple = (), factors: tuple = ()) -> None:
         self.divisor = Value(divisor, "uint32_t") if isinstance(divisor, z3.ExprRef) else divisor
+        self.near, self.factors, self.found = near, factors, []
 
     def divide(self, n: Any) -> Any:
         if not isinstance(n, Value):
             return n // self.divisor
         _now.prove(z3.And(0 <= n.term, n.term < LIMIT))
-        return Value(_now.quotient(n.term, self.divisor.term), "uint32_t")
+        q = _now.quotient(n.term, self.divisor.term)
+        for factor in (self.divisor.term, *self.factors):
+            for x in (*self.near, *self.found, n.term):
+                _now.facts += [grows(q, x, factor), grows(x, q, factor)]
+                _now.facts += [grows(q + 1, x, factor), grows(x + 1, q, factor)]
+        self.found.append(q)
+        return Value(q, "uint32_t")
 
 
 # Translation -----------------------------------------------------------------------------------------
@@ -266,7 +282,8 @@ def _expression(text: str) -> str:
 
 # Theorems --------------------------------------------------------------------------------------------
 
-SLOTS, PERMUTE = "csrc/worker/slot_formula.h", "csrc/ops/block_permute.h"
+SLOTS, TABLES = "csrc/worker/slot_formula.h", "csrc/worker/host_tables.cpp"
+PERMUTE = "csrc/ops/block_permute.h"
 
 
 def integers(names: str) -> list[Any]:
@@ -326,46 +343,125 @@ class Group:
         self.width = self.size * self.w
         positive = below(LIMIT, self.k, self.i, self.w, self.size, self.width, least=1)
         self.bounds = (positive, below(self.w, self.rank))
-        self.names = {
-            "by_column": Divisor(self.width),
-            "by_interleave": Divisor(self.i),
-            "by_world": Divisor(self.w),
+
+    def slot(self, blocks: list, positions: list, near: tuple = ((), (), ())) -> list:
+        """Return (slot, column) of tokens in these blocks at these positions."""
+        by_world = Divisor(self.w, (*near[2], self.k), (self.i,))
+        names = {
+            "by_column": Divisor(self.width, near[0]),
+            "by_interleave": Divisor(self.i, (*near[1], self.k * self.w)),
+            "by_world": by_world,
             "rank": Value(self.rank, "uint32_t"),
             "block_size": Value(self.size, "int32_t"),
         }
-
-    def slot(self, block: Any, position: Any) -> Any:
-        """Run `slot`. Return the slot and the column."""
-        columns = []
-
-        class Row:
-            def __getitem__(self, column: Value) -> Value:
-                columns.append(column.term)
-                return Value(block, "int32_t")
-
-        found = translated(SLOTS, "slot", **self.names)(Row(), Value(position, "uint32_t"))
-        return term_of(found), columns
+        slot, found = translated(SLOTS, "slot", **names), []
+        for block, position in zip(blocks, positions):
+            _now.facts.append(grows(block, LIMIT, self.size))
+            row = Row(Value(block, "int32_t"))
+            found.append((term_of(slot(row, Value(position, "uint32_t"))), row.column))
+        return found
 
 
-def slots_do_not_collide() -> int:
-    """Slots: two tokens of one rank share a slot only in one block, at one offset of its columns; for
-    all block sizes and world sizes with V = block_size * W < 2^31, I | block_size, positions and
-    blocks below 2^31; nothing overflows.
+class Row:
+    """A row of a table that has this block in the column that is read."""
+
+    def __init__(self, block: Value) -> None:
+        self.block, self.column = block, None
+
+    def __getitem__(self, column: Value) -> Value:
+        self.column = column.term
+        return self.block
+
+
+def slots() -> int:
+    """Slots: two tokens share a slot of a rank only in one block and at one offset of its columns, for
+    V = block_size * W < 2^31, I | block_size, positions and blocks below 2^31. No overflow.
     """
-    group = Group()
-    p, q, a, b = integers("p q a b")
+    group, (p, q, a, b) = Group(), integers("p q a b")
     paths = Paths(*group.bounds, below(LIMIT, p, q, a, b))
-    for (one, c1), (two, c2) in paths.run(lambda: (group.slot(a, p), group.slot(b, q))):
+    for (one, c1), (two, c2) in paths.run(lambda: group.slot([a, b], [p, q])):
+        if c1 is None or c2 is None:
+            continue  # a token is on another rank
         size, width = group.size, group.width
-        if not (c1 and c2):
-            continue  # one token is on another rank
-        lemmas = grows(a + 1, b, size), grows(b + 1, a, size)
-        paths.prove(z3.Implies(one == two, a == b), *lemmas)
-        paths.prove(z3.Implies(one == two, p - c1[0] * width == q - c2[0] * width))
+        paths.prove(z3.Implies(one == two, a == b), grows(a + 1, b, size), grows(b + 1, a, size))
+        offsets = p - c1 * width, q - c2 * width
+        paths.prove(z3.Implies(one == two, offsets[0] == offsets[1]), )
     return paths.num_proved
 
 
-THEOREMS = [growth, division, slots_do_not_collide]
+def inverse_of_slots() -> int:
+    """Slots, inverse: for each column, block, rank and offset l < block_size, the token at position
+    column * V + (l // I * W + rank) * I + l % I has the slot block * block_size + l.
+    """
+    group, (column, a, rnd, rest) = Group(), integers("column a round rest")
+    position = column * group.width + (rnd * group.w + group.rank) * group.i + rest
+    bounds = below(LIMIT, column, a, position), below(group.i, rest), below(group.k, rnd)
+    paths = Paths(*group.bounds, *bounds)
+    near = (column,), (rnd * group.w + group.rank,), (rnd,)
+    inside = grows(rnd + 1, group.k, group.w * group.i), grows(group.rank + 1, group.w, group.i)
+    paths.assumptions += inside
+    for ((found, _),) in paths.run(lambda: group.slot([a], [position], near)):
+        paths.prove(found == a * group.size + rnd * group.i + rest)
+    return paths.num_proved
+
+
+def kernel_blocks() -> int:
+    """Kernel blocks: with ratio r and kernel blocks of s tokens, block b < 2^31 // r becomes the kernel
+    blocks b * r + j below 2^31. Column c of kernel blocks is in column c // r of blocks.
+    """
+    text = re.search(r"int32_t>\((ids\[i\] \* ratio \+ k)\)", (REPO / TABLES).read_text())
+    assert text, f"{TABLES} does not expand blocks"
+    b, c, r, s, j, i, p = integers("b c r s j i p")
+    sizes = below(LIMIT, r, s, r * s, least=1), below(r, j, i), below(LIMIT, b, c, p)
+    paths = Paths(*sizes, b * r <= LIMIT - r, c * r <= LIMIT - r)
+    expand = eval(f"lambda ids, ratio, k, i: {text[1]}")
+    for _ in paths.run(lambda: None):
+        one, two = (
+            cast("int32_t")(expand([Value(block, "int32_t")], Value(r), Value(at), 0)).term
+            for block, at in ((b, j), (c, i))
+        )
+        same = z3.And(b == c, j == i)
+        paths.prove(z3.Implies(one == two, same), grows(b + 1, c, r), grows(c + 1, b, r))
+        column, whole = paths.quotient(p, s), paths.quotient(p, r * s)
+        inner = paths.quotient(column, r)
+        some = [grows(x, y, f) for x, y, f in (
+            (inner * r, column, s), (column, inner * r + r - 1, s),
+            (inner + 1, whole, r * s), (whole + 1, inner, r * s))]  # fmt: skip
+        paths.prove(inner == whole, *some)
+    return paths.num_proved
+
+
+def tokens_of_groups() -> int:
+    """Transfer plans: each token of a local rank is matched with the remote rank, page and index that
+    hold the same position, for all block sizes, world sizes and interleaves that divide blocks.
+    """
+    names = "t tokens W rank k I w k2 i2"
+    t, tokens, world, rank, k, i, w, k2, i2 = integers(names)
+    positive = below(LIMIT, world, k, i, w, k2, i2, k * i, k2 * i2, least=1)
+    paths = Paths(positive, below(LIMIT, t), below(world, rank), (t + i) * world < 2**62)
+    fake = SimpleNamespace(arange=lambda n: Value(t), divmod=divmod)
+    space = {"np": fake, "lcm": lambda *_: Value(tokens), "TokensOfGroup": patterns.TokensOfGroup}
+    run = FunctionType(patterns.tokens_of_group.__code__, space)
+    mine = SimpleNamespace(tokens_per_page=0, cp_world_size=Value(world), block_size=Value(k * i),
+                           cp_interleave=Value(i))  # fmt: skip
+    theirs = SimpleNamespace(tokens_per_page=0, cp_world_size=Value(w), block_size=Value(k2 * i2),
+                             cp_interleave=Value(i2))  # fmt: skip
+    paths.assumptions += (tokens >= 0,)
+    for found in paths.run(lambda: run(mine, theirs, Value(rank))):
+        here, token, there, page, at = (each.term for each in found)
+        paths.prove(z3.And(here * k * i + token == t, below(k * i, token)))
+        paths.prove(z3.And(below(w, there), below(k2 * i2, at), page >= 0))
+        local = paths.quotient(t, i)
+        position = (local * world + rank) * i + t - local * i
+        # The rank's token n = page * block_size + index is at ((n // I) * W + rank) * I + n % I.
+        n = page * k2 * i2 + at
+        remote = paths.quotient(n, i2)
+        position2 = (remote * w + there) * i2 + n - remote * i2
+        paths.prove(position == position2)
+    return paths.num_proved
+
+
+THEOREMS = [growth, division, slots, inverse_of_slots, kernel_blocks, tokens_of_groups]
 
 
 def main() -> None:
@@ -373,7 +469,7 @@ def main() -> None:
         start = time.monotonic()
         num_proved = theorem()
         text = " ".join((theorem.__doc__ or "").split())
-        print(f"{time.monotonic() - start:6.1f} s, {num_proved:4} claims: {text}")
+        print(f"{time.monotonic() - start:6.1f} s, {num_proved:4} claims: {text}", flush=True)
 
 
 if __name__ == "__main__":
