@@ -145,11 +145,16 @@ class Value:
         _now.prove(z3.And(self.term >= 0, term_of(other) > 0))
         return self._made(_now.quotient(self.term, term_of(other)), other)
 
+    __floordiv__ = __truediv__  # of Python
+
     def __rshift__(self, bits: int) -> Value:
         return self / 2**bits
 
     def __radd__(self, other: int) -> Value:
         return self + other
+
+    def ravel(self) -> Value:  # a value stands for an array, too
+        return self
 
     def __mod__(self, other: Any) -> Value:
         return self - (self / other) * other
@@ -206,10 +211,8 @@ class Divisor:
             return n // self.divisor
         _now.prove(z3.And(0 <= n.term, n.term < LIMIT))
         q = _now.quotient(n.term, self.divisor.term)
-        for factor in (self.divisor.term, *self.factors):
-            for x in (*self.near, *self.found, n.term):
-                _now.facts += [grows(q, x, factor), grows(x, q, factor)]
-                _now.facts += [grows(q + 1, x, factor), grows(x + 1, q, factor)]
+        for x in (*self.near, *self.found, n.term):
+            _now.facts += compared(q, x, self.divisor.term, *self.factors)
         self.found.append(q)
         return Value(q, "uint32_t")
 
@@ -299,6 +302,12 @@ def grows(x: Any, y: Any, factor: Any) -> z3.BoolRef:
     return z3.Implies(z3.And(x <= y, factor >= 0), x * factor <= y * factor)
 
 
+def compared(x: Any, y: Any, *factors: Any) -> list[z3.BoolRef]:
+    """Return lemmas that compare two numbers, times each factor."""
+    pairs = (x, y), (y, x), (x + 1, y), (y + 1, x)
+    return [grows(*pair, factor) for pair in pairs for factor in factors]
+
+
 def growth() -> int:
     """Lemma: x <= y and f >= 0 imply x * f <= y * f."""
     paths = Paths()
@@ -344,17 +353,20 @@ class Group:
         positive = below(LIMIT, self.k, self.i, self.w, self.size, self.width, least=1)
         self.bounds = (positive, below(self.w, self.rank))
 
+    def function(self, name: str, near: tuple = ((), (), ())) -> Callable:
+        return translated(
+            SLOTS,
+            name,
+            by_column=Divisor(self.width, near[0]),
+            by_interleave=Divisor(self.i, (*near[1], self.k * self.w)),
+            by_world=Divisor(self.w, (*near[2], self.k), (self.i,)),
+            rank=Value(self.rank, "uint32_t"),
+            block_size=Value(self.size, "int32_t"),
+        )
+
     def slot(self, blocks: list, positions: list, near: tuple = ((), (), ())) -> list:
         """Return (slot, column) of tokens in these blocks at these positions."""
-        by_world = Divisor(self.w, (*near[2], self.k), (self.i,))
-        names = {
-            "by_column": Divisor(self.width, near[0]),
-            "by_interleave": Divisor(self.i, (*near[1], self.k * self.w)),
-            "by_world": by_world,
-            "rank": Value(self.rank, "uint32_t"),
-            "block_size": Value(self.size, "int32_t"),
-        }
-        slot, found = translated(SLOTS, "slot", **names), []
+        slot, found = self.function("slot", near), []
         for block, position in zip(blocks, positions):
             _now.facts.append(grows(block, LIMIT, self.size))
             row = Row(Value(block, "int32_t"))
@@ -383,9 +395,11 @@ def slots() -> int:
         if c1 is None or c2 is None:
             continue  # a token is on another rank
         size, width = group.size, group.width
-        paths.prove(z3.Implies(one == two, a == b), grows(a + 1, b, size), grows(b + 1, a, size))
+        paths.prove(z3.Implies(one == two, a == b), *compared(a, b, size))
         offsets = p - c1 * width, q - c2 * width
-        paths.prove(z3.Implies(one == two, offsets[0] == offsets[1]), )
+        paths.prove(
+            z3.Implies(one == two, offsets[0] == offsets[1]),
+        )
     return paths.num_proved
 
 
@@ -421,47 +435,192 @@ def kernel_blocks() -> int:
             for block, at in ((b, j), (c, i))
         )
         same = z3.And(b == c, j == i)
-        paths.prove(z3.Implies(one == two, same), grows(b + 1, c, r), grows(c + 1, b, r))
+        paths.prove(z3.Implies(one == two, same), *compared(b, c, r))
         column, whole = paths.quotient(p, s), paths.quotient(p, r * s)
         inner = paths.quotient(column, r)
-        some = [grows(x, y, f) for x, y, f in (
-            (inner * r, column, s), (column, inner * r + r - 1, s),
-            (inner + 1, whole, r * s), (whole + 1, inner, r * s))]  # fmt: skip
-        paths.prove(inner == whole, *some)
+        lemmas = compared(inner, whole, r * s) + compared(column, inner * r + r - 1, s)
+        paths.prove(inner == whole, *lemmas, *compared(inner * r, column, s))
     return paths.num_proved
 
 
 def tokens_of_groups() -> int:
     """Transfer plans: each token of a local rank is matched with the remote rank, page and index that
-    hold the same position, for all block sizes, world sizes and interleaves that divide blocks.
+    hold the same position, for block sizes, interleaves that divide them and world sizes below 2^31,
+    and positions below 2^62.
     """
-    names = "t tokens W rank k I w k2 i2"
-    t, tokens, world, rank, k, i, w, k2, i2 = integers(names)
+    t, tokens, world, rank, k, i, w, k2, i2 = integers("t tokens W rank k I w k2 i2")
     positive = below(LIMIT, world, k, i, w, k2, i2, k * i, k2 * i2, least=1)
-    paths = Paths(positive, below(LIMIT, t), below(world, rank), (t + i) * world < 2**62)
-    fake = SimpleNamespace(arange=lambda n: Value(t), divmod=divmod)
+    bounds = below(LIMIT, t), below(world, rank), (t + i) * world < 2**62, below(2**62, tokens)
+    products = grows(t, LIMIT, world), grows(rank, world, i)
+    paths, found = Paths(positive, *bounds, *products), []
+
+    def divided(n: Value, by: Value) -> tuple[Value, Value]:
+        quotient, rest = divmod(n, by)
+        found.append((n.term, quotient.term))
+        factors = by.term, world, world * i, w, i2, w * i2
+        _now.facts += [
+            *compared(quotient.term, n.term, *factors),
+            *compared(1, by.term, quotient.term),
+        ]
+        return quotient, rest
+
+    fake = SimpleNamespace(arange=lambda n: Value(t), divmod=divided)
     space = {"np": fake, "lcm": lambda *_: Value(tokens), "TokensOfGroup": patterns.TokensOfGroup}
     run = FunctionType(patterns.tokens_of_group.__code__, space)
-    mine = SimpleNamespace(tokens_per_page=0, cp_world_size=Value(world), block_size=Value(k * i),
-                           cp_interleave=Value(i))  # fmt: skip
-    theirs = SimpleNamespace(tokens_per_page=0, cp_world_size=Value(w), block_size=Value(k2 * i2),
-                             cp_interleave=Value(i2))  # fmt: skip
-    paths.assumptions += (tokens >= 0,)
-    for found in paths.run(lambda: run(mine, theirs, Value(rank))):
-        here, token, there, page, at = (each.term for each in found)
-        paths.prove(z3.And(here * k * i + token == t, below(k * i, token)))
+    names = "tokens_per_page", "cp_world_size", "block_size", "cp_interleave"
+    mine, theirs = (
+        SimpleNamespace(**dict(zip(names, map(Value, (tokens, *each)))))
+        for each in ((world, k * i, i), (w, k2 * i2, i2))
+    )
+    for token in paths.run(lambda: run(mine, theirs, Value(rank))):
+        here, index, there, page, at = (each.term for each in token)
+        (_, _), (_, _), (position, chunk), (_, round_), (n, _) = found[-5:]
+        paths.prove(z3.And(here * k * i + index == t, below(k * i, index)))
         paths.prove(z3.And(below(w, there), below(k2 * i2, at), page >= 0))
-        local = paths.quotient(t, i)
-        position = (local * world + rank) * i + t - local * i
-        # The rank's token n = page * block_size + index is at ((n // I) * W + rank) * I + n % I.
-        n = page * k2 * i2 + at
-        remote = paths.quotient(n, i2)
-        position2 = (remote * w + there) * i2 + n - remote * i2
-        paths.prove(position == position2)
+        # Index l of a rank's tokens is at position (l // I * W + rank) * I + l % I.
+        paths.prove(page * k2 * i2 + at == n)
+        again = paths.quotient(n, i2)
+        paths.prove(again == round_, *compared(again, round_, i2))
+        place = (again * w + there) * i2 + n - again * i2
+        lemmas = compared(again, round_, i2, w, w * i2)
+        paths.prove(place == position, *lemmas, *compared(chunk, round_ * w + there, i2))
     return paths.num_proved
 
 
-THEOREMS = [growth, division, slots, inverse_of_slots, kernel_blocks, tokens_of_groups]
+def local_tokens() -> int:
+    """num_local: of n < V tokens of a column, it counts those for which this rank has a slot."""
+    group, (n,) = Group(), integers("n")
+    paths = Paths(*group.bounds, z3.And(n >= 0, n + 1 < group.width))
+
+    def counts() -> list:
+        num_local, ((_, column),) = group.function("num_local"), group.slot([0], [n])
+        return [column, *(num_local(Value(each, "uint32_t")) for each in (z3.IntVal(0), n, n + 1))]
+
+    for column, none, before, after in paths.run(counts):
+        paths.prove(term_of(none) == 0)
+        paths.prove(term_of(after) == term_of(before) + (column is not None))
+    return paths.num_proved
+
+
+def permutation() -> int:
+    """BlockPermute: `source` is a permutation of a unit's rows, for units below 2^31 rows: its inverse
+    transposes the matrix again.
+    """
+    rows, columns, run, r = integers("rows columns run r")
+    unit = rows * columns * run
+    paths = Paths(below(LIMIT, rows, columns, run, unit, least=1), below(unit, r))
+    by_run = Divisor(run, (rows * columns,), (rows,))
+    by_columns = Divisor(columns, (rows,), (run, rows))
+    names = {"run": by_run, "columns": by_columns, "matrix_rows": Value(rows, "uint32_t")}
+    source = translated(PERMUTE, "source", **names)
+    for found in paths.run(lambda: source(Value(r, "uint32_t"))):
+        to, i = by_run.found[-1], by_columns.found[-1]
+        j = to - i * columns
+        some = compared(j, columns, rows, rows * run)
+        paths.prove(below(unit, found.term), *some, *compared(j * rows + i, rows * columns, run))
+        one = paths.quotient(found.term, run)
+        paths.prove(one == j * rows + i, *compared(one, j * rows + i, run))
+        two = paths.quotient(one, rows)
+        paths.prove(two == j, *compared(two, j, rows))
+        again = ((one - two * rows) * columns + two) * run + found.term - one * run
+        lemmas = compared(two, j, rows, run) + compared(one, j * rows + i, run, columns * run)
+        paths.prove(again == r, *lemmas, *compared(two, j, rows * columns * run))
+    return paths.num_proved
+
+
+def rows_of_units() -> int:
+    """BlockPermute: two rows of a block are at least `row_bytes` apart and inside the block, for strides
+    that nest and blocks below 2 GiB.
+    """
+    inner, outer, num_bytes, step, leap, r, q = integers("inner outer bytes step leap r q")
+    nested = z3.And(num_bytes >= 1, step >= num_bytes, leap >= inner * step, outer * leap < LIMIT)
+    paths = Paths(below(LIMIT, inner, outer, inner * outer, least=1), nested)
+    paths.assumptions += below(inner * outer, r, q), r != q
+    names = {"block_rows": Divisor(inner * outer), "inner_rows": Divisor(inner, (outer,), (step,))}
+    strides = {"block_stride": Value(outer * leap), "outer_stride": Value(leap)}
+    place = translated(PERMUTE, "place", **names, **strides, inner_stride=Value(step))
+    unit = SimpleNamespace(first_id=0, first_row=0)
+
+    def places() -> list:
+        paths.facts += [grows(x, y, leap) for x in (0, 1) for y in (outer, inner)]
+        return [
+            place(unit, Row(Value(z3.IntVal(0))), Value(each, "uint32_t")).term for each in (r, q)
+        ]
+
+    for one, two in paths.run(places):
+        a, b = names["inner_rows"].found[-2:]
+        lemmas = compared(a, b, leap, inner * step) + compared(r - a * inner, q - b * inner, step)
+        lemmas += compared(r - a * inner, inner, step) + compared(q - b * inner, inner, step)
+        paths.prove(z3.Or(one - two >= num_bytes, two - one >= num_bytes), *lemmas)
+        paths.prove(below(outer * leap - num_bytes + 1, one), *lemmas, *compared(a, outer, leap))
+    return paths.num_proved
+
+
+def pages_of_slots() -> int:
+    """TokenPages: the places of two slots below 2^31 are at least `offset_stride` apart, for blocks of
+    any size and strides that nest, below 2^62 bytes in all.
+    """
+    size, step, leap, p, q = integers("size step leap p q")
+    paths = Paths(below(LIMIT, size, least=1), below(LIMIT, p, q), p != q, step >= 1)
+    paths.assumptions += leap >= size * step, below(2**62, p * leap, q * leap, LIMIT * step)
+    by_block = Divisor(size, (), (leap, size * step))
+    strides = {"block_stride": Value(leap), "offset_stride": Value(step)}
+    place = translated("csrc/ops/token_io.h", "page_place", by_block=by_block, **strides)
+    for one, two in paths.run(lambda: [place(Value(each)).term for each in (p, q)]):
+        a, b = by_block.found[-2:]
+        x, y = p - a * size, q - b * size
+        lemmas = compared(a, b, leap, size) + compared(x, y, step) + compared(x, size, step)
+        lemmas += compared(y, size, step) + [grows(0, each, step) for each in (x, y)]
+        paths.prove(z3.Or(one - two >= step, two - one >= step), *lemmas)
+    return paths.num_proved
+
+
+def pages_of_copies() -> int:
+    """BlockCopy: if the first and the last page of a region are within 2^61 bytes, as `pages_span`
+    checks, so are all pages; no address overflows for memory below 2^62.
+    """
+    base, offset, stride, page, num = integers("base offset stride page num")
+    last = (num - 1) * stride + offset
+    most = 2**61
+    paths = Paths(below(LIMIT, num, least=1), below(num, page), below(2**62, base))
+    paths.assumptions += (
+        below(most, offset, last, least=-most),
+        below(2**62, stride, least=-(2**62)),
+    )
+    region = SimpleNamespace(destination=Value(offset), destination_stride=Value(stride))
+    to = translated("csrc/ops/copy_pages.h", "to", destination=Value(base))
+    lemmas = [grows(page, num - 1, stride), grows(page, num - 1, -stride)]
+    lemmas += [grows(0, page, stride), grows(0, page, -stride)]
+    paths.assumptions += (*lemmas, *(grows(0, each, num - 1) for each in (stride, -stride)))
+    for found in paths.run(lambda: to(region, Value(page))):
+        low, high = z3.If(offset < last, offset, last), z3.If(offset < last, last, offset)
+        paths.prove(z3.And(base + low <= found.term, found.term <= base + high))
+    return paths.num_proved
+
+
+def pages_of_transfers() -> int:
+    """Transfer plans: runs in two pages of a region do not overlap, if each run lies in its page; for
+    page numbers below 2^31 and regions below 2^62 bytes.
+    """
+    stride, a, b, x, y, n = integers("stride a b x y n")
+    paths = Paths(below(LIMIT, a, b), a != b, stride >= 1, n >= 1, LIMIT * stride < 2**62)
+    paths.assumptions += below(stride - n + 1, x, y), *compared(a, b, stride)
+    paths.assumptions += tuple(grows(*each, stride) for each in ((a, LIMIT), (b, LIMIT), (0, a)))
+
+    def address(page: Any, at: Any) -> Any:
+        ids = Value(page)
+        ids.shape = (1, 1)
+        return fragments._addresses(ids, None, Value(stride), Value(at)).term
+
+    for one, two in paths.run(lambda: (address(a, x), address(b, y))):
+        paths.prove(z3.Or(one + n <= two, two + n <= one))
+    return paths.num_proved
+
+
+THEOREMS = [
+    *(growth, division, slots, inverse_of_slots, local_tokens, kernel_blocks, tokens_of_groups),
+    *(permutation, rows_of_units, pages_of_slots, pages_of_copies, pages_of_transfers),
+]
 
 
 def main() -> None:
