@@ -209,7 +209,7 @@ class Divisor:
     def divide(self, n: Any) -> Any:
         if not isinstance(n, Value):
             return n // self.divisor
-        _now.prove(z3.And(0 <= n.term, n.term < LIMIT))
+        _now.prove(z3.And(n.term >= 0, n.term < LIMIT))
         q = _now.quotient(n.term, self.divisor.term)
         for x in (*self.near, *self.found, n.term):
             _now.facts += compared(q, x, self.divisor.term, *self.factors)

@@ -136,6 +136,10 @@ class World:
         return "report" in CALLS[self.calls].split()
 
     @property
+    def can_abort(self) -> bool:
+        return self.calls in ("fail", "torn")
+
+    @property
     def has_kernel(self) -> bool:
         of_kernel = self.kinds in (("full",), ("window",)) and self.hash_size is None
         return of_kernel and self.calls in ("share", "swap")
@@ -179,7 +183,7 @@ class Plain:
             num_host_blocks=world.num_host,
             num_preallocate_tokens=0,
             hash_block_size=world.hash_size,
-            fence_frees=world.calls == "fail",
+            fence_frees=world.can_abort,
             enable_events=True,
             prefault=False,
         )
@@ -568,7 +572,7 @@ class Run:
         assert len(written) == len(set(written)), "a page is written twice"
         served = [row for row, n in zip(plan.rows.tolist(), plan.num_tokens.tolist()) if n]
         reads = set().union(*(each[3] for each in self.flight.values()))
-        assert self.world.calls != "fail" or not reads & set(written), "a step in flight reads it"
+        assert not (self.world.can_abort and reads & set(written)), "a step in flight reads it"
         empty = (0,) * size
         for page, to in plan.swap_out.tolist():
             self.host[to] = pages.get(page, empty)
@@ -645,9 +649,10 @@ class Run:
         """Check what rows and hits can read, events, and that no block is held in the end."""
         manager, world = self.manager, self.world
         for row, each in self.rows.items():
-            is_out = manager.state(self.caller.requests[row]) is RequestState.SWAPPED_OUT
-            assert is_out == each.is_out
-            assert manager.num_computed_tokens(self.caller.requests[row]) == each.computed
+            request = self.caller.requests[row]
+            is_out = manager.state(request) is RequestState.SWAPPED_OUT
+            assert is_out == each.is_out and manager.num_computed_tokens(request) == each.computed
+            assert request.token_ids.tolist() == [*each.tokens[: each.known]], "tokens"
             adapter = PROMPTS[each.prompt].options.get("lora")
             world.note_hashes(manager, adapter, each.tokens[:LONGEST])
             if not is_out:
@@ -695,8 +700,7 @@ class Run:
 
     def is_quiet(self) -> bool:
         """Whether no later call depends on steps in flight."""
-        can_abort = self.world.calls in ("fail", "torn")
-        return not self.flight if can_abort else self.manager.pool.num_loading == 0
+        return not self.flight if self.world.can_abort else self.manager.pool.num_loading == 0
 
     def key(self, moves: tuple[Move, ...], base: tuple[bytes, int]) -> tuple[bytes, int]:
         """Return the digest of the state, and the number of calls up to the last quiet state.
