@@ -220,20 +220,25 @@ class Divisor:
 # Translation -----------------------------------------------------------------------------------------
 
 
-def translated(path: str, name: str, **names: Any) -> Callable:
-    """Translate a C++ function. `names`: the members that it uses."""
-    text = (REPO / path).read_text()
+def text_of(path: str) -> str:
+    return (REPO / path).read_text()
+
+
+def body_of(path: str, name: str) -> tuple[str, str]:
+    """Return the parameters and the body of a C++ function."""
+    text = text_of(path)
     found = re.search(rf"\b{name}\(([^()]*)\)(?: const)? \{{", text)
     assert found, f"{path} has no function {name}"
-    stop, depth = found.end(), 1
-    while depth:
-        depth += {"{": 1, "}": -1}.get(text[stop], 0)
-        stop += 1
-    parameters = [each.split()[-1].lstrip("*&") for each in found[1].split(",")]
-    python = f"def {name}({', '.join(parameters)}):\n" + _statements(text[found.end() : stop - 1])
+    return found[1], text[found.end() : _closing(text, found.end())]
+
+
+def translated(path: str, name: str, **names: Any) -> Callable:
+    """Translate a C++ function. `names`: the members that it uses."""
+    parameters, body = body_of(path, name)
+    listed = ", ".join(each.split()[-1].lstrip("*&") for each in parameters.split(","))
     space = {**{kind: cast(kind) for kind in RANGES}, "INT32_MAX": LIMIT - 1, **names}
     space["like"] = lambda old, new: cast(old.kind)(new) if isinstance(old, Value) else new
-    exec(python, space)
+    exec(f"def {name}({listed}):\n" + _statements(body), space)
     return space[name]
 
 
@@ -258,9 +263,10 @@ def _statements(text: str) -> str:
 
 
 def _closing(text: str, at: int) -> int:
+    """Return the index of the bracket that closes the one before `at`."""
     depth = 1
     while depth:
-        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        depth += {"(": 1, "{": 1, ")": -1, "}": -1}.get(text[at], 0)
         at += 1
     return at - 1
 
@@ -286,7 +292,7 @@ def _expression(text: str) -> str:
 # Theorems --------------------------------------------------------------------------------------------
 
 SLOTS, TABLES = "csrc/worker/slot_formula.h", "csrc/worker/host_tables.cpp"
-PERMUTE = "csrc/ops/block_permute.h"
+PERMUTE, DIVISOR = "csrc/ops/block_permute.h", "csrc/worker/fast_divisor.h"
 
 
 def integers(names: str) -> list[Any]:
@@ -320,7 +326,7 @@ def division() -> int:
     """FastDivisor: divide(n) = n // d for 1 <= d < 2^31 and 0 <= n < 2^31; its magic has 32 bits."""
     d, n, q = integers("d n q")
     paths = Paths(below(LIMIT, d, least=1))
-    make = translated("csrc/worker/fast_divisor.h", "fast_divisor")
+    make = translated(DIVISOR, "fast_divisor")
     for divisor, magic, shift in paths.run(lambda: make(Value(d))):
         m, scale = magic.term, 2**shift
         paths.prove(z3.And(m * d >= scale, m * d <= scale + d - 1, d - 1 < scale // LIMIT))
@@ -338,7 +344,7 @@ def division() -> int:
         paths.prove(exact[1], grows((q + 1) * scale, n * m, d), of=(excess, given))
         paths.facts = [*exact, given, paths.facts[0], below(2**32, m)]
         names = {"magic": magic, "shift": shift}
-        divide = translated("csrc/worker/fast_divisor.h", "divide", **names)
+        divide = translated(DIVISOR, "divide", **names)
         paths.prove(divide(Value(n, "uint32_t")).term == q)
     return paths.num_proved
 
@@ -423,7 +429,7 @@ def kernel_blocks() -> int:
     """Kernel blocks: with ratio r and kernel blocks of s tokens, block b < 2^31 // r becomes the kernel
     blocks b * r + j below 2^31. Column c of kernel blocks is in column c // r of blocks.
     """
-    text = re.search(r"int32_t>\((ids\[i\] \* ratio \+ k)\)", (REPO / TABLES).read_text())
+    text = re.search(r"int32_t>\((ids\[i\] \* ratio \+ k)\)", text_of(TABLES))
     assert text, f"{TABLES} does not expand blocks"
     b, c, r, s, j, i, p = integers("b c r s j i p")
     sizes = below(LIMIT, r, s, r * s, least=1), below(r, j, i), below(LIMIT, b, c, p)
@@ -484,21 +490,6 @@ def tokens_of_groups() -> int:
         place = (again * w + there) * i2 + n - again * i2
         lemmas = compared(again, round_, i2, w, w * i2)
         paths.prove(place == position, *lemmas, *compared(chunk, round_ * w + there, i2))
-    return paths.num_proved
-
-
-def local_tokens() -> int:
-    """num_local: of n < V tokens of a column, it counts those for which this rank has a slot."""
-    group, (n,) = Group(), integers("n")
-    paths = Paths(*group.bounds, z3.And(n >= 0, n + 1 < group.width))
-
-    def counts() -> list:
-        num_local, ((_, column),) = group.function("num_local"), group.slot([0], [n])
-        return [column, *(num_local(Value(each, "uint32_t")) for each in (z3.IntVal(0), n, n + 1))]
-
-    for column, none, before, after in paths.run(counts):
-        paths.prove(term_of(none) == 0)
-        paths.prove(term_of(after) == term_of(before) + (column is not None))
     return paths.num_proved
 
 
@@ -618,7 +609,7 @@ def pages_of_transfers() -> int:
 
 
 THEOREMS = [
-    *(growth, division, slots, inverse_of_slots, local_tokens, kernel_blocks, tokens_of_groups),
+    *(growth, division, slots, inverse_of_slots, kernel_blocks, tokens_of_groups),
     *(permutation, rows_of_units, pages_of_slots, pages_of_copies, pages_of_transfers),
 ]
 

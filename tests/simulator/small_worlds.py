@@ -77,9 +77,9 @@ PROMPTS = {
 }
 CALLS = {
     "share": "new run all mix fork free",
-    "drafts": "new run draft reject ahead fork free",
+    "drafts": "new run draft reject ahead idle fork free",
     "swap": "new run leave exchange fork free report",
-    "fail": "new run all abort lose free report",
+    "fail": "new run fork abort lose free report",
     "torn": "new run leave abort free report",
     "cache": "new run free evict reset epoch",
     "direct": "admit extend reject_alone free",
@@ -309,15 +309,17 @@ class Run:
         can_leave = [row for row in here if self.can_leave(row)]
         drafting = [row for row in can_run if self.next_tokens(row, draft=1)[1]]
         tellable = [r for r in here if not rows[r].drafts and rows[r].computed <= rows[r].known]
+        limits = (ALL,) if self.world.can_abort else (ALL, 2)
         ends = ["first", "last"][: len(self.flight)]  # of the steps in flight
         arguments = {
-            "new": [(p, n) for p in prompts for n in ((ALL, 2) if p == "long" else (ALL,))],
+            "new": [(p, n) for p in prompts for n in limits[: 1 + (p == "long")]],
             "run": [(row,) for row in can_run],
             "all": [()] * can_all,
             "mix": [(p,) for p in prompts if can_run],
             "draft": [(row,) for row in drafting],
             "reject": [(row,) for row in can_run if rows[row].drafts],
             "ahead": [(row,) for row in can_run],
+            "idle": [(row,) for row in rows],
             "fork": [(row,) for row in tellable if len(rows) < 3 and rows[row].computed < LONGEST],
             "free": [(row,) for row in rows],
             "leave": [(row,) for row in can_leave],
@@ -387,6 +389,9 @@ class Run:
 
     def do_ahead(self, row: int) -> None:
         self.step([row], ahead=2)
+
+    def do_idle(self, row: int) -> None:
+        self.step([row], idle=True)
 
     def do_leave(self, row: int) -> None:
         self.step(leaving=[row])
@@ -492,9 +497,10 @@ class Run:
         self.count += 1
         return f"r{self.count}"
 
-    def step(self, rows=(), new=None, leaving=(), draft=0, rejected=0, ahead=0) -> None:
+    def step(self, rows=(), new=None, leaving=(), draft=0, rejected=0, ahead=0, idle=False) -> None:
         """Make a step, and carry out its plan. `new`: the prompt of a request, and its limit."""
         told = [self.next_tokens(row, draft, rejected) for row in rows]
+        told = [([], 0)] * len(rows) if idle else told
         ids, counts = [each for each, _ in told], [each for _, each in told]
         options = {} if self.world.has_kernel else {"rejected": rejected, "ahead": ahead}
         name, (prompt, limit) = self.next_name(), new or ("", 0)
@@ -526,8 +532,8 @@ class Run:
         self.compute(jobs)
         if not self.world.reports:
             self.do_report("last")
-        elif self.is_quiet():  # a report would have no effect
-            self.flight.clear()
+        elif not self.world.can_abort and self.is_quiet():  # earlier reports would have no effect
+            self.flight = {plan.step_id: self.flight[plan.step_id]}
 
     def admitted(self, row: int, name: str, prompt: str, hit: int, n: int) -> tuple:
         """Note a new request with a hit. Return its job."""
