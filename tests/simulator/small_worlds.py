@@ -257,6 +257,19 @@ def copied(tables: dict[int, list[list[int]]]) -> dict[int, list[list[int]]]:
 
 
 @dataclass
+class Flight:
+    """A step in flight: what there was before it, and what it did."""
+
+    pages: dict[int, tuple]
+    host: dict[int, tuple]
+    tables: dict[int, list[list[int]]]
+    rows_before: list[tuple]  # see `Run.held_rows`
+    rows_after: list[tuple] = field(default_factory=list)
+    moves: list[list] = field(default_factory=list)  # copies, swap-ins, swap-outs
+    reads: set[int] = field(default_factory=set)
+
+
+@dataclass
 class Run:
     """A manager after some calls, and a simulated worker."""
 
@@ -267,7 +280,9 @@ class Run:
     host: dict[int, tuple] = field(default_factory=dict)
     tables: dict[int, list[list[int]]] = field(default_factory=dict)
     rows: dict[int, Running] = field(default_factory=dict)
-    flight: dict[int, tuple] = field(default_factory=dict)  # step -> pages, host, tables, reads
+    flight: dict[int, Flight] = field(default_factory=dict)  # by step
+    fences: dict[tuple, tuple] = field(default_factory=dict)  # see `note_fences`
+    is_aborted: dict[int, bool] = field(default_factory=dict)  # of steps that no report covers
     epoch: int = 0
     count: int = 0  # of requests
     num_steps: int = 0
@@ -286,6 +301,8 @@ class Run:
             tables=copied(self.tables),
             rows={row: replace(each) for row, each in self.rows.items()},
             flight={**self.flight},
+            fences={**self.fences},
+            is_aborted={**self.is_aborted},
         )
 
     @property
@@ -338,6 +355,27 @@ class Run:
         for name in CALLS[self.world.calls].split():
             yield from ((name, *each) for each in arguments[name])
 
+    def held_rows(self) -> list[tuple]:
+        """List (row, what the caller knows, blocks)."""
+        rows = sorted(self.rows.items())
+        return [(row, replace(each), [] if each.is_out else self.blocks(row)) for row, each in rows]
+
+    def live(self, medium: str, pool: Any, pages: dict) -> dict[int, tuple]:
+        """Return the pages that are held or cached."""
+        ids = range(1, pool.num_blocks)
+        found = zip(ids, pool.ref_counts(ids), self.manager.cache.hashes_of(ids, medium)[1])
+        return {page: pages[page] for page, refs, g in found if page in pages and (refs or g >= 0)}
+
+    def note_fences(self) -> None:
+        """Note for each page how many of its references are no row's, and since which step."""
+        held = Counter(page for _, _, table in self.held_rows() for each in table for page in each)
+        for medium, pool, _ in self.tiers():
+            for page, refs in enumerate(pool.ref_counts(range(1, pool.num_blocks)).tolist(), 1):
+                others = refs - held[page] * (medium == "gpu")
+                if self.fences.get((medium, page), (0, 0))[0] != others:
+                    self.fences.pop((medium, page), None)  # they are in the order of their changes
+                    self.fences[medium, page] = others, max(self.flight, default=-1)
+
     def ends_of(self, row: int) -> set[tuple[int, int]]:
         """Return (group, column) of the first and the last page that the row has in each group."""
         held = [[i for i, page in enumerate(each) if page] for each in self.blocks(row)]
@@ -361,6 +399,7 @@ class Run:
 
     def do(self, move: Move) -> None:
         getattr(self, f"do_{move[0]}")(*move[1:])
+        self.note_fences()
         if self.world.calls == "direct" and not self.world.hash_size:
             # Without plans, nothing says when a page is fresh.
             ids = range(1, self.world.num_blocks)
@@ -425,20 +464,23 @@ class Run:
         step = self.at(end)
         self.call(lambda caller: caller.report(step))
         self.flight = {each: kept for each, kept in self.flight.items() if each > step}
+        self.is_aborted = {each: was for each, was in self.is_aborted.items() if each > step}
 
     def do_abort(self, end: str, how: str) -> None:
         """Abort a step and all later ones. Their writes are not made, or are garbage."""
         step = self.at(end)
-        pages, host, tables, _ = self.flight[step]
-        if how == "lost":
-            self.pages, self.host, self.tables = {**pages}, {**host}, copied(tables)
-        for now, before in ((self.pages, pages), (self.host, host)):
+        before, garbage = self.flight[step], (BAD,) * self.world.size
+        for now, kept in ((self.pages, before.pages), (self.host, before.host)):
             for page, slots in now.items():
-                kept = before.get(page, (0,) * self.world.size)
-                now[page] = tuple(x if x == y else BAD for x, y in zip(slots, kept))
+                old = kept.get(page, garbage)
+                torn = tuple(x if x == y else BAD for x, y in zip(slots, old))
+                now[page] = old if how == "lost" else torn
+        if how == "lost":
+            self.tables = copied(before.tables)
         report = StepReport(step, completed=False)
         self.restart(self.call(lambda caller: caller.manager.report(report)))
         self.flight = {each: kept for each, kept in self.flight.items() if each < step}
+        self.is_aborted = {each: was or each >= step for each, was in self.is_aborted.items()}
         for row, each in self.rows.items():
             state = self.manager.state(self.caller.requests[row])
             each.is_out = state is RequestState.SWAPPED_OUT
@@ -509,8 +551,13 @@ class Run:
             requests = [request_of(name, prompt)] if new else []
             return caller.step(rows, counts, ids, requests, [limit], leaving, **options)
 
-        plan, before = self.call(call), ({**self.pages}, {**self.host}, copied(self.tables), set())
+        contents = [self.live(*each) for each in self.tiers()]
+        contents.append({})  # without a host
+        before = Flight(contents[0], contents[1], copied(self.tables), self.held_rows())
+        plan = self.call(call)
         self.flight[plan.step_id] = before
+        self.is_aborted[plan.step_id] = False
+        before.moves = [each.tolist() for each in (plan.copy, plan.swap_in, plan.swap_out)]
         self.carry_out(plan)
         answers = plan.answers
         for row, status in zip(leaving, answers.swap_out.status):
@@ -530,10 +577,11 @@ class Run:
         for row, each in self.rows.items():
             assert each.is_out or self.tables[row] == self.blocks(row), "a worker's table differs"
         self.compute(jobs)
+        before.rows_after = self.held_rows()
         if not self.world.reports:
             self.do_report("last")
-        elif not self.world.can_abort and self.is_quiet():  # earlier reports would have no effect
-            self.flight = {plan.step_id: self.flight[plan.step_id]}
+        elif not self.world.can_abort and not self.manager.pool.num_loading:
+            self.flight = {plan.step_id: before}  # earlier reports would have no effect
 
     def admitted(self, row: int, name: str, prompt: str, hit: int, n: int) -> tuple:
         """Note a new request with a hit. Return its job."""
@@ -577,7 +625,7 @@ class Run:
         written = [page for each in lists for page in each.tolist()]
         assert len(written) == len(set(written)), "a page is written twice"
         served = [row for row, n in zip(plan.rows.tolist(), plan.num_tokens.tolist()) if n]
-        reads = set().union(*(each[3] for each in self.flight.values()))
+        reads = set().union(*(each.reads for each in self.flight.values()))
         assert not (self.world.can_abort and reads & set(written)), "a step in flight reads it"
         empty = (0,) * size
         for page, to in plan.swap_out.tolist():
@@ -593,7 +641,7 @@ class Run:
                 self.tables[row][g] += ids[splits[i] : splits[i + 1]]
             for row, column, page in plan.replace[g].tolist():
                 self.tables[row][g][column] = page
-        now = self.flight[plan.step_id][3]
+        now = self.flight[plan.step_id].reads
         now.update(*(each for row in served for each in self.tables[row]))
         now.update(plan.copy[:, 0].tolist(), plan.swap_out[:, 0].tolist())
 
@@ -704,24 +752,16 @@ class Run:
 
     # Keys ------------------------------------------------------------------------------------------
 
-    def is_quiet(self) -> bool:
-        """Whether no later call depends on steps in flight."""
-        return not self.flight if self.world.can_abort else self.manager.pool.num_loading == 0
-
-    def key(self, moves: tuple[Move, ...], base: tuple[bytes, int]) -> tuple[bytes, int]:
-        """Return the digest of the state, and the number of calls up to the last quiet state.
-        `base`: the same of the state before the last of `moves`. Ends the run.
-        """
-        if self.is_quiet():
-            value, num_moves = self.parts(), len(moves)
-            if value is not None:
-                return blake2b(repr(value).encode(), digest_size=16).digest(), num_moves
-        since = repr((base[0], moves[base[1] :]))
-        return blake2b(since.encode(), digest_size=16).digest(), base[1]
+    def key(self, moves: tuple[Move, ...]) -> bytes:
+        """Return the digest of the state. Ends the run."""
+        value = self.parts() or moves  # not visible: no other sequence leads to it
+        return blake2b(repr(value).encode(), digest_size=16).digest()
 
     def parts(self) -> tuple | None:
         """Return what decides later calls, or None if it is not visible. Ends the run."""
         manager, names = self.manager, {0: 0}
+        if self.world.num_host:  # rows of several groups move in the order of their ids
+            names = {page: page for page in range(self.world.num_blocks)}
 
         def named(table: list[list[int]]) -> list[list[int]]:
             return [[names.setdefault(page, len(names)) for page in each] for each in table]
@@ -733,21 +773,52 @@ class Run:
                 (row, replace(each, name=""), manager.cache.is_stale(request), named(blocks))
             )
         found = [self.epoch, min(len(self.flight), 2), rows, manager.quiet_until.tolist()]
+        found += [*self.is_aborted.values()] * self.world.can_abort
         found += [self.count % 3] * ("cross" in self.world.kinds)
         found += [named([ids]) for ids in self.parts_found()]
         described = [self.described(*each) for each in self.tiers()]
         if None in described:
             return None
-        natives = [(manager._native.pool, names), (manager._native.host, {0: 0})]
+        on_host = {0: 0}
+        natives = [(manager._native.pool, names), (manager._native.host, on_host)]
         for (native, known), pages in [*zip(natives, described)][::-1]:  # the host first
             order = native.allocate(native.num_free)
             for page in [*order.tolist(), *sorted(pages, key=pages.__getitem__)]:
                 known.setdefault(page, len(known))
-            found.append(sorted((known[page], *each) for page, each in pages.items()))
+            medium, steps = "gpu" if known is names else "cpu", sorted(self.flight)
+            for page, each in sorted(pages.items(), key=lambda item: known[item[0]]):
+                count, step = self.fences.get((medium, page), (0, -1))
+                since = steps.index(step) if count and step in steps else -1
+                found.append((known[page], *each, count, since))
             found.append([known[page] for page in order.tolist()])
             native.release(order)
+        waiting = [page for (medium, page), (n, _) in self.fences.items() if n and medium == "gpu"]
+        found.append(named([waiting]))
         found.append([(row, named(table)) for row, table in sorted(self.tables.items())])
+        found += [self.shown(self.flight[step], names, on_host) for step in sorted(self.flight)]
         return tuple(found)
+
+    def shown(self, step: Flight, names: dict[int, int], on_host: dict[int, int]) -> tuple:
+        """Return what an abort of the step would undo, with the names of pages."""
+        sides = (names, names), (on_host, names), (names, on_host)
+        moves = [
+            [(a[x], b[y]) for x, y in pairs]
+            for (a, b), pairs in zip(sides, step.moves, strict=True)
+        ]
+        rows = [
+            (row, row in self.rows and self.rows[row].name == each.name, replace(each, name=""),
+             [[names[page] for page in group] for group in table])
+            for rows in (step.rows_before, step.rows_after) for row, each, table in rows
+        ]  # fmt: skip
+        tables = [
+            (row, [[names[page] for page in group] for group in table])
+            for row, table in sorted(step.tables.items())
+        ]
+        contents = [
+            sorted((known[page], slots) for page, slots in pages.items())
+            for known, pages in ((names, step.pages), (on_host, step.host))
+        ]
+        return moves, rows, tables, contents, len(step.rows_before)
 
     def parts_found(self) -> Iterator[list[int]]:
         """List the hits that end inside a block. Nothing else shows which parts are cached."""
@@ -808,9 +879,6 @@ class Result:
         )
 
 
-Place = tuple[tuple[Move, ...], tuple[bytes, int]]  # calls, and what `Run.key` returned
-
-
 def run_of(world: World, moves: tuple[Move, ...]) -> Run:
     run = Run(world, world.caller())
     for move in moves:
@@ -818,30 +886,26 @@ def run_of(world: World, moves: tuple[Move, ...]) -> Run:
     return run
 
 
-def successors(world: World, place: Place) -> Iterator[tuple[Move, Place]]:
-    """Make each valid call after these calls."""
-    moves, base = place
+def successors(world: World, moves: tuple[Move, ...]) -> Iterator[tuple[Move, bytes]]:
+    """Make each valid call after these calls. Yield it and the key of the state."""
     run = run_of(world, moves)
     for move in run.moves():
         branch, after = run.branch(), (*moves, move)
         try:
             branch.do(move)
             branch.check()
-            key = branch.key(after, base)
+            key = branch.key(after)
             branch.end()
         except Exception as error:
             error.add_note(f"found by replay({world.name!r}, {after!r})")
             raise
-        yield move, (after, key)
+        yield move, key
 
 
-def check_key(world: World, key: bytes, first: tuple[Move, ...], second: tuple[Move, ...]) -> None:
+def check_key(world: World, first: tuple[Move, ...], second: tuple[Move, ...]) -> None:
     """Check that the same calls lead from both sequences to equal states."""
-    found: list[dict] = [{}, {}]
     for _ in range(2):  # at first, prefixes may become known that keys with parts of blocks contain
-        for i, moves in enumerate((first, second)):
-            place = moves, (key, len(moves))
-            found[i] = {move: after[1][0] for move, after in successors(world, place)}
+        found = [dict(successors(world, moves)) for moves in (first, second)]
     assert [*found[0]] == [*found[1]], f"{world.name}: after {first} and {second}, other calls"
     for move, state in found[0].items():
         assert state == found[1][move], f"{world.name}: {move} after {first} and {second} differs"
@@ -850,9 +914,8 @@ def check_key(world: World, key: bytes, first: tuple[Move, ...], second: tuple[M
 def explore(world: World, most_calls: int, seconds: float = 1e9, test_every: int = 100) -> Result:
     """Visit all states up to the depth that takes at most so many calls or so much time."""
     result, start = Result(world.name), time.monotonic()
-    place = ((), run_of(world, ()).key((), (b"", 0)))
-    numbers = {place[1][0]: 0}  # key -> number of the state
-    paths, edges, layer = [place[0]], [], [place]
+    numbers = {run_of(world, ()).key(()): 0}  # key -> number of the state
+    paths, edges, layer = [()], [], [()]
     branching, rate = 8.0, 0.0
     while layer:
         expected = len(layer) * branching
@@ -860,17 +923,17 @@ def explore(world: World, most_calls: int, seconds: float = 1e9, test_every: int
         if result.num_calls + expected > most_calls or expected * rate > left:
             break
         calls_before, num_layer, after = result.num_calls, len(layer), []
-        for place in layer:
+        for moves in layer:
             edges.append([])
-            for _, (moves, key) in successors(world, place):
+            for move, key in successors(world, moves):
                 result.num_calls += 1
-                number = numbers.setdefault(key[0], len(paths))
+                number = numbers.setdefault(key, len(paths))
                 edges[-1].append(number)
                 if number == len(paths):
-                    paths.append(moves)
-                    after.append((moves, key))
+                    paths.append((*moves, move))
+                    after.append(paths[-1])
                 elif result.num_calls % test_every == 0:
-                    check_key(world, key[0], paths[number], moves)
+                    check_key(world, paths[number], (*moves, move))
                     result.num_tested += 1
         layer, result.depth = after, result.depth + 1
         branching = (result.num_calls - calls_before) / num_layer
@@ -896,7 +959,7 @@ def replay(name: str, moves: tuple[Move, ...]) -> None:
     world = next(each for each in all_worlds() if each.name == name)
     run = run_of(world, moves)
     run.check()
-    run.key(moves, (b"", 0))
+    run.key(moves)
     run.end()
 
 
