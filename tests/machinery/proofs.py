@@ -440,6 +440,7 @@ def kernel_blocks() -> int:
             cast("int32_t")(expand([Value(block, "int32_t")], Value(r), Value(at), 0)).term
             for block, at in ((b, j), (c, i))
         )
+        paths.prove(below(b * r + r, one, least=b * r))
         same = z3.And(b == c, j == i)
         paths.prove(z3.Implies(one == two, same), *compared(b, c, r))
         column, whole = paths.quotient(p, s), paths.quotient(p, r * s)
