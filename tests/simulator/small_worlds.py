@@ -15,12 +15,13 @@ the same calls, and all ids and answers are compared as well.
 
 Two sequences lead to equal states if their keys (`Run.key`) are equal. A key contains, for rows in
 their order, what the caller knows of them and their blocks; the reference count, hash and content of
-each block; the order in which free blocks are taken, found by taking them; and the worker's tables.
+each block; the order in which free blocks are taken, found by taking them; the worker's tables; and,
+for each step in flight, rows and pages before and after it, which decide what an abort undoes.
 Blocks are named in the order in which they occur in the key, and requests by their content, because
-ids and names decide nothing. Rows are not renamed: the order of rows decides. What steps in flight
-would undo is not visible; until they are reported, a key is that of the last state without such steps
-and all calls since. To test keys, some states are expanded again along another sequence, and the
-calls must lead to the same states.
+ids and names decide nothing, with two exceptions: the order of rows decides, and so do the ids of
+blocks that move between the tiers. References that no row holds are known by the step since when.
+To test keys, one in 100 states that are reached again is expanded from both sequences, and the calls
+must lead to equal states.
 """
 
 from __future__ import annotations
@@ -285,7 +286,6 @@ class Run:
     is_aborted: dict[int, bool] = field(default_factory=dict)  # of steps that no report covers
     epoch: int = 0
     count: int = 0  # of requests
-    num_steps: int = 0
 
     def branch(self) -> Run:
         """Return a copy with a manager of its own."""
