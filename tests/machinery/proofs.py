@@ -12,6 +12,7 @@ that `FastDivisor` divides. A test compares the translations with compiled code.
 
 from __future__ import annotations
 
+import operator
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -122,61 +123,44 @@ class Condition:
         return _now.branch(self.term)
 
 
+def _computed(function: Callable) -> Callable:
+    def compute(self: Value, other: Any) -> Value:
+        kinds = {self.kind, getattr(other, "kind", self.kind)}
+        found = Value(function(self.term, term_of(other)), "")
+        return cast(max(kinds, key=CONVERSIONS.index))(found)
+
+    return compute
+
+
+def _compared(function: Callable) -> Callable:
+    return lambda self, other: Condition(function(self.term, term_of(other)))
+
+
+def _divided(n: Any, divisor: Any) -> Any:
+    """Divide numbers that are not negative, as in C++."""
+    _now.prove(z3.And(n >= 0, divisor > 0))
+    return _now.quotient(n, divisor)
+
+
 class Value:
     """An integer of a C++ type. Operations prove that they do not leave the type."""
 
     def __init__(self, term: Any, kind: str = "int64_t") -> None:
         self.term, self.kind = term, kind
 
-    def _made(self, term: z3.ArithRef, other: Any) -> Value:
-        kinds = {self.kind, getattr(other, "kind", self.kind)}
-        return cast(max(kinds, key=CONVERSIONS.index))(Value(term, ""))
-
-    def __add__(self, other: Any) -> Value:
-        return self._made(self.term + term_of(other), other)
-
-    def __sub__(self, other: Any) -> Value:
-        return self._made(self.term - term_of(other), other)
-
-    def __mul__(self, other: Any) -> Value:
-        return self._made(self.term * term_of(other), other)
-
-    def __truediv__(self, other: Any) -> Value:  # of numbers that are not negative, as in C++
-        _now.prove(z3.And(self.term >= 0, term_of(other) > 0))
-        return self._made(_now.quotient(self.term, term_of(other)), other)
-
-    __floordiv__ = __truediv__  # of Python
-
-    def __rshift__(self, bits: int) -> Value:
-        return self / 2**bits
-
-    def __radd__(self, other: int) -> Value:
-        return self + other
-
-    def ravel(self) -> Value:  # a value stands for an array, too
-        return self
-
-    def __mod__(self, other: Any) -> Value:
-        return self - (self / other) * other
+    __add__ = __radd__ = _computed(operator.add)
+    __sub__, __mul__ = _computed(operator.sub), _computed(operator.mul)
+    __truediv__ = __floordiv__ = _computed(_divided)
+    __rshift__ = _computed(lambda n, bits: _divided(n, 2**bits))
+    __lt__, __le__ = _compared(operator.lt), _compared(operator.le)
+    __gt__, __ne__ = _compared(operator.gt), _compared(operator.ne)
 
     def __divmod__(self, other: Any) -> tuple[Value, Value]:
         quotient = self / other
         return quotient, self - quotient * other
 
-    def __lt__(self, other: Any) -> Condition:
-        return Condition(self.term < term_of(other))
-
-    def __gt__(self, other: Any) -> Condition:
-        return Condition(self.term > term_of(other))
-
-    def __le__(self, other: Any) -> Condition:
-        return Condition(self.term <= term_of(other))
-
-    def __eq__(self, other: object) -> Condition:  # type: ignore[override]
-        return Condition(self.term == term_of(other))
-
-    def __ne__(self, other: object) -> Condition:  # type: ignore[override]
-        return Condition(self.term != term_of(other))
+    def ravel(self) -> Value:  # a value stands for an array, too
+        return self
 
 
 def term_of(value: Any) -> Any:
