@@ -241,7 +241,7 @@ class Running:
     drafts: int = 0  # computed tokens that may be rejected
     is_out: bool = False
     encoder: int = 0  # number of its encoder's content; 0: none
-    has_forked: bool = False
+    forked: int = 0  # 1: has shared its blocks; 2: before an abort or a loss
 
 
 def request_of(name: str, prompt: str) -> Request:
@@ -449,7 +449,7 @@ class Run:
             return caller.fork(caller.requests[row], child)
 
         child = self.call(call)
-        parent.has_forked = True  # decides how often its blocks are looked at
+        parent.forked = 1  # decides how often its blocks are looked at
         self.rows[child] = replace(parent, name=name, tokens=tokens, known=n + 1)
         self.tables.setdefault(child, [[] for _ in self.world.kinds])  # until the next plan
 
@@ -658,6 +658,7 @@ class Run:
             if each.name in affected:
                 n = affected[each.name]
                 each.computed, each.sure, each.drafts, each.epochs = n, n, 0, (self.epoch,) * n
+                each.forked = min(2 * each.forked, 2)
 
     # Contents --------------------------------------------------------------------------------------
 
