@@ -68,6 +68,15 @@ TEST(last_issued_skips_aborted_steps) {
   CHECK_EQ(journal.last_kept(), 5);  // the step is too old to be aborted
 }
 
+TEST(steps_that_are_aborted_one_by_one_leave_none) {
+  StepJournal journal;
+  for (int64_t i = 0; i < 2; ++i) {
+    step(&journal);
+    journal.abort_from(i);
+  }
+  CHECK_EQ(journal.numbers().last_issued, -1);  // not 0, which was aborted, too
+}
+
 TEST(steps_older_than_the_last_64_cannot_be_aborted) {
   StepJournal journal;
   for (int64_t i = 0; i < StepJournal::kMaxStepsInFlight + 10; ++i) step(&journal);

@@ -18,6 +18,7 @@ from kvcache import (
 from kvcache.allocator import check_invariants
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
+from tests.machinery.shared import manager_of
 
 WINDOW = GroupSpec("sliding_window", 4, {"window": 6})
 
@@ -720,3 +721,15 @@ def test_restarted_fork_reads_the_cache_if_its_own_request_allows_it():
     manager.cache.evict(own)
     assert manager.invalidate(own) == {"p": 0, "reads": 8, "not": 0}
     check_invariants(manager)
+
+
+def test_blocks_are_free_after_all_steps_were_aborted_one_by_one():
+    """Regression: the last step counted as issued although it was aborted, and kept its blocks."""
+    manager = manager_of(GroupSpec("full_attention", 4), fence_frees=True)
+    for name in ("a", "b"):
+        request = Request(name, range(8))
+        step = manager.step(new=[request]).step_id
+        manager.free(request)
+        manager.abort(step)
+    assert manager.last_step_id == -1
+    assert (manager.pool.num_fenced, manager.pool.num_free) == (0, manager.pool.num_total)

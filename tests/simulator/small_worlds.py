@@ -844,11 +844,11 @@ class Run:
         return None if max(copies.values(), default=0) > 2 else found
 
     def end(self) -> None:
-        """Check that nothing is held once all requests are freed and one more step is reported."""
+        """Check that nothing is held once all requests are freed and the last step is reported."""
         for row in self.rows:
             self.caller.free(row)
-        if self.world.reports:
-            self.caller.report(self.caller.step().step_id)
+        if self.world.reports and self.manager.last_step_id >= 0:
+            self.caller.report(self.manager.last_step_id)
         check_invariants(self.manager)
         for _, pool, _ in self.tiers():
             assert pool.num_free == pool.num_total, "blocks are held in the end"

@@ -26,7 +26,6 @@ struct StepNumbers {
 
   void issue() { last_issued = num_steps++; }
   void complete(int64_t step_id) { num_completed = std::max(num_completed, step_id + 1); }
-  void abort_from(int64_t step_id) { last_issued = std::min(last_issued, step_id - 1); }
 
   void check_invariants() const {
     require(last_issued < num_steps && num_completed <= num_steps,
@@ -189,7 +188,7 @@ class StepJournal {
       aborted.push_back(std::move(in_flight_.back()));
       in_flight_.pop_back();
     }
-    numbers_.abort_from(step_id);
+    numbers_.last_issued = last_kept();  // an earlier step may have been aborted before
     if (in_flight_.empty()) return aborted;
     Step& before = in_flight_.back();
     for (const Step& step : aborted) {
