@@ -105,12 +105,12 @@ sanitize-thread: setup
 	$(BIN)/cmake --build build/sanitize-thread --target $(THREAD_TESTS)
 	for name in $(THREAD_TESTS); do build/sanitize-thread/$$name || exit 1; done
 
-# Run random operations on the allocator for SECONDS, compare them with docs/kernel_in_200_lines.py, and check
-# laws. Then run random operations on the native manager for another SECONDS, at about a hundred times the
+# Run the simulator for SECONDS: random operations of engines with a store and transfers between them. Then run
+# random operations on the native manager for another SECONDS, at about a hundred times the
 # rate, and check its invariants. Finally, check that memory use does not grow. Prints seeds, rates and
 # memory use.
 soak: setup
-	$(BIN)/python -m tests.machinery.allocator_driver $(SECONDS)
+	$(BIN)/python -m tests.simulator --seed $$(date +%s) --seconds $(SECONDS)
 	$(BIN)/cmake -S . -B build/soak -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python -DKVCACHE_OPS=OFF
 	$(BIN)/cmake --build build/soak --target soak_manager

@@ -7,15 +7,13 @@ block ids. For one group, `kernel_driver` predicts them, with docs/kernel_in_200
 
 The choices are drawn either by hypothesis, which shrinks failing examples, or from a seeded
 generator, which is faster. An error names the seed of the failing run. Add a regression test for
-each failure. `make soak SECONDS=600` runs new seeds for 600 seconds.
+each failure.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import sys
-import time
 from dataclasses import dataclass
 from math import gcd, lcm
 
@@ -25,7 +23,6 @@ from kvcache import Admit, External, KVCacheManager, Request, Status, StepReport
 from kvcache.allocator import RequestState, check_invariants
 from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
-from tests.machinery import kernel_driver
 from tests.machinery.group_mixes import (
     CIRCULAR,
     ENCODER,
@@ -1151,19 +1148,3 @@ def drive(seed: int, num_operations: int) -> None:
     except BaseException as error:
         error.add_note(f"found by allocator_driver.drive({seed}, {num_operations})")
         raise
-
-
-def soak(seconds: float, first_seed: int) -> None:
-    """Run consecutive seeds of both drivers from `first_seed` until the time is up."""
-    seed, start = first_seed, time.monotonic()
-    print(f"seeds from {first_seed}, {OPERATIONS_PER_SEED} operations each, for {seconds:.0f} s")
-    while time.monotonic() - start < seconds:
-        drive(seed, OPERATIONS_PER_SEED)
-        kernel_driver.drive(seed)
-        seed += 1
-    num = (seed - first_seed) * (OPERATIONS_PER_SEED + kernel_driver.OPERATIONS_PER_SEED)
-    print(f"{num:,} operations, no difference found")
-
-
-if __name__ == "__main__":
-    soak(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else time.time_ns() % 10**9)
