@@ -331,7 +331,8 @@ class Engine(SlotBytes, WalkedCalls):
             if count == missing and rng.random() < 0.5:
                 count = min(count + rng.randint(0, self.most_drafts), LONGEST - start, left)
             left -= count
-            is_told = rng.random() < 0.7 or self.has_state
+            # Known tokens count as accepted, so rejections are told before later tokens are.
+            is_told = (tells or not each.num_rejected) and (rng.random() < 0.7 or self.has_state)
             rows.append(each)
             counts.append(count)
             ids.append(each.late() if is_told else [])
@@ -593,7 +594,7 @@ class Engine(SlotBytes, WalkedCalls):
             self.decide(self.rng.choice(rows))
 
     def append_tokens(self) -> None:
-        rows = [each for each in self.rows.values() if each.late()]
+        rows = [each for each in self.rows.values() if each.late() and not each.num_rejected]
         if rows and not self.has_state:
             each = self.rng.choice(rows)
             late = each.late()[: self.rng.randint(1, 3)]
