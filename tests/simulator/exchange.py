@@ -249,7 +249,7 @@ class Mover:
             "moved", "bQ==", tuple((0,) * each.num_regions(0) for each in layouts), 0
         )
         self.handshake = RankHandshake(layouts, address)
-        self.loads, self.results = {}, Results()
+        self.loads, self.senders, self.results = {}, {}, Results()
 
     def begin(self, step) -> None:
         for name, lease in step.leases.items():
@@ -258,6 +258,7 @@ class Mover:
             self.leases.end(name)
         for name, load in step.loads.items():
             self.loads[name] = [load, False, None]
+            self.senders[name] = self.wire.engines[load.offer.engine_id]
         for name in step.cancels & set(self.loads):
             self.loads[name][2] = "it was canceled"
         for offer in step.unread:
@@ -279,7 +280,9 @@ class Mover:
     def work(self, name: str, rng: random.Random) -> None:
         """Advance one load: copy its pages, or check the lease and end."""
         load, is_copied, error = self.loads[name]
-        sender = self.wire.engines[load.offer.engine_id]
+        sender = self.senders[name]
+        if sender is not self.wire.engines[load.offer.engine_id]:
+            error = "the sender was restarted"
         if error is None and not is_copied:
             self.copy(load, sender)
             self.loads[name][1] = True
@@ -287,7 +290,6 @@ class Mover:
                 self.loads[name][2] = "the connection broke"
             return
         word = sender.mover.leases.slots[load.offer.lease.slot]
-        # None: the sender was restarted, and does not know the lease.
         if error is None and is_lease_over(word, load.offer.lease.generation) is not False:
             error = "the lease has ended"
         if error is None:
@@ -295,7 +297,7 @@ class Mover:
         else:
             self.results.failed[name] = error
             self.results.released.add(name)
-        del self.loads[name]
+        del self.loads[name], self.senders[name]
         self.tell(load.offer)
 
     def copy(self, load, sender) -> None:
