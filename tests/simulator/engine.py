@@ -419,6 +419,8 @@ class Engine(SlotBytes, WalkedCalls):
                 n = 0
         if n:
             each.source = source
+            if self.rng.random() < 0.1:
+                self.weights()  # between the match and the step
         return n
 
     def offer_for(self, each: Row) -> dict | None:
@@ -478,6 +480,8 @@ class Engine(SlotBytes, WalkedCalls):
                 self.call(self.manager.cache.reset)
 
     def begin(self, each: Row) -> None:
+        if self.rng.random() < 0.05:
+            self.weights()  # between the step and the load
         try:
             each.source.begin(each.request)
         except ValueError as error:

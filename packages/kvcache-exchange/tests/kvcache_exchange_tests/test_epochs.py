@@ -2,7 +2,6 @@
 """New weights while engines exchange KV: KV of earlier weights is neither offered nor used."""
 
 import json
-import random
 import time
 
 import pytest
@@ -11,8 +10,6 @@ from kvcache import Admit, External, Request
 from kvcache_exchange.disaggregation.steps import Results
 from kvcache_exchange_tests.test_disaggregation import lone
 from tests.machinery import disaggregation_engine as transport
-from tests.machinery.epoch_fleet import Fleet
-from tests.machinery.shared import sampled
 
 TOKENS = list(range(70))
 CHANGED = "the weights have changed"
@@ -243,14 +240,3 @@ def test_load_over_a_transport_ends_without_tokens_at_a_new_epoch(has_arrived):
         assert receiver.wrong(again, again.num_tokens) is None
         receiver.manager.free(again)
         assert sender.drained() and receiver.drained()
-
-
-@pytest.mark.parametrize("kinds", ["full", "window"])
-@pytest.mark.parametrize("seed", sampled(range(200), 4))
-def test_only_kv_of_the_current_weights_is_read(seed, kinds):
-    """Random requests, offers, loads, leases and new weights: each token that a request reads has
-    the content of its prefix under the present version of the weights.
-    """
-    fleet = Fleet(seed * 1000 + random.Random(kinds).randrange(1000), kinds=kinds)
-    fleet.run(300)
-    assert fleet.num_read > 0
