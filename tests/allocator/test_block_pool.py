@@ -160,6 +160,17 @@ def test_crafted_hash_collisions_do_not_slow_lookups():
     assert min(ratios) < 5  # a scan over all colliding entries would make the ratio exceed 100
 
 
+def test_hashes_that_are_not_cached_are_not_found_among_many():
+    """The index compares whole hashes: some of these have the same 31 bits of their keys."""
+    n = 300_000
+    hashes = np.random.default_rng(2).integers(0, 256, (2 * n, 32), np.uint8)
+    pool = BlockPool(n + 1)
+    ids = pool.allocate(n)
+    pool.publish(ids, hashes[:n])
+    assert (pool.lookup(hashes[:n], prefix=False) == ids).all()
+    assert (pool.lookup(hashes[n:], prefix=False) == -1).all()
+
+
 @pytest.mark.slow
 def test_pool_uses_at_most_100_bytes_per_block_and_almost_none_before_its_first_use():
     """Measures the resident memory of a pool in which all blocks are used and that of an unused

@@ -733,3 +733,16 @@ def test_blocks_are_free_after_all_steps_were_aborted_one_by_one():
         manager.abort(step)
     assert manager.last_step_id == -1
     assert (manager.pool.num_fenced, manager.pool.num_free) == (0, manager.pool.num_total)
+
+
+def test_blocks_freed_after_a_step_wait_for_the_report_of_that_step():
+    manager = manager_of(GroupSpec("full_attention", 4), fence_frees=True)
+    request = Request("a", range(8))
+    first = manager.step(new=[request]).step_id
+    second = manager.step([manager.row(request)], [1]).step_id
+    manager.free(request)
+    num_held = manager.pool.num_fenced
+    manager.report(StepReport(first, completed=True))
+    assert manager.pool.num_fenced == num_held == 3
+    manager.report(StepReport(second, completed=True))
+    assert (manager.pool.num_fenced, manager.pool.num_free) == (0, manager.pool.num_total)

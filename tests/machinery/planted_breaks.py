@@ -207,9 +207,9 @@ DEFECTS = [
     Defect(
         "slot mapping",
         "csrc/worker/slot_formula.h",
-        "i >= query_start[num_requests]",
-        # Assigns the first token beyond the batch to the last request.
-        "i > query_start[num_requests]",
+        "offset = round * by_interleave.divisor + (offset - chunk * by_interleave.divisor);",
+        # Tokens of one rank are apart by the chunks of the other ranks.
+        "offset = chunk * by_interleave.divisor + (offset - chunk * by_interleave.divisor);",
         "slot_mapping_op block_table",
     ),
     Defect(
