@@ -222,30 +222,40 @@ class Learned : public EvictionOrder, public BlockListener {
     const int64_t n = num_in_chain();
     const Known known = this->known();
     const int64_t to_fork = known.is_end ? 0 : known.num;  // the chain forks after these blocks
-    const auto forks_of = [&](int64_t i) {
-      const BlockId id = chain_[i].id;
-      if (segments_.of(id) != Segments::kNone) return int{segment_of(id).num_forks};
-      return i < known.num ? known.num_forks : 0;
-    };
     int64_t num_shared = 0;
-    while (num_shared < n && forks_of(num_shared) > 0) ++num_shared;
+    while (num_shared < n && forks_of(num_shared, known) > 0) ++num_shared;
     num_shared = std::max(num_shared, to_fork);
     if (num_shared < n) {
-      const int own = ReuseClass::own(known.is_end ? known.gap : -1,
-                                      (n - known.num) * features.tokens_per_block,
-                                      features.num_output_tokens, features.ends_turn);
-      release_segment(num_shared, n, own, /*num_forks=*/0);
+      release_segment(num_shared, n, class_of_own(known, features), /*num_forks=*/0);
     }
-    // Shared blocks that were in the same segment form a segment again.
-    for (int64_t stop = num_shared, first; stop > 0; stop = first) {
-      const uint32_t s = segments_.of(chain_[stop - 1].id);
-      const int before = forks_of(stop - 1);
-      for (first = stop - 1; first > 0 && segments_.of(chain_[first - 1].id) == s;) --first;
-      const int forks = std::clamp(before + (first < to_fork && to_fork <= stop), 1, 100);
-      release_segment(first, stop, ReuseClass::shared(forks), forks);
-    }
+    release_shared(num_shared, to_fork, known);
     segments_.set(chain_[n - 1].id, Segments::kEnd);
     reuse_->hazards.learn(clock());
+  }
+  // Releases the first num_shared blocks of the chain. Those that were in the same segment form a
+  // segment again. The segment in which the first `to_fork` blocks end has one more fork.
+  void release_shared(int64_t num_shared, int64_t to_fork, const Known& known) {
+    for (int64_t stop = num_shared, first; stop > 0; stop = first) {
+      const uint32_t s = segments_.of(chain_[stop - 1].id);
+      const int before = forks_of(stop - 1, known);
+      first = stop - 1;
+      while (first > 0 && segments_.of(chain_[first - 1].id) == s) --first;
+      const bool has_new_fork = first < to_fork && to_fork <= stop;
+      const int forks = std::clamp(before + has_new_fork, 1, 100);
+      release_segment(first, stop, ReuseClass::shared(forks), forks);
+    }
+  }
+  // The number of forks after a block of the chain, before this release.
+  int forks_of(int64_t i, const Known& known) const {
+    const BlockId id = chain_[i].id;
+    if (segments_.of(id) != Segments::kNone) return segment_of(id).num_forks;
+    return i < known.num ? known.num_forks : 0;
+  }
+  // The class of the blocks that the request added to the known part of the chain.
+  int class_of_own(const Known& known, const ReleaseFeatures& features) const {
+    const int64_t gap = known.is_end ? known.gap : -1;
+    const int64_t num_added = (num_in_chain() - known.num) * features.tokens_per_block;
+    return ReuseClass::own(gap, num_added, features.num_output_tokens, features.ends_turn);
   }
   // Releases blocks [first, stop) of the chain, and the ends of hits within them.
   void release_segment(int64_t first, int64_t stop, int reuse_class, int num_forks) {

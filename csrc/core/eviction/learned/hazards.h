@@ -36,12 +36,10 @@ class Hazards {
   static_assert(sizeof(Record) == 12 && ReuseClass::kNum <= 128);
 
   Hazards() : records_(learned::kRecords) {
-    double begin = 0;
     for (int b = 0; b <= kBuckets; ++b) {
-      begin_[b] = begin;
-      begin = learned::kAge * (std::pow(learned::kAgeRatio, b + 1) - 1);
+      begin_[b] = learned::kAge * (std::pow(learned::kAgeRatio, b) - 1);
     }
-    solve(0);
+    solve(0);  // no samples: the priors
   }
 
   // Returns a key that is never 0. A hash has the same key in every process, because sampling must
@@ -116,7 +114,11 @@ class Hazards {
  private:
   static constexpr uint8_t kUnused = 127;
   static constexpr uint32_t kTicks = (1 << 25) - 1;
-  static constexpr int kNum = ReuseClass::kNum, kAll = kNum + ReuseClass::kGroups;
+  static constexpr float kWeightOfSegment = 4 * 16;  // quarters of 16 blocks: see constants.h
+  // Rows of counts and hazards: one per class, one per group of classes, and one for all classes.
+  static constexpr int kNum = ReuseClass::kNum, kAllRow = kNum + ReuseClass::kGroups;
+  static constexpr int kNumRows = kAllRow + 1;
+  static constexpr int row_of_group(int group) { return kNum + group; }
   using Row = std::array<float, kBuckets>;
 
   static uint32_t ticks_of(int64_t ms) { return static_cast<uint32_t>(ms / 64) & kTicks; }
@@ -129,45 +131,70 @@ class Hazards {
     }
     return b;
   }
+  // Estimates the hazards of all classes.
   void solve(int64_t now) {
-    std::array<Row, kAll + 1> reached{}, used{};
+    Counts counts;
+    count_samples(now, &counts);
+    for (int c = 0; c < kNum; ++c) add_to_groups(c, &counts);
+    for (int b = 0; b < kBuckets; ++b) shrink(counts, b);
+    is_solved_.fill(false);
+  }
+  // Sums of the weights of samples, by row and bucket.
+  struct Counts {
+    // First the samples that reached no later bucket; after their sum over buckets, all samples
+    // that reached the bucket.
+    std::array<Row, kNumRows> reached{};
+    std::array<Row, kNumRows> used{};  // samples whose block was used within the bucket
+  };
+  // Counts each sample in the bucket at which it was used or, if it is unused, that of its age.
+  void count_samples(int64_t now, Counts* counts) const {
     for (int64_t i = 1; i <= num_records(); ++i) {
       const Record& each = records_[i];
       const bool is_used = each.bucket != kUnused;
       const int b = is_used ? each.bucket : bucket_of(age_of(each, now));
-      const float weight = static_cast<float>(each.weight) / 64;
-      reached[each.reuse_class][b] += weight;
-      if (is_used) used[each.reuse_class][b] += weight;
+      const float weight = static_cast<float>(each.weight) / kWeightOfSegment;
+      counts->reached[each.reuse_class][b] += weight;
+      if (is_used) counts->used[each.reuse_class][b] += weight;
     }
     for (int c = 0; c < kNum; ++c) {
-      for (int b = kBuckets - 2; b >= 0; --b) reached[c][b] += reached[c][b + 1];
-      if (ReuseClass::is_loose(c)) continue;  // says nothing about chains
+      Row& reached = counts->reached[c];
+      for (int b = kBuckets - 2; b >= 0; --b) reached[b] += reached[b + 1];
+    }
+  }
+  // Adds the counts of a class to those of its groups and to those of all classes.
+  static void add_to_groups(int c, Counts* counts) {
+    if (ReuseClass::is_loose(c)) return;  // says nothing about chains
+    const auto add_to = [&](int row) {
+      for (int b = 0; b < kBuckets; ++b) {
+        counts->reached[row][b] += counts->reached[c][b];
+        counts->used[row][b] += counts->used[c][b];
+      }
+    };
+    const auto groups = ReuseClass::groups(c);
+    for (int g = 0; g < groups.num; ++g) add_to(row_of_group(groups.all[g]));
+    add_to(kAllRow);
+  }
+  // Sets the hazards in a bucket to the observed rates, each shrunk towards its prior. The prior of
+  // a group is the overall rate. The prior of a class treats its features as independent: it is the
+  // overall rate times, for each feature, the ratio of the group's rate to the overall rate.
+  void shrink(const Counts& counts, int b) {
+    const auto set = [&](int row, double weight, double prior) {
+      const double h = mean(counts.used[row][b], counts.reached[row][b], weight, prior);
+      hazard_[row][b] = static_cast<float>(h);
+      return h;
+    };
+    const double overall = set(kAllRow, learned::kAllWeight, learned::kPrior);
+    for (int g = 0; g < ReuseClass::kGroups; ++g) {
+      set(row_of_group(g), learned::kGroupWeight, overall);
+    }
+    for (int c = 0; c < kNum; ++c) {
       const auto groups = ReuseClass::groups(c);
-      for (int g = 0; g <= groups.num; ++g) {
-        const int sum = g == groups.num ? kAll : kNum + groups.all[g];
-        for (int b = 0; b < kBuckets; ++b) {
-          reached[sum][b] += reached[c][b];
-          used[sum][b] += used[c][b];
-        }
+      double prior = overall;
+      for (int g = 0; g < groups.num; ++g) {
+        prior *= hazard_[row_of_group(groups.all[g])][b] / overall;
       }
+      set(c, learned::kClassWeight, std::min(prior, .98));
     }
-    for (int b = 0; b < kBuckets; ++b) {
-      const double h = mean(used[kAll][b], reached[kAll][b], learned::kAllWeight, learned::kPrior);
-      hazard_[kAll][b] = static_cast<float>(h);
-      for (int k = kNum; k < kAll; ++k) {
-        hazard_[k][b] =
-            static_cast<float>(mean(used[k][b], reached[k][b], learned::kGroupWeight, h));
-      }
-      for (int c = 0; c < kNum; ++c) {
-        const auto groups = ReuseClass::groups(c);
-        double prior = h;
-        for (int g = 0; g < groups.num; ++g) prior *= hazard_[kNum + groups.all[g]][b] / h;
-        prior = std::min(prior, .98);
-        hazard_[c][b] =
-            static_cast<float>(mean(used[c][b], reached[c][b], learned::kClassWeight, prior));
-      }
-    }
-    is_solved_.fill(false);
   }
   static double mean(double used, double reached, double weight, double prior) {
     return std::min((used + weight * prior) / (reached + weight), 1.0);
@@ -189,7 +216,7 @@ class Hazards {
   }
 
   std::array<double, kBuckets + 1> begin_;  // ms
-  std::array<Row, kAll + 1> hazard_{};
+  std::array<Row, kNumRows> hazard_{};
   mutable std::array<std::array<float, kBuckets + 1>, kNum> index_{};
   mutable std::array<bool, kNum> is_solved_{};
   KeyedArray<Record> records_;  // a ring
