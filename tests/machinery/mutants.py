@@ -75,7 +75,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         [
             ("has_pin(blocks_[id]); id = links_[id].next) last_passed_ = id;", "false;) {}"),
             ("for (int64_t j = 0; j < i; ++j) pins_->add(ids[j]);", ""),
-            ("if (block.ref_count == 0) last_passed_ = kNullBlock;", ""),
+            ("if (may_be_passed) last_passed_ = kNullBlock;", ""),
         ],
     ),
     (
@@ -222,7 +222,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "num_free - num_new >= supply.num_kept_free",
                 "num_free - num_new > supply.num_kept_free",
             ),
-            ("num_free -= num_taken(each, each.num_dropped, each.size());", ""),
+            ("num_free -= num_taken(held, held.num_dropped, held.size());", ""),
             ("supply.num_free - num_upfront(chain)", "supply.num_free"),
             (
                 "num_blocks <= num_total - watermark_blocks_",
@@ -237,7 +237,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("if (r.by_step()) c_.plan->clear_later(row);", ""),
             ("if (c_.host != nullptr) note_onboards(row);", ""),
             (
-                "each.num_published = std::min(each.num_published, num_tokens / group.block_size);",
+                "held.num_published = std::min(held.num_published, num_tokens / group.block_size);",
                 "",
             ),
         ],
@@ -253,7 +253,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         MANAGER + "row_growth.h",
         "manager groups tiers allocator_random",
-        [("each.source = kNullBlock;\n  }", "}")],
+        [("held.source = kNullBlock;\n  }", "}")],
     ),
     (
         RULES + "tokens.h",
@@ -270,13 +270,13 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         RULES + "effects.h",
         "manager groups tiers allocator_random",
-        [("column >= each.size() || !growth->is_shared(each[column])", "column >= each.size()")],
+        [("column >= held.size() || !growth->is_shared(held[column])", "column >= held.size()")],
     ),
     (
         RULES + "state.cpp",
         "manager groups tiers allocator_random",
         [
-            ("hit it.\n  growth->evict(each[each.num_dropped]);", "hit it."),
+            ("hit it.\n  growth->evict(held[held.num_dropped]);", "hit it."),
             ("if (group.may_be_hit(num_passed - 1, publishing->info(row).retained)) {", "{"),
         ],
     ),
@@ -348,7 +348,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ),
             ("} else if (with_all) {", "} else {"),
             ("|| column * group.block_size != token) continue;", ") continue;"),
-            ("if (column < each.num_dropped ||", "if (column < 0 ||"),
+            ("if (column < held.num_dropped ||", "if (column < 0 ||"),
         ],
     ),
     (

@@ -102,8 +102,8 @@ DEFECTS = [
     Defect(
         "states after drafts",
         RULES + "state.cpp",
-        "/ group.block_size, each[current], spare);",
-        "/ group.block_size, each[first], spare);",  # continues from the state before the drafts
+        "/ group.block_size, held[current], spare);",
+        "/ group.block_size, held[held.num_dropped], spare);",  # continues from the state before the drafts
         "state_drafts",
     ),
     Defect(

@@ -123,13 +123,13 @@ class Invalidation {
     int64_t limit = kUnbounded;
     const bool on_host = c_.row(row).is_on_host();
     for (const CacheGroup& group : *c_.groups) {
-      const RowBlocks& each = c_.held(row, group);
-      for (int64_t b = each.num_dropped; b < each.size(); ++b) {
+      const RowBlocks& held = c_.held(row, group);
+      for (int64_t b = held.num_dropped; b < held.size(); ++b) {
         if (on_host) {
-          if (pages_.count(each[b]) != 0) return 0;  // the row is restarted anyway
+          if (pages_.count(held[b]) != 0) return 0;  // the row is restarted anyway
           continue;
         }
-        const auto found = blocks_.find(each[b]);
+        const auto found = blocks_.find(held[b]);
         if (found == blocks_.end()) continue;
         limit = std::min(limit, std::max(found->second, c_.rows->first_token(row, group, b)));
       }
@@ -188,11 +188,11 @@ class Invalidation {
     const Row& r = c_.row(row);
     for (const CacheGroup& group : *c_.groups) {
       if (!group.rules->traits.follows_sequence) continue;
-      const RowBlocks& each = c_.held(row, group);
+      const RowBlocks& held = c_.held(row, group);
       const int64_t size = c_.rows->num_written(row, group);
-      for (int64_t b = group.rules->first_computed(group, each, limit); b < size; ++b) {
+      for (int64_t b = group.rules->first_computed(group, held, limit); b < size; ++b) {
         const int64_t num_valid = group.rules->num_valid(group, b, limit);
-        const BlockId id = r.is_on_host() ? kNullBlock : each[b];
+        const BlockId id = r.is_on_host() ? kNullBlock : held[b];
         if (id != kNullBlock) {
           changed |= add_block(id, num_valid);
           if (by_hash_) changed |= add_found(row, group, b, id, num_valid);

@@ -112,10 +112,10 @@ class Publisher final : public Publishing {
               " would publish KV of an earlier epoch");
       require(r.next_publish <= next_publish(row), "row ", row, " waits too long to publish");
       for (const CacheGroup& group : *c_.groups) {
-        const RowBlocks& each = c_.held(row, group);
-        require(!group.is_cached || each.num_published * group.block_size <= r.num_computed, "row ",
+        const RowBlocks& held = c_.held(row, group);
+        require(!group.is_cached || held.num_published * group.block_size <= r.num_computed, "row ",
                 row, " has published blocks that are not full");
-        require(!each.keeps_state || (group.rules->traits.updates_in_place &&
+        require(!held.keeps_state || (group.rules->traits.updates_in_place &&
                                       r.num_computed % c_.hash_block_size == 0),
                 "row ", row, " keeps a state that is not at a hash boundary");
       }
@@ -132,14 +132,14 @@ class Publisher final : public Publishing {
     if (r.is_stale || r.is_receiving() || !is_enabled_ || !r.chain->write_cache())
       return kUnbounded;
     int64_t next = kUnbounded;
-    const RowBlocks* blocks = c_.rows->blocks(row);
+    const RowBlocks* held_by_group = c_.rows->blocks(row);
     for (const CacheGroup& group : *c_.groups) {
-      const RowBlocks& each = blocks[group.id];
+      const RowBlocks& held = held_by_group[group.id];
       if (!group.is_cached) continue;
-      const int64_t partial = (int64_t{each.num_partial} + 1) * c_.hash_block_size;
+      const int64_t partial = (int64_t{held.num_partial} + 1) * c_.hash_block_size;
       const bool has_partial =
           group.has_partial && group.rules->publishes_part(c_.rows->info(row), partial);
-      next = std::min(next, has_partial ? partial : (each.num_published + 1) * group.block_size);
+      next = std::min(next, has_partial ? partial : (held.num_published + 1) * group.block_size);
     }
     return next;
   }

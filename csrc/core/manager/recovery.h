@@ -234,11 +234,11 @@ class Recovery {
       for (const CacheGroup& group : *c_.groups) {
         const PageTraits& traits = group.rules->traits;
         if (traits.follows_sequence && !traits.appends) continue;
-        const RowBlocks& each = c_.held(served.row, group);
+        const RowBlocks& held = c_.held(served.row, group);
         const int64_t first =
             traits.follows_sequence ? ceil_div(r.num_computed, group.block_size) : 0;
-        for (int64_t b = std::max(first, each.num_dropped); b < each.size(); ++b) {
-          given_.push_back({each[b], c_.pool->generation(each[b])});
+        for (int64_t b = std::max(first, held.num_dropped); b < held.size(); ++b) {
+          given_.push_back({held[b], c_.pool->generation(held[b])});
         }
       }
     }

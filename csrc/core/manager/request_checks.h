@@ -217,10 +217,10 @@ class RequestChecks {
     int64_t num_tokens = 0;
     for (const CacheGroup& group : setup_->groups) {
       if (!group.is_cached) continue;
-      const RowBlocks& each = c_.held(row, group);
-      num_tokens = std::max(num_tokens, each.num_published * group.block_size);
+      const RowBlocks& held = c_.held(row, group);
+      num_tokens = std::max(num_tokens, held.num_published * group.block_size);
       if (!group.has_partial) continue;
-      num_tokens = std::max(num_tokens, each.num_partial * c_.hash_block_size);
+      num_tokens = std::max(num_tokens, held.num_partial * c_.hash_block_size);
     }
     return num_tokens;
   }

@@ -55,15 +55,15 @@ struct RowContext {
 
   // Releases the row's blocks in columns `size` and later, last block first.
   void release_tail(int32_t row, const CacheGroup& group, int64_t size) const {
-    RowBlocks& each = rows->held(row, group);
-    if (each.size() <= size) return;
+    RowBlocks& held = rows->held(row, group);
+    if (held.size() <= size) return;
     rows->disturb(row);
-    std::vector<BlockId> ids(each.blocks.rbegin(), each.blocks.rend() - size);
+    std::vector<BlockId> ids(held.blocks.rbegin(), held.blocks.rend() - size);
     // Blocks at the end of the table may already be null.
     ids.erase(std::remove(ids.begin(), ids.end(), kNullBlock), ids.end());
     release(row, ids);
-    each.resize(size);
-    each.lower_hits(size);
+    held.resize(size);
+    held.lower_hits(size);
   }
 
   // If plans contain the row, makes the next plan send its complete table.

@@ -68,7 +68,7 @@ class RowGrowth final : public Growth {
   void take_hit(ServedRow* served, const PrefixHit& hit) {
     for (const CacheGroup& group : *c_.groups) {
       if (!group.is_cached) continue;
-      const RowBlocks& each = c_.held(served->row, group);
+      const RowBlocks& held = c_.held(served->row, group);
       const BlockId source = hit.sources[group.id];
       if (source != kNullBlock) {
         c_.pool->retain(&source, 1);  // keeps the block until it has been copied
@@ -78,8 +78,8 @@ class RowGrowth final : public Growth {
       if (hit.num_host_blocks > 0) {
         take_hit_on_host(served->row, group, hit);
       } else {
-        c_.pool->retain(each.blocks.data() + each.num_dropped, each.num_alive());
-        note_hits({each.blocks.data() + each.num_dropped, each.num_alive()});
+        c_.pool->retain(held.blocks.data() + held.num_dropped, held.num_alive());
+        note_hits({held.blocks.data() + held.num_dropped, held.num_alive()});
       }
     }
     // At this point all blocks of the hit are held, so onboarding cannot evict any of them.
@@ -88,37 +88,10 @@ class RowGrowth final : public Growth {
 
   // Drops the blocks that the row no longer reads or that it gives up, and allocates its demand.
   void serve(ServedRow* served, const Demand& demand) {
-    RowBlocks* held = c_.rows->blocks(served->row);
-    std::array<PageRules::Take, kMaxGroups> takes;
-    int64_t num_taken = 0, num_spare = demand.num_spare;
+    Takes takes;
     if (demand.gives_up) give_up(served, demand);
-    for (const CacheGroup& group : *c_.groups) {
-      const GroupDemand& needs = demand[group];
-      const RowBlocks& each = held[group.id];
-      PageRules::Take& take = takes[group.id];
-      served->num_before[group.id] = each.size();
-      // A step usually changes only a few groups of a row. The rules of the other groups are not
-      // called.
-      const bool changes = needs.num_new + needs.num_shared + needs.num_skipped > 0 ||
-                           needs.drop_to > each.num_dropped || each.keeps_state;
-      if (!changes) {
-        take = {0, 0, false};
-        continue;
-      }
-      take = with_rules(group, [&](const auto& rules) {
-        return rules.prepare(this, *served, group, needs, &num_spare);
-      });
-      num_taken += take.num_new + take.num_shared;
-    }
-    if (num_taken == 0 && served->span.num_accepted == 0) return;
-    c_.settle_access(served->row);
-    taken_.resize(static_cast<size_t>(num_taken));
-    c_.pool->allocate(num_taken, taken_.data());
-    c_.plan->give(taken_.data(), num_taken);
-    const BlockId* next = taken_.data();
-    for (const CacheGroup& group : *c_.groups) {
-      next = group.rules->grow(this, served, group, takes[group.id], next);
-    }
+    const int64_t num_taken = prepare_all(served, demand, &takes);
+    if (num_taken > 0 || served->span.num_accepted > 0) grow_all(served, takes, num_taken);
   }
 
   // Accepts the drafts of the row's last step. The row continues at span.start.
@@ -171,13 +144,13 @@ class RowGrowth final : public Growth {
   void replace_shared(ServedRow* served, const CacheGroup& group, int64_t column, BlockId own,
                       bool copies) override {
     const int32_t row = served->row;
-    RowBlocks& each = held(row, group);
-    const BlockId shared = std::exchange(each[column], own);
+    RowBlocks& held = this->held(row, group);
+    const BlockId shared = std::exchange(held[column], own);
     c_.note_access(row, {&shared, 1});
-    each.lower_hits(column);
+    held.lower_hits(column);
     if (copies) {
       note_dropped(row, group, column, shared);
-      each.state_start = static_cast<int32_t>(served->span.start);
+      held.state_start = static_cast<int32_t>(served->span.start);
       served->depends_from(column * group.block_size);
       c_.plan->copy(shared, own);
       if (c_.plan->is_step()) {
@@ -188,12 +161,12 @@ class RowGrowth final : public Growth {
     c_.frees->release_or_defer({&shared, 1});
   }
   void copy_source(ServedRow* served, const CacheGroup& group, BlockId own) override {
-    RowBlocks& each = held(served->row, group);
+    RowBlocks& held = this->held(served->row, group);
     const int64_t column = served->num_before[group.id];
-    c_.plan->copy(each.source, own);
-    note_dropped(served->row, group, column, each.source);
+    c_.plan->copy(held.source, own);
+    note_dropped(served->row, group, column, held.source);
     served->depends_from(column * group.block_size);
-    each.source = kNullBlock;
+    held.source = kNullBlock;
   }
   void note_dropped(int32_t row, const CacheGroup& group, int64_t column, BlockId id) override {
     c_.note_dropped(row, group, column, id);
@@ -207,20 +180,57 @@ class RowGrowth final : public Growth {
   void evict(BlockId id) override { c_.pool->evict(&id, 1); }
 
  private:
+  using Takes = std::array<PageRules::Take, kMaxGroups>;
+
+  // Drops the blocks that the row no longer needs. Returns the number of blocks to take.
+  int64_t prepare_all(ServedRow* served, const Demand& demand, Takes* takes) {
+    const RowBlocks* held_by_group = c_.rows->blocks(served->row);
+    int64_t num_taken = 0, num_spare = demand.num_spare;
+    for (const CacheGroup& group : *c_.groups) {
+      const GroupDemand& needs = demand[group];
+      const RowBlocks& held = held_by_group[group.id];
+      PageRules::Take& take = (*takes)[group.id];
+      served->num_before[group.id] = held.size();
+      // A step usually changes only a few groups of a row. The rules of the other groups are not
+      // called.
+      if (!needs.changes(held)) {
+        take = {0, 0, false};
+        continue;
+      }
+      // Inlined for token rules, because `prepare` usually only returns the numbers of new blocks.
+      // `grow` does more work than a virtual call.
+      take = with_rules(group, [&](const auto& rules) {
+        return rules.prepare(this, *served, group, needs, &num_spare);
+      });
+      num_taken += take.num_new + take.num_shared;
+    }
+    return num_taken;
+  }
+  // Allocates the blocks to take and adds them to the row.
+  void grow_all(ServedRow* served, const Takes& takes, int64_t num_taken) {
+    c_.settle_access(served->row);
+    taken_.resize(static_cast<size_t>(num_taken));
+    c_.pool->allocate(num_taken, taken_.data());
+    c_.plan->give(taken_.data(), num_taken);
+    const BlockId* next = taken_.data();
+    for (const CacheGroup& group : *c_.groups) {
+      next = group.rules->grow(this, served, group, takes[group.id], next);
+    }
+  }
   void note_hits(const Blocks& blocks) {
     if (blocks.n == 0) return;
     c_.pool->notify(Hit{blocks, Hit::By::kRequest});
   }
   void take_hit_on_host(int32_t row, const CacheGroup& group, const PrefixHit& hit) {
-    const RowBlocks& each = c_.held(row, group);
+    const RowBlocks& held = c_.held(row, group);
     std::vector<BlockId> ids, pages;
-    for (int64_t b = each.num_dropped; b < each.size(); ++b) {
-      if (each[b] != kNullBlock) ids.push_back(each[b]);
+    for (int64_t b = held.num_dropped; b < held.size(); ++b) {
+      if (held[b] != kNullBlock) ids.push_back(held[b]);
     }
     for (const PrefixHit::HostBlock& on_host : hit.on_host[group.id]) {
-      if (on_host.column >= each.num_dropped) pages.push_back(on_host.page);
+      if (on_host.column >= held.num_dropped) pages.push_back(on_host.page);
     }
-    if (each.host_source != kNullBlock) pages.push_back(each.host_source);
+    if (held.host_source != kNullBlock) pages.push_back(held.host_source);
     c_.pool->retain(ids.data(), static_cast<int64_t>(ids.size()));
     note_hits(ids);
     c_.host->pages().retain(pages.data(), static_cast<int64_t>(pages.size()));
@@ -229,10 +239,10 @@ class RowGrowth final : public Growth {
   // Allocates and loads blocks for the part of a hit that is on the host.
   void onboard_hit(ServedRow* served, const PrefixHit& hit) {
     for (const CacheGroup& group : *c_.groups) {
-      RowBlocks& each = c_.held(served->row, group);
+      RowBlocks& held = c_.held(served->row, group);
       for (const PrefixHit::HostBlock& on_host : hit.on_host[group.id]) {
-        if (on_host.column < each.num_dropped) continue;
-        BlockId& id = each[on_host.column];
+        if (on_host.column < held.num_dropped) continue;
+        BlockId& id = held[on_host.column];
         c_.pool->allocate(1, &id);
         onboard(served, group, on_host.column, on_host.page, id, /*is_hit=*/true);
         ++c_.host->mutable_counts()->loaded_blocks;

@@ -58,10 +58,10 @@ class RowRelease {
     features.logical_time = ++num_releases_;
     features.wall_ms = clock_->now_ms();
     for (const CacheGroup& group : *c_.groups) {
-      const RowBlocks& each = c_.held(row, group);
+      const RowBlocks& held = c_.held(row, group);
       if (!group.is_cached) continue;
       features.num_new_blocks +=
-          std::max<int64_t>(c_.rows->num_written(row, group) - each.num_hits, 0);
+          std::max<int64_t>(c_.rows->num_written(row, group) - held.num_hits, 0);
     }
     const bool has_chain = has_chains(*c_.groups);
     if (has_chain) notify_release_ends(row);
@@ -100,24 +100,24 @@ class RowRelease {
   // Whether the row holds all blocks that the token at `num_tokens` reads, and the block to which
   // its KV is written.
   bool can_resume(int32_t row, int64_t num_tokens) const {
-    const RowBlocks* held = c_.rows->blocks(row);
+    const RowBlocks* held_by_group = c_.rows->blocks(row);
     const AdmissionInfo& info = c_.rows->info(row);
     if (num_tokens == 0) return false;  // the row may still hit the cache
     return std::all_of(c_.groups->begin(), c_.groups->end(), [&](const CacheGroup& group) {
-      return group.rules->can_resume(group, held[group.id], info, num_tokens);
+      return group.rules->can_resume(group, held_by_group[group.id], info, num_tokens);
     });
   }
   // Truncates the row to num_tokens computed tokens, from which it must be able to resume.
   void truncate(int32_t row, int64_t num_tokens) {
     for (const CacheGroup& group : *c_.groups) {
       if (!group.rules->traits.follows_sequence) continue;
-      RowBlocks& each = c_.held(row, group);
+      RowBlocks& held = c_.held(row, group);
       const int64_t kept = ceil_div(num_tokens, group.block_size);
       c_.release_tail(row, group, kept);
-      each.num_dropped = std::min(each.num_dropped, kept);
-      each.num_published = std::min(each.num_published, num_tokens / group.block_size);
-      each.num_partial = static_cast<int32_t>(
-          std::min<int64_t>(each.num_partial, num_tokens / c_.hash_block_size));
+      held.num_dropped = std::min(held.num_dropped, kept);
+      held.num_published = std::min(held.num_published, num_tokens / group.block_size);
+      held.num_partial = static_cast<int32_t>(
+          std::min<int64_t>(held.num_partial, num_tokens / c_.hash_block_size));
     }
     Row& r = c_.row(row);
     c_.rows->disturb(row);
@@ -137,17 +137,17 @@ class RowRelease {
     c_.journal->note_left(row, c_.row(row));
     if (c_.host != nullptr) note_onboards(row);
     for (const CacheGroup& group : *c_.groups) {
-      const RowBlocks& each = c_.held(row, group);
+      const RowBlocks& held = c_.held(row, group);
       if (!group.rules->traits.follows_sequence) continue;
-      const int64_t size = std::min(c_.rows->computed(row, group).stop, each.size());
+      const int64_t size = std::min(c_.rows->computed(row, group).stop, held.size());
       // A published block normally stays in the cache index. Exceptions are blocks that no hit can
       // read, and the following cases.
       const bool may_be_lost =
           !group.keeps_all || has_forgotten_ || c_.host != nullptr || c_.row(row).has_forked();
       const int64_t first =
-          may_be_lost ? each.num_dropped : std::max(each.num_dropped, each.num_published);
+          may_be_lost ? held.num_dropped : std::max(held.num_dropped, held.num_published);
       for (int64_t b = first; b < size; ++b) {
-        const BlockId id = each[b];
+        const BlockId id = held[b];
         // The hash of a state does not identify the earlier blocks that its step has computed.
         const bool is_found =
             c_.pool->hash_of(id) != nullptr && !group.rules->traits.updates_in_place;
@@ -156,10 +156,10 @@ class RowRelease {
     }
   }
   void notify_release_of(int32_t row, const CacheGroup& group, ReleaseFeatures* features) const {
-    const RowBlocks& each = c_.held(row, group);
-    const std::vector<BlockId> ids(each.blocks.rbegin(), each.blocks.rend() - each.num_dropped);
+    const RowBlocks& held = c_.held(row, group);
+    const std::vector<BlockId> ids(held.blocks.rbegin(), held.blocks.rend() - held.num_dropped);
     std::vector<int64_t> ends;
-    for (auto end = each.size(); end > each.num_dropped; --end) {
+    for (auto end = held.size(); end > held.num_dropped; --end) {
       ends.push_back(end * group.block_size);
     }
     features->tokens_per_block = group.block_size;
@@ -222,8 +222,8 @@ class RowRelease {
   }
   void note_onboards(int32_t row) const {
     for (const HostTier::Onboard& onboard : c_.host->onboards()) {
-      const RowBlocks& each = c_.rows->blocks(row)[onboard.group];
-      if (onboard.column < each.size() && each[onboard.column] == onboard.block) {
+      const RowBlocks& held = c_.rows->blocks(row)[onboard.group];
+      if (onboard.column < held.size() && held[onboard.column] == onboard.block) {
         c_.note_dropped(row, (*c_.groups)[onboard.group], onboard.column, onboard.block);
       }
     }

@@ -372,15 +372,15 @@ void RowServer::copy_row(int32_t row, int32_t child, const std::shared_ptr<Token
 void RowServer::share_blocks(int32_t row, int32_t child) {
   const int64_t num_computed = c_.row(row).num_computed;
   for (const CacheGroup& group : *c_.groups) {
-    RowBlocks& each = c_.held(child, group);
-    each = c_.held(row, group);
-    group.rules->fork(&each);
-    c_.pool->retain(each.blocks.data() + each.num_dropped, each.num_alive());
+    RowBlocks& held = c_.held(child, group);
+    held = c_.held(row, group);
+    group.rules->fork(&held);
+    c_.pool->retain(held.blocks.data() + held.num_dropped, held.num_alive());
     if (!group.rules->traits.follows_sequence) continue;
-    each.num_hits = static_cast<int32_t>(each.size());
-    each.num_published = std::max(each.num_published, num_computed / group.block_size);
-    each.num_partial = static_cast<int32_t>(
-        std::max<int64_t>(each.num_partial, num_computed / c_.hash_block_size));
+    held.num_hits = static_cast<int32_t>(held.size());
+    held.num_published = std::max(held.num_published, num_computed / group.block_size);
+    held.num_partial = static_cast<int32_t>(
+        std::max<int64_t>(held.num_partial, num_computed / c_.hash_block_size));
   }
 }
 

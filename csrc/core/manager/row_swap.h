@@ -35,18 +35,18 @@ class TakenBlocks {
   int64_t num() const { return num_taken_; }
   void add_row(BlockId page) { num_taken_ += num_holders(page)++ == 0; }
   // The row with these pages, all of which were added, gets slots for the tokens [start, stop).
-  void grow(const RowBlocks& each, const CacheGroup& group, int64_t start, int64_t stop) {
-    const int64_t drop_to = std::min(group.first_needed_block(start), each.size());
-    for (int64_t b = each.num_dropped; b < drop_to; ++b) {
-      num_taken_ -= --num_holders(each[b]) == 0;
+  void grow(const RowBlocks& held, const CacheGroup& group, int64_t start, int64_t stop) {
+    const int64_t drop_to = std::min(group.first_needed_block(start), held.size());
+    for (int64_t b = held.num_dropped; b < drop_to; ++b) {
+      num_taken_ -= --num_holders(held[b]) == 0;
     }
     // If several rows write to a page, the last of them keeps the block.
     const int64_t num_blocks = std::min(ceil_div(stop, group.block_size), group.max_blocks);
-    for (int64_t b = start / group.block_size; b < std::min(num_blocks, each.size()); ++b) {
-      int64_t& holders = num_holders(each[b]);
+    for (int64_t b = start / group.block_size; b < std::min(num_blocks, held.size()); ++b) {
+      int64_t& holders = num_holders(held[b]);
       if (holders > 1) --holders, ++num_taken_;
     }
-    num_taken_ += std::max<int64_t>(num_blocks - each.size(), 0);
+    num_taken_ += std::max<int64_t>(num_blocks - held.size(), 0);
   }
 
  private:
@@ -154,19 +154,19 @@ class RowSwap {
   // The demand of a row on the host that a step will serve, with the pages that it still reads and
   // new blocks.
   Return return_of(int32_t row, const Span& span, const DemandRules& rules) const {
-    const RowBlocks* held = c_.rows->blocks(row);
+    const RowBlocks* held_by_group = c_.rows->blocks(row);
     Return back;
     // The blocks remain null here, because dropping host pages frees no device blocks.
     std::vector<RowBlocks> on_device(c_.groups->size());
     int64_t num_onboards = 0, num_blocks = 0;
     for (const CacheGroup& group : *c_.groups) {
-      const RowBlocks& each = held[group.id];
-      const PageRules::Returning returning = group.rules->returning(group, each, span);
+      const RowBlocks& held = held_by_group[group.id];
+      const PageRules::Returning returning = group.rules->returning(group, held, span);
       const int64_t first = returning.first;
       back.first[group.id] = on_device[group.id].num_dropped = first;
-      on_device[group.id].resize(each.size());
-      for (int64_t b = first; b < each.size() && returning.is_onboarded; ++b) {
-        num_onboards += !shares_onboard(group, b, span.start, each[b]);
+      on_device[group.id].resize(held.size());
+      for (int64_t b = first; b < held.size() && returning.is_onboarded; ++b) {
+        num_onboards += !shares_onboard(group, b, span.start, held[b]);
         ++num_blocks;
       }
     }
@@ -185,23 +185,23 @@ class RowSwap {
   void move_in(int32_t row, int64_t start, const Return& back) {
     std::vector<BlockId> left;  // pages that the row no longer holds
     for (const CacheGroup& group : *c_.groups) {
-      RowBlocks& each = c_.held(row, group);
-      for (; each.num_dropped < back.first[group.id]; ++each.num_dropped) {
-        left.push_back(std::exchange(each[each.num_dropped], kNullBlock));
+      RowBlocks& held = c_.held(row, group);
+      for (; held.num_dropped < back.first[group.id]; ++held.num_dropped) {
+        left.push_back(std::exchange(held[held.num_dropped], kNullBlock));
       }
-      each.state_start = static_cast<int32_t>(start);
+      held.state_start = static_cast<int32_t>(start);
       if (back.demand[group].moves) {
-        leave_to_growth(&each);
+        leave_to_growth(&held);
         continue;
       }
-      for (int64_t b = each.num_dropped; b < each.size(); ++b) {
-        const BlockId page = each[b];
+      for (int64_t b = held.num_dropped; b < held.size(); ++b) {
+        const BlockId page = held[b];
         if (shares_onboard(group, b, start, page)) {
-          each[b] = shared_block(page);
+          held[b] = shared_block(page);
           left.push_back(page);
         } else {
-          each[b] = new_block(page);
-          c_.host->onboard({c_.journal->numbers().num_steps, page, each[b], b, group.id, {}});
+          held[b] = new_block(page);
+          c_.host->onboard({c_.journal->numbers().num_steps, page, held[b], b, group.id, {}});
         }
       }
     }
@@ -260,16 +260,16 @@ class RowSwap {
     take_pages(departure, /*is_cached=*/c_.row(row).by_step());
     const std::vector<BlockId> released = c_.rows->tail_first(row, /*with_all=*/true);
     for (const CacheGroup& group : *c_.groups) {
-      RowBlocks& each = c_.held(row, group);
+      RowBlocks& held = c_.held(row, group);
       // The journal records the blocks, because the row no longer holds them.
-      for (BlockId id : group.rules->leave_device(c_.row(row), group, &each)) {
-        c_.note_dropped(row, group, each.num_dropped, id);
+      for (BlockId id : group.rules->leave_device(c_.row(row), group, &held)) {
+        c_.note_dropped(row, group, held.num_dropped, id);
       }
-      each.resize(std::max(each.num_dropped, c_.rows->num_written(row, group)));
-      each.keeps_state = false;
-      for (int64_t b = each.num_dropped; b < each.size(); ++b) {
-        c_.note_dropped(row, group, b, each[b]);
-        each[b] = moved_.at(each[b]);
+      held.resize(std::max(held.num_dropped, c_.rows->num_written(row, group)));
+      held.keeps_state = false;
+      for (int64_t b = held.num_dropped; b < held.size(); ++b) {
+        c_.note_dropped(row, group, b, held[b]);
+        held[b] = moved_.at(held[b]);
       }
     }
     c_.note_access(row, released);
@@ -305,32 +305,32 @@ class RowSwap {
     return moved_.count(page) != 0 && group.rules->may_share_onboard(group, column, start);
   }
   // A state that continues in a new page is loaded there. It is the only page of its row.
-  static void leave_to_growth(RowBlocks* each) {
-    if (each->num_alive() == 0) return;
-    each->host_source = std::exchange(each->blocks.back(), kNullBlock);
-    each->num_dropped = each->size();
+  static void leave_to_growth(RowBlocks* held) {
+    if (held->num_alive() == 0) return;
+    held->host_source = std::exchange(held->blocks.back(), kNullBlock);
+    held->num_dropped = held->size();
   }
   // Loads all pages of the row, outside of a step.
   void load_all(int32_t row) {
     std::vector<BlockId> left;
     for (const CacheGroup& group : *c_.groups) {
-      RowBlocks& each = c_.held(row, group);
-      each.state_start = 0;
-      int64_t first_own = each.size(), num_own = 0;  // blocks that no other row has loaded
-      for (int64_t b = each.num_dropped; b < each.size(); ++b) {
-        const BlockId page = each[b];
+      RowBlocks& held = c_.held(row, group);
+      held.state_start = 0;
+      int64_t first_own = held.size(), num_own = 0;  // blocks that no other row has loaded
+      for (int64_t b = held.num_dropped; b < held.size(); ++b) {
+        const BlockId page = held[b];
         left.push_back(page);
         if (moved_.count(page) != 0) {
-          each[b] = shared_block(page);
+          held[b] = shared_block(page);
           continue;
         }
-        each[b] = new_block(page);
-        c_.plan->swap_in(page, each[b]);
+        held[b] = new_block(page);
+        c_.plan->swap_in(page, held[b]);
         first_own = std::min(first_own, b);
         ++num_own;
       }
       if (!group.rules->traits.appends) continue;
-      note_returned(row, group, first_own, num_own == each.size() - first_own);
+      note_returned(row, group, first_own, num_own == held.size() - first_own);
     }
     publisher_->refresh(row);
     publisher_->publish(row);
@@ -369,12 +369,12 @@ class RowSwap {
                                          r.chain->num_known_hashes() * r.chain->block_size());
       for (const CacheGroup& group : *c_.groups) {
         if (!group.rules->traits.appends) continue;
-        const RowBlocks& each = c_.held(row, group);
-        const int64_t num_full = std::min(num_known / group.block_size, each.size());
-        for (int64_t b = each.num_dropped; b < num_full; ++b) {
+        const RowBlocks& held = c_.held(row, group);
+        const int64_t num_full = std::min(num_known / group.block_size, held.size());
+        for (int64_t b = held.num_dropped; b < num_full; ++b) {
           const BlockId id = find_block(*c_.pool, *r.chain, group, b);
           if (id == kNullBlock) break;
-          twins.emplace(each[b], id);
+          twins.emplace(held[b], id);
         }
       }
     }

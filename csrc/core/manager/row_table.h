@@ -71,9 +71,10 @@ class RowTable {
     const Row& r = rows_[row];
     if (r.has_forked() || r.state != RowState::kRunning || r.num_drafts > 0) return 0;
     int64_t until = kUnbounded;
-    const RowBlocks* held = blocks(row);
+    const RowBlocks* held_by_group = blocks(row);
     for (const CacheGroup& group : *groups_) {
-      until = std::min(until, group.rules->quiet_until(group, held[group.id], r.num_computed));
+      until =
+          std::min(until, group.rules->quiet_until(group, held_by_group[group.id], r.num_computed));
     }
     return until;
   }
@@ -127,18 +128,18 @@ class RowTable {
     return group.rules->num_written(group, held(row, group), rows_[row].num_computed);
   }
   PageRules::Columns computed(int32_t row, const CacheGroup& group) const {
-    const RowBlocks& each = held(row, group);
-    const int64_t size = rows_[row].is_on_host() ? each.size() : num_written(row, group);
-    return group.rules->computed(each, size, rows_[row].num_drafts);
+    const RowBlocks& held = this->held(row, group);
+    const int64_t size = rows_[row].is_on_host() ? held.size() : num_written(row, group);
+    return group.rules->computed(held, size, rows_[row].num_drafts);
   }
   // Returns the blocks of all groups that contain KV, without null blocks.
   std::vector<BlockId> written_blocks(int32_t row) const {
     std::vector<BlockId> out;
     for (const CacheGroup& group : *groups_) {
-      const RowBlocks& each = held(row, group);
+      const RowBlocks& held = this->held(row, group);
       const PageRules::Columns columns = computed(row, group);
-      const auto first = each.blocks.begin() + columns.first;
-      out.insert(out.end(), first, std::max(first, each.blocks.begin() + columns.stop));
+      const auto first = held.blocks.begin() + columns.first;
+      out.insert(out.end(), first, std::max(first, held.blocks.begin() + columns.stop));
     }
     return out;
   }
@@ -146,23 +147,24 @@ class RowTable {
   // evicted before heads. With `with_all`, blocks that do not follow the sequence come before all
   // others.
   std::vector<BlockId> tail_first(int32_t row, bool with_all) const {
-    const RowBlocks* held = blocks(row);
+    const RowBlocks* held_by_group = blocks(row);
     if (num_groups_ == 1 && groups_->front().rules->traits.follows_sequence) {
-      return {held->blocks.rbegin(), held->blocks.rend() - held->num_dropped};
+      return {held_by_group->blocks.rbegin(),
+              held_by_group->blocks.rend() - held_by_group->num_dropped};
     }
     std::vector<BlockId> out;
     std::array<int64_t, kMaxGroups> num_left{};  // blocks that no round has taken yet, by group
     int64_t last = 0, unit = 0;  // tokens: where the last block begins, and where blocks may begin
     size_t num_alive = 0;
     for (const CacheGroup& group : *groups_) {
-      const RowBlocks& each = held[group.id];
+      const RowBlocks& held = held_by_group[group.id];
       if (group.rules->traits.follows_sequence) {
-        num_left[group.id] = each.size();
-        num_alive += static_cast<size_t>(each.num_alive());
-        last = std::max(last, (each.size() - 1) * group.block_size);
+        num_left[group.id] = held.size();
+        num_alive += static_cast<size_t>(held.num_alive());
+        last = std::max(last, (held.size() - 1) * group.block_size);
         unit = std::gcd(unit, group.block_size);
       } else if (with_all) {
-        out.insert(out.end(), each.blocks.rbegin(), each.blocks.rend());
+        out.insert(out.end(), held.blocks.rbegin(), held.blocks.rend());
       }
     }
     const size_t num_blocks = out.size() + num_alive;
@@ -170,10 +172,10 @@ class RowTable {
     // Each round takes the blocks that begin at one token.
     for (int64_t token = last; out.size() < num_blocks; token -= unit) {
       for (const CacheGroup& group : *groups_) {
-        const RowBlocks& each = held[group.id];
+        const RowBlocks& held = held_by_group[group.id];
         const int64_t column = num_left[group.id] - 1;
-        if (column < each.num_dropped || column * group.block_size != token) continue;
-        out.push_back(each[column]);
+        if (column < held.num_dropped || column * group.block_size != token) continue;
+        out.push_back(held[column]);
         num_left[group.id] = column;
       }
     }
@@ -188,14 +190,14 @@ class RowTable {
       require(quiet_until(row) <= (is_in_use(row) ? next_quiet_until(row) : 0), "row ", row,
               " would miss a change of its blocks");
       for (const CacheGroup& group : *groups_) {
-        const RowBlocks& each = held(row, group);
+        const RowBlocks& held = this->held(row, group);
         require(!group.rules->traits.updates_in_place ||
-                    rows_[row].num_drafts < std::max<int64_t>(each.num_alive(), 1),
+                    rows_[row].num_drafts < std::max<int64_t>(held.num_alive(), 1),
                 "row ", row, " has a draft without a page");
-        for (int64_t b = 0; b < each.size(); ++b) {
-          require((each[b] == kNullBlock) == (b < each.num_dropped), "row ", row,
+        for (int64_t b = 0; b < held.size(); ++b) {
+          require((held[b] == kNullBlock) == (b < held.num_dropped), "row ", row,
                   " has null blocks that num_dropped does not count");
-          if (each[b] != kNullBlock) ++(*(rows_[row].is_on_host() ? host : device))[each[b]];
+          if (held[b] != kNullBlock) ++(*(rows_[row].is_on_host() ? host : device))[held[b]];
         }
       }
     }

@@ -22,16 +22,16 @@ void CircularRules::demand(const DemandBasis& on, const CacheGroup& group, const
 const BlockId* CircularRules::grow(Growth* growth, ServedRow* served, const CacheGroup& group,
                                    const Take& take, const BlockId* own) const {
   own = replace_shared_blocks(growth, served, group, take.num_shared, own, /*copies_all=*/true);
-  RowBlocks& each = growth->held(served->row, group);
-  if (take.num_new > 0 && each.size() == 0 && served->span.start > 0 && growth->is_step()) {
+  RowBlocks& held = growth->held(served->row, group);
+  if (take.num_new > 0 && held.size() == 0 && served->span.start > 0 && growth->is_step()) {
     for (int64_t i = 0; i < take.num_new; ++i) growth->zero(own[i]);
     served->depends_from(0);
   }
-  each.blocks.insert(each.blocks.end(), own, own + take.num_new);
+  held.blocks.insert(held.blocks.end(), own, own + take.num_new);
   return own + take.num_new;
 }
 
-// The row never drops a block, so `num_left` is 0.
+// The row never drops a block, so `num_dropped` is 0.
 PageRules::ChunkDemand CircularRules::chunk_demand(const CacheGroup& group, const RowBlocks& held,
                                                    const Span&, const Span& span) const {
   const int64_t stop =

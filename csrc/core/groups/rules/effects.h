@@ -100,11 +100,11 @@ class Publishing : public HeldBlocks {
 inline const BlockId* replace_shared_blocks(Growth* growth, ServedRow* served,
                                             const CacheGroup& group, int64_t num_shared,
                                             const BlockId* own, bool copies_all) {
-  const RowBlocks& each = growth->held(served->row, group);
+  const RowBlocks& held = growth->held(served->row, group);
   const int64_t start = served->span.start;
   for (int64_t block = start / group.block_size; num_shared > 0; ++block) {
     const int64_t column = block % group.max_blocks;  // differs in circular buffers
-    if (column >= each.size() || !growth->is_shared(each[column])) continue;
+    if (column >= held.size() || !growth->is_shared(held[column])) continue;
     growth->replace(served->row, group, column, *own);
     // Without tokens of the row, the block need not be copied.
     const bool copies = copies_all || block * group.block_size < start;

@@ -29,8 +29,8 @@ class EncoderRules final : public PageRules {
   }
   const BlockId* grow(Growth* growth, ServedRow* served, const CacheGroup& group, const Take& take,
                       const BlockId* own) const override {
-    RowBlocks& each = growth->held(served->row, group);
-    each.blocks.insert(each.blocks.end(), own, own + take.num_new);
+    RowBlocks& held = growth->held(served->row, group);
+    held.blocks.insert(held.blocks.end(), own, own + take.num_new);
     return own + take.num_new;
   }
   bool shares_from(const SharedBlocks&, const CacheGroup&, const RowBlocks&,

@@ -52,6 +52,11 @@ struct GroupDemand {
   // Blocks at the end to release, because the row lacks blocks in other groups.
   int64_t num_surplus;
   bool moves;  // for states: the state continues in a new page
+
+  // Whether the rules change these blocks when the row is served.
+  bool changes(const RowBlocks& held) const {
+    return num_new + num_shared + num_skipped > 0 || drop_to > held.num_dropped || held.keeps_state;
+  }
 };
 
 // The state that is read to compute demands.
@@ -96,9 +101,9 @@ class PageRules {
   // The demand of one chunk of a prompt. `first` is the prompt's first chunk, and `held` is the hit
   // with which the row starts.
   struct ChunkDemand {
-    int64_t num_held;  // blocks of the row after the chunk
-    int64_t num_new;   // number of these blocks that are not from the hit
-    int64_t num_left;  // leading blocks of the hit that the row has dropped after the chunk
+    int64_t num_held;     // blocks of the row after the chunk
+    int64_t num_new;      // number of these blocks that are not from the hit
+    int64_t num_dropped;  // leading blocks of the hit that the row has dropped after the chunk
   };
   virtual ChunkDemand chunk_demand(const CacheGroup& group, const RowBlocks& held,
                                    const Span& first, const Span& span) const = 0;

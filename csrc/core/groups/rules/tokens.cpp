@@ -6,15 +6,15 @@ namespace kvcache {
 const PageRules& AttentionKind::rules() const { return kTokenRules; }
 
 void TokenRules::drop(Growth* growth, int32_t row, const CacheGroup& group, int64_t drop_to) {
-  RowBlocks& each = growth->held(row, group);
+  RowBlocks& held = growth->held(row, group);
   std::vector<BlockId> dropped;
-  for (int64_t b = each.num_dropped; b < drop_to; ++b) {
-    dropped.push_back(each[b]);
-    growth->note_dropped(row, group, b, each[b]);
-    each[b] = kNullBlock;
+  for (int64_t b = held.num_dropped; b < drop_to; ++b) {
+    dropped.push_back(held[b]);
+    growth->note_dropped(row, group, b, held[b]);
+    held[b] = kNullBlock;
     growth->replace(row, group, b, kNullBlock);
   }
-  each.num_dropped = drop_to;
+  held.num_dropped = drop_to;
   std::reverse(dropped.begin(), dropped.end());  // tails are evicted before heads
   growth->release(row, dropped);
 }
@@ -23,11 +23,11 @@ const BlockId* TokenRules::grow(Growth* growth, ServedRow* served, const CacheGr
                                 const Take& take, const BlockId* own) const {
   own = replace_shared_blocks(growth, served, group, take.num_shared, own, /*copies_all=*/false);
   if (take.num_new == 0) return own;
-  RowBlocks& each = growth->held(served->row, group);
+  RowBlocks& held = growth->held(served->row, group);
   if (!group.is_cached) zero_skipped(growth, served, group, own, take.num_new);
-  each.append(own, take.num_new, group.max_blocks);
-  if (each.source != kNullBlock) {
-    growth->copy_source(served, group, each[served->num_before[group.id]]);
+  held.append(own, take.num_new, group.max_blocks);
+  if (held.source != kNullBlock) {
+    growth->copy_source(served, group, held[served->num_before[group.id]]);
   }
   return own + take.num_new;
 }
@@ -99,27 +99,27 @@ bool TokenRules::can_resume(const CacheGroup& group, const RowBlocks& held,
 
 void TokenRules::publish(Publishing* publishing, int32_t row, const CacheGroup& group,
                          int64_t num_hashed) const {
-  RowBlocks& each = publishing->held(row, group);
-  for (; group.has_partial && each.num_partial < num_hashed; ++each.num_partial) {
-    const int64_t block = each.num_partial / group.num_hashes;
-    const bool is_whole = (int64_t{each.num_partial} + 1) % group.num_hashes == 0;
-    if (is_whole || block < each.num_dropped) continue;
-    const int64_t end = (int64_t{each.num_partial} + 1) * group.block_size / group.num_hashes;
+  RowBlocks& held = publishing->held(row, group);
+  for (; group.has_partial && held.num_partial < num_hashed; ++held.num_partial) {
+    const int64_t block = held.num_partial / group.num_hashes;
+    const bool is_whole = (int64_t{held.num_partial} + 1) % group.num_hashes == 0;
+    if (is_whole || block < held.num_dropped) continue;
+    const int64_t end = (int64_t{held.num_partial} + 1) * group.block_size / group.num_hashes;
     if (!group.may_hit_part(end, publishing->info(row).retained)) continue;
-    publishing->publish_part(row, group, block, each.num_partial);
+    publishing->publish_part(row, group, block, held.num_partial);
   }
   // Blocks that no retained hit can read are not published, and are reused before all cached
   // blocks.
   const int64_t num_full = num_hashed / group.num_hashes;
-  const int64_t first = std::max(each.num_published, each.num_dropped);
+  const int64_t first = std::max(held.num_published, held.num_dropped);
   const RetainedEnds& retained = publishing->info(row).retained;
   for (int64_t b = first; b < num_full; ++b) {
     const int64_t run = b;
     b = group.keeps_all ? num_full : b;
     while (b < num_full && group.may_be_hit(b, retained)) ++b;
-    if (b > run) publishing->publish_run(row, group, run, each.blocks.data() + run, b - run);
+    if (b > run) publishing->publish_run(row, group, run, held.blocks.data() + run, b - run);
   }
-  each.num_published = std::max(each.num_published, num_full);
+  held.num_published = std::max(held.num_published, num_full);
 }
 
 bool TokenRules::shares_from(const SharedBlocks& holders, const CacheGroup& group,
