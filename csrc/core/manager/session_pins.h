@@ -30,9 +30,10 @@ class SessionPins {
   // Returns the number of pinned blocks.
   int64_t pin(const std::string& session, const Hash* hashes, size_t num_hashes,
               const std::vector<CacheGroup>& groups) {
-    std::vector<Pinned> pinned = found(hashes, num_hashes, groups);
+    std::vector<Pinned> pinned = find_cached(hashes, num_hashes, groups);
     forget_dead_sessions();
     std::vector<Pinned>& of_session = pins_[session];  // created first, because this may throw
+    // Pinned first, so that a block in both sets is never unpinned.
     for (const Pinned& each : pinned) pool_->pin(&each.id, 1);
     unpin_all(of_session);
     of_session = std::move(pinned);
@@ -40,12 +41,13 @@ class SessionPins {
   }
   // Returns how many blocks of the session were evicted despite their pins; 0 without pins.
   int64_t unpin(const std::string& session) {
-    const auto found = pins_.find(session);
-    if (found == pins_.end()) return 0;
+    const auto known = pins_.find(session);
+    if (known == pins_.end()) return 0;
+    const std::vector<Pinned>& pinned = known->second;
     const auto is_dead = [&](const Pinned& each) { return !is_alive(each); };
-    const auto num_broken = std::count_if(found->second.begin(), found->second.end(), is_dead);
-    unpin_all(found->second);
-    pins_.erase(found);
+    const auto num_broken = std::count_if(pinned.begin(), pinned.end(), is_dead);
+    unpin_all(pinned);
+    pins_.erase(known);
     return num_broken;
   }
 
@@ -69,8 +71,10 @@ class SessionPins {
     uint8_t group, generation;
     Hash hash;
   };
-  std::vector<Pinned> found(const Hash* hashes, size_t num_hashes,
-                            const std::vector<CacheGroup>& groups) const {
+  // Returns the cached blocks with these hashes of hash blocks, up to the first one that is missing
+  // in a group that keeps all tokens.
+  std::vector<Pinned> find_cached(const Hash* hashes, size_t num_hashes,
+                                  const std::vector<CacheGroup>& groups) const {
     std::vector<Pinned> pinned;
     for (const CacheGroup& group : groups) {
       for (auto i = static_cast<size_t>(group.num_hashes) - 1; i < num_hashes;

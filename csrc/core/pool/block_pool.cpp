@@ -155,7 +155,7 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
     const BlockId id = ids[i];
     if (!has(id) || blocks_[id].ref_count == 0) {
       undo_release(ids, i);
-      at(id, "ids");  // throws if the id is not in this pool
+      check_id(id, "ids");
       throw_invalid("ids holds block ", id, " more often than it is held: it was already released");
     }
     if (--blocks_[id].ref_count > 0) continue;
@@ -186,9 +186,36 @@ void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
     }
     const BlockId id = ids[i];
     while (i-- > 0) blocks_[ids[i]].younger = kNullBlock;
-    at(id, "ids");  // throws if the id is not in this pool
+    check_id(id, "ids");
     throw_invalid("ids holds block ", id, obstacle);
   }
+}
+
+// The first block of a chain has no parent, even if `content.parent` is the seed of its hash.
+BlockPool::Cursor BlockPool::begin_of(const Content& content, uint8_t group) const {
+  Cursor at{{key_of(*content.parent, group), kNullBlock},
+            content.is_chain && !content.begins_chain,
+            content.root ? short_tag_of(*content.root) : 0};
+  if (candidates_ && at.has_parent) at.parent.oldest = index_.find(at.parent.key);
+  return at;
+}
+
+inline bool BlockPool::publish_one(BlockId id, const Content& content, int64_t i, uint8_t group,
+                                   uint64_t key, Cursor* at) {
+  Block& block = blocks_[id];
+  if (is_cached(block)) {
+    lineage_[id].set_parent(at->parent.key);  // partial content is published without the parent
+  } else {
+    // Without a root, each block is a chain, and its own hash is the first one.
+    set_cached(id, group, at->parent.key, content.root ? at->root : static_cast<uint32_t>(key));
+  }
+  block.hash = content.hash(i);
+  variants_.note(id, content.variant(i), content.adapter);
+  const BlockId oldest = index_.insert(key, id);
+  if (candidates_) add_place(id, key, at->has_parent ? &at->parent : nullptr);
+  at->parent = {key, oldest};
+  at->has_parent = content.is_chain;
+  return oldest == id;
 }
 
 void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, uint8_t group) {
@@ -200,29 +227,13 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
   if (n == 0) return;
   reserve_flags(n);
   uint8_t* const is_first = flags_.data();
-  const uint32_t root = content.root ? short_tag_of(*content.root) : 0;
-  Candidates::Parent parent{key_of(*content.parent, group), kNullBlock};
-  bool has_parent = content.is_chain && !content.begins_chain;
-  if (candidates_ && has_parent) parent.oldest = index_.find(parent.key);
+  Cursor at = begin_of(content, group);
   for (int64_t i = 0; i < n; ++i) {
-    const uint64_t key = keys.next(i);
-    Block& block = blocks_[ids[i]];
-    if (is_cached(block)) {
-      lineage_[ids[i]].set_parent(parent.key);  // partial content is published without the parent
-    } else {
-      set_cached(ids[i], group, parent.key, content.root ? root : static_cast<uint32_t>(key));
-    }
-    block.hash = content.hash(i);
-    variants_.note(ids[i], content.variant(i), content.adapter);
-    const BlockId oldest = index_.insert(key, ids[i]);
-    is_first[i] = oldest == ids[i];
-    if (candidates_) add_place(ids[i], key, has_parent ? &parent : nullptr);
-    parent = {key, oldest};
-    has_parent = content.is_chain;
+    is_first[i] = publish_one(ids[i], content, i, group, keys.next(i), &at);
   }
   if (listeners_.empty()) return;
   tell(&BlockListener::on_publish, Published{{ids, n}, group, is_first, &content});
-  finish();
+  rethrow_listener_failure();
 }
 
 Copied BlockPool::copied(BlockId id, bool is_chain) const {
@@ -247,7 +258,7 @@ void BlockPool::publish_copy(BlockId id, const Copied& copied) {
   }
   tell(&BlockListener::on_publish,
        Published{{&id, 1}, copied.group, &is_first, /*content=*/nullptr, &copied});
-  finish();
+  rethrow_listener_failure();
 }
 
 void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, uint8_t group,
@@ -268,7 +279,7 @@ void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, 
   partial_.add(id, hash, group, variant);
   const uint8_t is_first = 1;
   if (is_new) tell(&BlockListener::on_publish, Published{{&id, 1}, group, &is_first});
-  finish();
+  rethrow_listener_failure();
 }
 
 int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint8_t group, bool prefix, BlockId* out,
@@ -293,7 +304,7 @@ int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint8_t group, bool pre
 }
 
 void BlockPool::evict(const BlockId* ids, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) at(ids[i], "ids");
+  for (int64_t i = 0; i < n; ++i) check_id(ids[i], "ids");
   const Soundness::Change change = this->change("evict");
   reserve_flags(n);
   batch_.clear();
@@ -348,6 +359,18 @@ void BlockPool::clear() {
 }
 
 void BlockPool::check_invariants() const {
+  const std::vector<char> listed = check_lists();
+  require(blocks_[kNullBlock].ref_count == 0 && !is_cached(blocks_[kNullBlock]), "null block used");
+  int64_t num_cached = 0;
+  for (BlockId id = 1; id < num_blocks_; ++id) {
+    check_block(id, listed[id]);
+    num_cached += is_cached(blocks_[id]);
+  }
+  require(num_cached == num_cached_, "num_cached is wrong");
+  check_places();
+}
+
+std::vector<char> BlockPool::check_lists() const {
   std::vector<char> listed(static_cast<size_t>(num_blocks_), 0);
   int64_t num_listed = 0;
   for (const FreeList* list : {&uncached_free_, &cached_free_}) {
@@ -364,28 +387,24 @@ void BlockPool::check_invariants() const {
     }
   }
   require(num_free_ == num_listed + (num_blocks_ - next_fresh_), "num_free is wrong");
-  require(blocks_[kNullBlock].ref_count == 0 && !is_cached(blocks_[kNullBlock]), "null block used");
-  int64_t num_cached = 0;
-  for (BlockId id = 1; id < num_blocks_; ++id) {
-    const Block& block = blocks_[id];
-    require(block.ref_count >= 0, "a negative reference count: ", id);
-    require(id < next_fresh_ || (block.ref_count == 0 && !is_cached(block)),
-            "a fresh block in use: ", id);
-    require(id >= next_fresh_ || listed[id] == (block.ref_count == 0),
-            "neither held nor free: ", id);
-    if (!is_cached(block)) continue;
-    ++num_cached;
-    require(is_indexed(block) || partial_.has(id), "a cached block is under no hash: ", id);
-    if (!is_indexed(block)) continue;
-    // The block must be reachable from the index, which finds the oldest block of a ring.
-    const BlockId oldest = index_.find(block.hash, block.group);
-    require(oldest != kNullBlock, "a cached block is not in the index: ", id);
-    BlockId other = oldest;
-    while (other != id && blocks_[other].younger != oldest) other = blocks_[other].younger;
-    require(other == id, "a cached block is not in the ring of its hash: ", id);
-  }
-  require(num_cached == num_cached_, "num_cached is wrong");
-  check_places();
+  return listed;
+}
+
+void BlockPool::check_block(BlockId id, bool is_listed) const {
+  const Block& block = blocks_[id];
+  require(block.ref_count >= 0, "a negative reference count: ", id);
+  require(id < next_fresh_ || (block.ref_count == 0 && !is_cached(block)),
+          "a fresh block in use: ", id);
+  require(id >= next_fresh_ || is_listed == (block.ref_count == 0), "neither held nor free: ", id);
+  if (!is_cached(block)) return;
+  require(is_indexed(block) || partial_.has(id), "a cached block is under no hash: ", id);
+  if (!is_indexed(block)) return;
+  // The block must be reachable from the index, which finds the oldest block of a ring.
+  const BlockId oldest = index_.find(block.hash, block.group);
+  require(oldest != kNullBlock, "a cached block is not in the index: ", id);
+  BlockId other = oldest;
+  while (other != id && blocks_[other].younger != oldest) other = blocks_[other].younger;
+  require(other == id, "a cached block is not in the ring of its hash: ", id);
 }
 
 }  // namespace kvcache

@@ -77,7 +77,9 @@ class BlockPool {
     return is_indexed(blocks_[id]) ? &blocks_[id].hash : nullptr;
   }
   // Throws std::invalid_argument, naming `what`, if the id is not in the pool.
-  void check_id(BlockId id, const char* what) const { (void)at(id, what); }
+  void check_id(BlockId id, const char* what) const {
+    if (!has(id)) (void)at(id, what);
+  }
   // The number of allocations of the block, modulo 256.
   uint8_t generation(BlockId id) const { return blocks_[id].generation; }
   // Return the group of a cached block's content, and the hashes of its partial content.
@@ -222,15 +224,30 @@ class BlockPool {
     return is_cached(block) && block.older != kNullBlock;
   }
   bool has(BlockId id) const { return id > kNullBlock && id < num_blocks_; }
+  // Adds the references back that `release` has removed from these blocks.
   void undo_release(const BlockId* ids, int64_t n);
   // Returns why a block cannot be published, or null.
   const char* obstacle_to_publish(BlockId id, uint8_t group) const;
+  // Marks the blocks, or throws without any change if one of them cannot be published.
   void check_publish(const BlockId* ids, int64_t n, uint8_t group);
+  // The place in a chain at which the next block of a batch is published.
+  struct Cursor {
+    Candidates::Parent parent;
+    bool has_parent;  // whether eviction treats the next block as a child of `parent`
+    uint32_t root;    // short tag of the chain's first hash; unused if each block is a chain
+  };
+  Cursor begin_of(const Content& content, uint8_t group) const;
+  // Publishes the i-th block of the content, and moves the cursor after it. Returns whether no
+  // other block has the same hash.
+  bool publish_one(BlockId id, const Content& content, int64_t i, uint8_t group, uint64_t key,
+                   Cursor* at);
+  // Makes a block cached, but not yet indexed. `parent`, `root`: see Lineage.
   void set_cached(BlockId id, uint8_t group, uint64_t parent, uint32_t root);
+  // Whether the block and all its ancestors are cached and valid (see `evict_derived`).
   bool is_untouched(BlockId id, const std::unordered_set<uint64_t>& invalid,
                     std::unordered_map<uint64_t, BlockId>* by_hash) const;
   FreeList& list_of(const Block& block) { return is_cached(block) ? cached_free_ : uncached_free_; }
-  void note_use();
+  void note_use();  // updates `peak_used_`
 
   // Take the next n blocks to evict out of `cached_free_`. Without candidates and pins, these are
   // its first blocks.
@@ -246,18 +263,20 @@ class BlockPool {
     if (flags_.size() < static_cast<size_t>(n)) flags_.resize(static_cast<size_t>(n));
   }
 
-  // Defined in block_pool_listeners.cpp. An exception of a listener is kept until `finish`, which
-  // throws it when the change is complete.
+  // Defined in block_pool_listeners.cpp. An exception of a listener is kept until
+  // `rethrow_listener_failure`, which is called when the change is complete.
   template <class Event>
   void tell(void (BlockListener::*method)(const Event&), const Event& event);
   // Also removes the partial hashes and the variants of the blocks. Their flags are in `flags_`.
   void tell_forgotten(Forgotten::Why why, const Blocks& blocks);
   void tell_released(BlockId last_cached, BlockId last_uncached);
-  void finish();
+  void rethrow_listener_failure();
 
   // Operations of a pool that has an order, or that had a pin.
   BlockId id_of(const Block& block) const { return static_cast<BlockId>(&block - blocks_.data()); }
   bool has_pin(const Block& block) const { return pins_ && pins_->has(id_of(block)); }
+  // Removes one pin per listed id, or throws without any change if a block has too few pins.
+  void take_pins(const BlockId* ids, int64_t n);
   void check_copy(BlockId id) const;
   void check_released(const Released& released) const;
   // Adds a published block to the candidates (candidates.h); null: without a parent.
@@ -268,10 +287,13 @@ class BlockPool {
     for (const BlockId other : changed_) update_candidate(other);
   }
   BlockId first_unpinned();
-  void unlist(BlockId id);
+  void unlist(BlockId id);  // removes a free block from its list
   void update_candidates(const BlockId* ids, int64_t n);
   void update_candidate(BlockId id);
-  void clear_places();
+  void clear_places();  // removes all candidates and pins
+  // Parts of `check_invariants`. `check_lists` returns, by block, whether it is in a free list.
+  std::vector<char> check_lists() const;
+  void check_block(BlockId id, bool is_listed) const;
   void check_places() const;
 
   int64_t num_blocks_;

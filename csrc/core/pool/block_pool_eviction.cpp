@@ -79,15 +79,11 @@ void BlockPool::pin(const BlockId* ids, int64_t n) {
     is_plain_ = false;
   }
   const Soundness::Change change = this->change("pin");
-  for (int64_t i = 0; i < n; ++i) {
-    pins_->add(ids[i]);
-  }
+  for (int64_t i = 0; i < n; ++i) pins_->add(ids[i]);
   if (candidates_) update_candidates(ids, n);
 }
 
-void BlockPool::unpin(const BlockId* ids, int64_t n) {
-  check_caller("unpin");
-  for (int64_t i = 0; i < n; ++i) at(ids[i], "ids");
+void BlockPool::take_pins(const BlockId* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     if (has_pin(blocks_[ids[i]])) {
       pins_->take(ids[i]);
@@ -96,11 +92,17 @@ void BlockPool::unpin(const BlockId* ids, int64_t n) {
     for (int64_t j = 0; j < i; ++j) pins_->add(ids[j]);
     fail(ids[i], "pinned fewer times than it is listed: expected a pinned block");
   }
+}
+
+void BlockPool::unpin(const BlockId* ids, int64_t n) {
+  check_caller("unpin");
+  for (int64_t i = 0; i < n; ++i) check_id(ids[i], "ids");
+  take_pins(ids, n);  // before the change, because an error within a change breaks the pool
   const Soundness::Change change = this->change("unpin");
   for (int64_t i = 0; i < n; ++i) {
     const Block& block = blocks_[ids[i]];
-    if (has_pin(block)) continue;
-    if (block.ref_count == 0) last_passed_ = kNullBlock;  // may be one of the passed blocks
+    const bool may_be_passed = !has_pin(block) && block.ref_count == 0;
+    if (may_be_passed) last_passed_ = kNullBlock;
   }
   if (candidates_) update_candidates(ids, n);
 }

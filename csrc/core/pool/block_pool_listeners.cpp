@@ -38,12 +38,12 @@ void BlockPool::tell(void (BlockListener::*method)(const Event&), const Event& e
 }
 template void BlockPool::tell(void (BlockListener::*)(const Published&), const Published&);
 
-void BlockPool::finish() {
+void BlockPool::rethrow_listener_failure() {
   if (!failure_) return;
   try {
     std::rethrow_exception(std::exchange(failure_, nullptr));
   } catch (const std::bad_alloc&) {
-    throw;
+    throw;  // without blame: the cause is reported as memory that ran out
   } catch (...) {
     soundness_->blame("a listener failed");
     throw;
@@ -55,7 +55,7 @@ void BlockPool::tell_forgotten(Forgotten::Why why, const Blocks& blocks) {
   tell(&BlockListener::on_forget, Forgotten{blocks, why, flags_.data(), blocks_.data()});
   // Forgotten after the notification, because listeners that copy the blocks read their variants.
   for (const BlockId id : blocks) variants_.forget(id);
-  finish();
+  rethrow_listener_failure();
 }
 
 // Notifies the listeners of the blocks that a release has added to the free lists, after these
@@ -75,7 +75,7 @@ void BlockPool::tell_released(BlockId last_cached, BlockId last_uncached) {
     tell(&BlockListener::on_idle, idle);
     if (candidates_) update_candidates(idle.ids, idle.n);
   }
-  finish();
+  rethrow_listener_failure();
 }
 
 void BlockPool::notify(const Hit& hit) {
@@ -87,7 +87,7 @@ void BlockPool::notify(const Hit& hit) {
   }
   const Soundness::Change change = this->change("hit");
   tell(&BlockListener::on_hit, hit);
-  finish();
+  rethrow_listener_failure();
 }
 
 void BlockPool::notify(const Released& released) {
@@ -95,13 +95,11 @@ void BlockPool::notify(const Released& released) {
   check_released(released);
   const Soundness::Change change = this->change("release");
   tell(&BlockListener::on_release, released);
-  finish();
+  rethrow_listener_failure();
 }
 
 void BlockPool::check_released(const Released& released) const {
-  for (const BlockId id : released) {
-    if (!has(id)) at(id, "ids");  // throws
-  }
+  for (const BlockId id : released) check_id(id, "ids");
   if (released.features == nullptr) return;
   const ReleaseFeatures& features = *released.features;
   if (features.tokens_per_block < 1) {
@@ -132,11 +130,13 @@ void BlockPool::notify_copied_again(BlockId id, const Copied& copied) {
   check_copy(id);
   const Soundness::Change change = this->change("notify_copied_again");
   const uint8_t is_first = 0;  // it is already cached under its hash
-  Published published{{&id, 1}, copied.group, &is_first};
-  published.copied = &copied;
-  published.is_again = true;
-  tell(&BlockListener::on_publish, published);
-  finish();
+  tell(&BlockListener::on_publish, Published{{&id, 1},
+                                             copied.group,
+                                             &is_first,
+                                             /*content=*/nullptr,
+                                             &copied,
+                                             /*is_again=*/true});
+  rethrow_listener_failure();
 }
 
 Access BlockPool::begin_access(double now) {
