@@ -49,8 +49,8 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "block_pool native",
         [
             (
-                "if (bucket.num_displaced == 0) break;\n    }\n    return {b",
-                "break;\n    }\n    return {b",
+                "is_last = bucket.num_displaced == 0;",
+                "is_last = true;",
             ),
         ],
     ),
@@ -346,7 +346,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "rows_[row].admission = ++num_admissions_;",
                 "rows_[row].admission = num_admissions_;",
             ),
-            ("} else if (with_all) {", "} else {"),
+            ("if (with_all) add_unordered", "add_unordered"),
             ("|| column * group.block_size != token) continue;", ") continue;"),
             ("if (column < held.num_dropped ||", "if (column < 0 ||"),
         ],

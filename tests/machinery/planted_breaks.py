@@ -103,7 +103,7 @@ DEFECTS = [
         "states after drafts",
         RULES + "state.cpp",
         "/ group.block_size, held[current], spare);",
-        "/ group.block_size, held[held.num_dropped], spare);",  # continues from the state before the drafts
+        "/ group.block_size, held[held.num_dropped], spare);",  # the state before the drafts
         "state_drafts",
     ),
     Defect(
@@ -230,7 +230,7 @@ DEFECTS = [
     Defect(
         "order of plans",
         MANAGER + "step_journal.h",
-        "  last_left_ = oldest.id;\n",
+        "    last_forgotten_ = in_flight_.front().id;\n",
         "",  # a lost plan is not detected, because no plan names the previous step
         "worker",
     ),
@@ -279,8 +279,8 @@ DEFECTS = [
     Defect(
         "priorities of blocks",
         "csrc/core/eviction/priority.h",
-        "if (given.priority >= 0) give(released.ids[i], given);",
-        "",
+        "if (given.is_set()) give(id, given);",
+        "(void)id;",
         "learned",
     ),
     Defect(

@@ -18,6 +18,8 @@ struct GivenPriority {
   int32_t priority = -1;  // -1: no priority
   int64_t end = 0;        // time at which the priority expires, in ms
 
+  bool is_set() const { return priority >= 0; }
+
   // Returns the priority that the release assigns to the last block of this prefix.
   static GivenPriority of(int64_t prefix_tokens, const ReleaseFeatures& features, int64_t now) {
     const int64_t last = prefix_tokens - 1;

@@ -57,9 +57,10 @@ class WithPriorities : public Order {
     if (released.features == nullptr || released.features->num_retention == 0) return;
     if (!given_) given_ = std::make_unique<Given>(num_blocks_);
     for (int64_t i = 0; i < released.n; ++i) {
+      const BlockId id = released.ids[i];
       const GivenPriority given =
           GivenPriority::of(released.prefix_tokens[i], *released.features, now());
-      if (given.priority >= 0) give(released.ids[i], given);
+      if (given.is_set()) give(id, given);  // otherwise, the block keeps its priority
     }
   }
   void on_idle(const Blocks& blocks) override {

@@ -29,9 +29,11 @@ std::vector<std::string> hash_algorithm_names() {
 }
 
 HashAlgorithm hash_algorithm_of(std::string_view name) {
-  std::string known;
   for (const Named& each : kAlgorithms) {
     if (name == each.name) return each.algorithm;
+  }
+  std::string known;
+  for (const Named& each : kAlgorithms) {
     known += (known.empty() ? "" : ", ") + std::string(each.name);
   }
   throw_invalid("hash algorithm '", name, "' is unknown: expected one of ", known);

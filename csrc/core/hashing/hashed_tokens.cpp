@@ -21,11 +21,10 @@ std::vector<Hash> HashedTokens::hash_behind(const std::vector<int32_t>& tokens,
   }
   const int64_t n = std::max(num_filled_by(static_cast<int64_t>(tokens.size())), int64_t{0});
   return hash_blocks(algorithm_, all, static_cast<size_t>(n * block_size_), block_size_, parent,
-                     num_lookahead_ == 0 ? extras : with_lookahead(all, n, extras));
+                     num_lookahead_ == 0 ? extras : extras_with_lookahead(all, n, extras));
 }
 
-// Returns the CBOR of [keys of the block, token, ...] of each block.
-std::vector<std::string> HashedTokens::with_lookahead(
+std::vector<std::string> HashedTokens::extras_with_lookahead(
     const int32_t* tokens, int64_t num_blocks, const std::vector<std::string>& extras) const {
   std::vector<std::string> out(static_cast<size_t>(num_blocks));
   for (size_t i = 0; i < out.size(); ++i) {

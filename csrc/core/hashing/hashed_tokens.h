@@ -54,8 +54,10 @@ class HashedTokens : public GivenHashes {
 
  private:
   void drop_full_blocks();
-  std::vector<std::string> with_lookahead(const int32_t* tokens, int64_t num_blocks,
-                                          const std::vector<std::string>& extras) const;
+  // Returns the CBOR of [keys of the block, token, ...] of each block. `tokens` must contain
+  // num_lookahead tokens after the last block.
+  std::vector<std::string> extras_with_lookahead(const int32_t* tokens, int64_t num_blocks,
+                                                 const std::vector<std::string>& extras) const;
 
   HashAlgorithm algorithm_;
   int64_t block_size_;

@@ -58,9 +58,7 @@ class DeferredFrees {
   }
   bool keeps(const std::string& name) const { return kept_.count(name) != 0; }
   void release_kept(const std::string& name) {
-    const auto found = kept_.find(name);
-    const std::vector<BlockId> ids = std::move(found->second);
-    kept_.erase(found);
+    const std::vector<BlockId> ids = std::move(kept_.extract(name).mapped());
     for (BlockId id : ids) --kept_of_[id];
     num_kept_ -= static_cast<int64_t>(ids.size());
     release_or_defer(ids);
@@ -107,33 +105,29 @@ class DeferredFrees {
   // Adds the references held by this object to `references`. Throws std::logic_error if the counts
   // are wrong.
   void check_invariants(PerBlock<int32_t>* references) const {
-    PerBlock<int32_t> counted(pool_->num_blocks()), kept_of(pool_->num_blocks());
-    int64_t num_waiting = 0, last = -1;
+    PerBlock<int32_t> waiting(pool_->num_blocks()), kept_of(pool_->num_blocks());
+    const auto count = [&](const std::vector<BlockId>& ids, PerBlock<int32_t>* own) {
+      for (const BlockId id : ids) {
+        ++(*own)[id];
+        ++(*references)[id];
+      }
+    };
+    int64_t num_waiting = 0, num_kept = 0, last = -1;
     for (const Fence& fence : fences_) {
       require(fence.step_id >= last, "fences are not in the order of their steps");
       last = fence.step_id;
       num_waiting += static_cast<int64_t>(fence.ids.size());
-      for (BlockId id : fence.ids) {
-        ++counted[id];
-        ++(*references)[id];
-      }
+      count(fence.ids, &waiting);
     }
-    int64_t num_kept = 0;
     for (const auto& [name, ids] : kept_) {
       num_kept += static_cast<int64_t>(ids.size());
-      for (BlockId id : ids) {
-        ++kept_of[id];
-        ++(*references)[id];
-      }
+      count(ids, &kept_of);
     }
-    for (BlockId id : copies_) {
-      ++kept_of[id];
-      ++(*references)[id];
-    }
+    count(copies_, &kept_of);
     require(num_waiting == num_waiting_, "num_waiting differs from the references of fences");
     require(num_kept == num_kept_, "num_kept differs from the references under names");
     for (BlockId id = 1; id < pool_->num_blocks(); ++id) {
-      require(counted[id] == waiting_[id] && kept_of[id] == kept_of_[id],
+      require(waiting[id] == waiting_[id] && kept_of[id] == kept_of_[id],
               "the reference counts of block ", id, " differ from the fences and names");
     }
   }

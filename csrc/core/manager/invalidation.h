@@ -119,34 +119,40 @@ class Invalidation {
     }
     return changed;
   }
+  // Returns the number of valid tokens of the row, as far as the blocks that it holds are invalid.
   int64_t limit_by_blocks(int32_t row) const {
+    // A row on the host is restarted in any case.
+    if (c_.row(row).is_on_host()) return holds_invalid_page(row) ? 0 : kUnbounded;
     int64_t limit = kUnbounded;
-    const bool on_host = c_.row(row).is_on_host();
     for (const CacheGroup& group : *c_.groups) {
       const RowBlocks& held = c_.held(row, group);
       for (int64_t b = held.num_dropped; b < held.size(); ++b) {
-        if (on_host) {
-          if (pages_.count(held[b]) != 0) return 0;  // the row is restarted anyway
-          continue;
-        }
-        const auto found = blocks_.find(held[b]);
-        if (found == blocks_.end()) continue;
-        limit = std::min(limit, std::max(found->second, c_.rows->first_token(row, group, b)));
+        const auto known = blocks_.find(held[b]);
+        if (known == blocks_.end()) continue;
+        const auto& [id, num_valid] = *known;
+        limit = std::min(limit, std::max(num_valid, c_.rows->first_token(row, group, b)));
       }
     }
     return limit;
   }
+  bool holds_invalid_page(int32_t row) const {
+    return std::any_of(c_.groups->begin(), c_.groups->end(), [&](const CacheGroup& group) {
+      const RowBlocks& held = c_.held(row, group);
+      return std::any_of(held.blocks.begin() + held.num_dropped, held.blocks.end(),
+                         [&](BlockId page) { return pages_.count(page) != 0; });
+    });
+  }
+  // The same, as far as its tokens include invalid content, whether or not it holds the blocks.
   int64_t limit_by_hashes(int32_t row) const {
     int64_t limit = kUnbounded;
     const HashList& hashes = c_.row(row).chain->known_hashes();
     for (size_t i = 0; i < hashes.size() && !hashes_.empty(); ++i) {
-      const auto found = hashes_.find(hashes[i]);
-      if (found == hashes_.end()) continue;
-      const InvalidHash& what = found->second;
-      // The first token of the last hash block.
-      const int64_t last = static_cast<int64_t>(i) * c_.hash_block_size;
-      const int64_t of_block = last / what.block_size * what.block_size;
-      limit = std::min(limit, std::max(of_block, what.num_valid));
+      const auto known = hashes_.find(hashes[i]);
+      if (known == hashes_.end()) continue;
+      const auto& [num_valid, block_size] = known->second;  // tokens
+      const int64_t start_of_hash_block = static_cast<int64_t>(i) * c_.hash_block_size;
+      const int64_t start_of_block = start_of_hash_block / block_size * block_size;
+      limit = std::min(limit, std::max(start_of_block, num_valid));
     }
     return limit;
   }
@@ -253,15 +259,16 @@ class Invalidation {
       }
     }
   }
-  // Adds the hashes of the chain after its first num_valid tokens, and below hash `stop`, for which
-  // `is_found` returns true.
+  // Adds the hashes of the chain after its first num_valid_tokens tokens, and below the known hash
+  // `stop_hash`, for which `is_found` returns true. Returns whether anything changed.
   template <class IsFound>
-  bool add_hashes_of(const TokenChain& chain, const CacheGroup& group, int64_t num_valid,
-                     int64_t stop, const IsFound& is_found) {
+  bool add_hashes_of(const TokenChain& chain, const CacheGroup& group, int64_t num_valid_tokens,
+                     int64_t stop_hash, const IsFound& is_found) {
     bool changed = false;
-    stop = std::min(stop, chain.num_known_hashes());
-    for (int64_t i = num_valid / c_.hash_block_size; i < stop; ++i) {
-      if (is_found(i)) changed |= add_hash(chain.known_hash(i), {num_valid, group.block_size});
+    stop_hash = std::min(stop_hash, chain.num_known_hashes());
+    for (int64_t i = num_valid_tokens / c_.hash_block_size; i < stop_hash; ++i) {
+      if (!is_found(i)) continue;
+      changed |= add_hash(chain.known_hash(i), {num_valid_tokens, group.block_size});
     }
     return changed;
   }

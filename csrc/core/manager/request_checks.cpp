@@ -25,28 +25,35 @@ void RequestChecks::check_counts(const NewRow& asked) const {
   checked_size("num_prompt_tokens", asked.num_prompt, 0);
   checked_size("num_shared_tokens", asked.num_shared, 0);
   checked_size("external.num_tokens", external.num_tokens, 0);
-  if (external.num_tokens > 0) {
-    for (const CacheGroup& group : setup_->groups) {
-      if (group.is_transferred || !group.is_cached) continue;
-      throw_invalid("external.num_tokens is ", external.num_tokens, ": expected 0, because group ",
-                    group.id, " is cached but not transferred, so it would lack their KV");
-    }
-    if (!asked.reads()) {
-      throw_invalid("external.num_tokens is ", external.num_tokens,
-                    ", but the request has read_cache=False: expected 0");
-    }
-  }
+  check_external_counts(asked);
   if (!external.is_delayed) {
     checked_size("num_tokens", asked.num_tokens, 1);
-  } else if (external.num_tokens == 0) {
+    return;
+  }
+  if (external.num_tokens == 0) {
     throw_invalid(
         "external.delayed is True, and external.num_tokens is 0: expected 1 or more tokens");
-  } else if (asked.num_tokens != 0) {
+  }
+  if (asked.num_tokens != 0) {
     throw_invalid(
         "num_tokens is ", asked.num_tokens,
         ": expected 0 with external.delayed, because the request computes nothing until its "
         "external tokens have arrived");
   }
+}
+
+// Checks that the request may have external tokens, if it has any.
+void RequestChecks::check_external_counts(const NewRow& asked) const {
+  const int64_t num_tokens = asked.external.num_tokens;
+  if (num_tokens == 0) return;
+  for (const CacheGroup& group : setup_->groups) {
+    if (group.is_transferred || !group.is_cached) continue;
+    throw_invalid("external.num_tokens is ", num_tokens, ": expected 0, because group ", group.id,
+                  " is cached but not transferred, so it would lack their KV");
+  }
+  if (asked.reads()) return;
+  throw_invalid("external.num_tokens is ", num_tokens,
+                ", but the request has read_cache=False: expected 0");
 }
 
 void RequestChecks::check_external(const NewRow& asked, int64_t num_hit, bool ends_inside) const {

@@ -107,6 +107,7 @@ class RequestChecks {
   }
   // Checks the numbers of tokens and blocks in a request for a new row.
   void check_counts(const NewRow& asked) const;
+  void check_external_counts(const NewRow& asked) const;
   // Checks that a row can go back by this many tokens. Known tokens can only be computed again.
   void check_rejected(int32_t row, int64_t num_rejected) const;
   // Checks that a row can go back by this many tokens, all of which are drafts.

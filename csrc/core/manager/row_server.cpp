@@ -53,21 +53,23 @@ inline bool RowServer::pass_quietly(int32_t row, Row* r, const Span& span) {
 
 void RowServer::serve_rows(const StepRequest& request) {
   c_.pool->set_taker(Taker::kRunning);
-  int32_t* starts = c_.plan->answer_running(request.rows, request.num_tokens, request.num_rows);
-  std::vector<StepJournal::Served>& served = c_.journal->served();
-  served.reserve(static_cast<size_t>(request.num_rows));
+  int32_t* num_computed_out =
+      c_.plan->answer_running(request.rows, request.num_tokens, request.num_rows);
+  // Most notes are added here directly, so that the journal does not find its step for each row.
+  std::vector<StepJournal::Served>& notes = c_.journal->served();
+  notes.reserve(static_cast<size_t>(request.num_rows));
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const int32_t row = request.rows[i];
     const int64_t num_rejected = request.num_rejected_of(i), num_tokens = request.num_tokens[i];
     Row& r = c_.row(row);
     const Span span = span_of(r, num_rejected, num_tokens, request.lookahead_of(i));
-    starts[i] = static_cast<int32_t>(span.start);
+    num_computed_out[i] = static_cast<int32_t>(span.start);
     if (num_tokens == 0) {  // the row only loses its rejected drafts
       r.take_back(num_rejected);
     } else if (pass_quietly(row, &r, span)) {
-      served.push_back({row, r.admission, span.start});
+      notes.push_back({row, r.admission, span.start});
     } else {
-      extend_row(row, span, request, i);
+      extend_row(row, span, request, i);  // adds the note if the row is served
     }
   }
 }

@@ -280,8 +280,8 @@ class RowSwap {
     c_.row(row).state = RowState::kOnHost;
     c_.row(row).num_drafts = 0;
   }
-  // Takes a reference to the page of each block. Blocks without a page are copied to new pages,
-  // which are published later if `is_cached`.
+  // Takes a reference to the page of each block, and adds both to `moved_`. Blocks without a page
+  // are copied to new pages. With `is_cached`, those with a hash are published later.
   void take_pages(const Departure& departure, bool is_cached) {
     BlockPool& host = c_.host->pages();
     for (const auto& [id, page] : departure.known) {
@@ -294,9 +294,8 @@ class RowSwap {
     for (size_t i = 0; i < blocks.size(); ++i) {
       moved_.emplace(blocks[i], pages[i]);
       c_.plan->swap_out(blocks[i], pages[i]);
-      if (is_cached && c_.pool->hash_of(blocks[i]) != nullptr) {
-        c_.host->add_row_page(pages[i], blocks[i]);
-      }
+      const bool is_published_later = is_cached && c_.pool->hash_of(blocks[i]) != nullptr;
+      if (is_published_later) c_.host->add_row_page(pages[i], blocks[i]);
     }
     c_.host->mutable_counts()->swapped_out_blocks += static_cast<int64_t>(blocks.size());
   }

@@ -153,32 +153,8 @@ class RowTable {
               held_by_group->blocks.rend() - held_by_group->num_dropped};
     }
     std::vector<BlockId> out;
-    std::array<int64_t, kMaxGroups> num_left{};  // blocks that no round has taken yet, by group
-    int64_t last = 0, unit = 0;  // tokens: where the last block begins, and where blocks may begin
-    size_t num_alive = 0;
-    for (const CacheGroup& group : *groups_) {
-      const RowBlocks& held = held_by_group[group.id];
-      if (group.rules->traits.follows_sequence) {
-        num_left[group.id] = held.size();
-        num_alive += static_cast<size_t>(held.num_alive());
-        last = std::max(last, (held.size() - 1) * group.block_size);
-        unit = std::gcd(unit, group.block_size);
-      } else if (with_all) {
-        out.insert(out.end(), held.blocks.rbegin(), held.blocks.rend());
-      }
-    }
-    const size_t num_blocks = out.size() + num_alive;
-    out.reserve(num_blocks);
-    // Each round takes the blocks that begin at one token.
-    for (int64_t token = last; out.size() < num_blocks; token -= unit) {
-      for (const CacheGroup& group : *groups_) {
-        const RowBlocks& held = held_by_group[group.id];
-        const int64_t column = num_left[group.id] - 1;
-        if (column < held.num_dropped || column * group.block_size != token) continue;
-        out.push_back(held[column]);
-        num_left[group.id] = column;
-      }
-    }
+    if (with_all) add_unordered(held_by_group, &out);
+    add_by_position(held_by_group, &out);
     return out;
   }
 
@@ -207,6 +183,40 @@ class RowTable {
   }
 
  private:
+  // Parts of `tail_first`: add the blocks of groups that do not follow the sequence, and of groups
+  // that do.
+  void add_unordered(const RowBlocks* held_by_group, std::vector<BlockId>* out) const {
+    for (const CacheGroup& group : *groups_) {
+      if (group.rules->traits.follows_sequence) continue;
+      const std::vector<BlockId>& all = held_by_group[group.id].blocks;
+      out->insert(out->end(), all.rbegin(), all.rend());
+    }
+  }
+  void add_by_position(const RowBlocks* held_by_group, std::vector<BlockId>* out) const {
+    std::array<int64_t, kMaxGroups> num_left{};  // blocks that no round has taken yet, by group
+    int64_t last = 0, unit = 0;  // tokens: where the last block begins, and where blocks may begin
+    size_t num_blocks = out->size();
+    for (const CacheGroup& group : *groups_) {
+      if (!group.rules->traits.follows_sequence) continue;
+      const RowBlocks& held = held_by_group[group.id];
+      num_left[group.id] = held.size();
+      num_blocks += static_cast<size_t>(held.num_alive());
+      last = std::max(last, (held.size() - 1) * group.block_size);
+      unit = std::gcd(unit, group.block_size);
+    }
+    out->reserve(num_blocks);
+    // Each round takes the blocks that begin at one token. All blocks begin at multiples of the
+    // greatest common divisor of the block sizes, so these rounds reach each of them.
+    for (int64_t token = last; out->size() < num_blocks; token -= unit) {
+      for (const CacheGroup& group : *groups_) {
+        const RowBlocks& held = held_by_group[group.id];
+        const int64_t column = num_left[group.id] - 1;
+        if (column < held.num_dropped || column * group.block_size != token) continue;
+        out->push_back(held[column]);
+        num_left[group.id] = column;
+      }
+    }
+  }
   size_t first_of(int32_t row) const { return static_cast<size_t>(row) * num_groups_; }
 
   const std::vector<CacheGroup>* groups_;

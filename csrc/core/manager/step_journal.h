@@ -78,6 +78,17 @@ class StepJournal {
     std::vector<Dropped> dropped;
     std::vector<Left> left;
     std::vector<Given> given;
+
+    void clear() {  // keeps the memory
+      rows.clear();
+      swapped.clear();
+      written.clear();
+      clear_rows.clear();
+      published.clear();
+      dropped.clear();  // releases the chains
+      left.clear();
+      given.clear();
+    }
   };
 
   const StepNumbers& numbers() const { return numbers_; }
@@ -100,7 +111,7 @@ class StepJournal {
   }
   const Step& last() const { return in_flight_.back(); }  // the journal must not be empty
   // Returns the last issued step that was not aborted, or -1.
-  int64_t last_kept() const { return in_flight_.empty() ? last_left_ : in_flight_.back().id; }
+  int64_t last_kept() const { return in_flight_.empty() ? last_forgotten_ : in_flight_.back().id; }
 
   // These functions add notes to the last opened step, also between steps. Notes are recorded only
   // for rows admitted by `step`, and only while a step is in flight.
@@ -164,11 +175,11 @@ class StepJournal {
                   ", the steps so far");
   }
   void check_may_abort(int64_t step_id) const {
-    const char* why = step_id < numbers_.num_completed                   ? "it was reported as done"
-                      : step_id < numbers_.num_steps - kMaxStepsInFlight ? "it is too old"
-                                                                         : nullptr;
-    if (why == nullptr) return;
-    throw_invalid("step_id is ", step_id, ": expected a step that may be in flight, but ", why);
+    const auto fail = [&](const char* why) {
+      throw_invalid("step_id is ", step_id, ": expected a step that may be in flight, but ", why);
+    };
+    if (step_id < numbers_.num_completed) fail("it was reported as done");
+    if (step_id < numbers_.num_steps - kMaxStepsInFlight) fail("it is too old");
   }
 
   // Removes this step and all earlier ones, which are done.
@@ -214,23 +225,15 @@ class StepJournal {
  private:
   // Removes the oldest step, which can then no longer be aborted.
   void forget_oldest() {
-    Step& oldest = in_flight_.front();
-    last_left_ = oldest.id;
-    oldest.rows.clear();
-    oldest.swapped.clear();
-    oldest.written.clear();
-    oldest.clear_rows.clear();
-    oldest.published.clear();
-    oldest.dropped.clear();  // releases the chains
-    oldest.left.clear();
-    oldest.given.clear();
+    last_forgotten_ = in_flight_.front().id;
+    in_flight_.front().clear();
     spare_.splice(spare_.begin(), in_flight_, in_flight_.begin());
   }
 
   StepNumbers numbers_;
   std::list<Step> in_flight_;
-  std::list<Step> spare_;   // empty steps, whose memory is reused for the next steps
-  int64_t last_left_ = -1;  // last step that was removed but not aborted
+  std::list<Step> spare_;        // empty steps, whose memory is reused for the next steps
+  int64_t last_forgotten_ = -1;  // last step that was removed but not aborted
 };
 
 }  // namespace kvcache

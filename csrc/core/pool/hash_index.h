@@ -105,16 +105,19 @@ class HashIndex {
   Place search(uint64_t key, const Matches& matches) const {
     const uint32_t tag = tag_in_bucket(key);
     int64_t b = home_of(key);
-    // If the home bucket belongs to this epoch, so do all buckets that can hold its entries.
+    // `add` empties each bucket of an earlier epoch on the way from the home of an entry to its
+    // place. A home of an earlier epoch therefore has no entries, and the other buckets that the
+    // search reads belong to this epoch.
     if (buckets_[b].epoch != epoch_) return {b, -1};
-    // The search is bounded, because there may be no bucket without displaced entries.
+    // The search is bounded, because entries may be displaced past every bucket.
     for (int64_t left = num_buckets_; left > 0; --left, b = after(b)) {
       const Bucket& bucket = buckets_[b];
       for (unsigned slots = slots_with(bucket, tag); slots != 0; slots &= slots - 1) {
         const int slot = __builtin_ctz(slots);
         if (matches(bucket.ids[slot])) return {b, slot};
       }
-      if (bucket.num_displaced == 0) break;
+      const bool is_last = bucket.num_displaced == 0;  // no entry is stored further from its home
+      if (is_last) break;
     }
     return {b, -1};
   }
