@@ -96,7 +96,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "eviction tiers",
         [
             ("places_[block.younger].num_children += place.num_children;", ""),
-            ("place.num_children = children->second;", ""),
+            ("if (!waiting.empty()) place.num_children = waiting.mapped();", ""),
             ("orphans_[key_of(block)] = place.num_children;", ""),
         ],
     ),

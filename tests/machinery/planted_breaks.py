@@ -272,7 +272,7 @@ DEFECTS = [
     Defect(
         "evidence for a trial",
         "csrc/core/eviction/learned/duel.h",
-        "static_cast<double>(evidence_) < needed ||",
+        "static_cast<double>(evidence_) >= needed &&",
         "",  # begins a trial even if the own order gains no hits
         "learned",
     ),

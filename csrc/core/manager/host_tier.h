@@ -230,10 +230,10 @@ class HostTier : public BlockListener {
       offloads_.push_back({page, content, /*is_row=*/false, /*is_there=*/true});
       return false;
     }
-    const auto offloading = offloading_.find(content.hash);
-    if (offloading != offloading_.end() && (offloading->second >> content.group & 1) != 0) {
-      return false;
-    }
+    const auto groups = offloading_.find(content.hash);
+    const bool is_offloading =
+        groups != offloading_.end() && (groups->second >> content.group & 1) != 0;
+    if (is_offloading) return false;
     if (writes_.min_gain && gain_of(id) < *writes_.min_gain) {
       ++counts_.declined_blocks;
       return false;

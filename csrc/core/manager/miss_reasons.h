@@ -263,24 +263,28 @@ class MissReasons {
     const int64_t bs = group_->block_size;
     int64_t end = first;
     for (size_t i = 0; i < kMostRecent && sign.missed_word != 0; ++i) {
-      const Sign& other = signs_[i];
-      if (other.fingerprint != sign.fingerprint) continue;
-      if (is_in_flight && other.first_missed > sign.first_missed) continue;
-      if (other.first_missed == sign.first_missed && other.missed_word != sign.missed_word)
-        continue;
+      if (!may_have_missed(signs_[i], sign, is_in_flight)) continue;
       const Recent& each = recent_[i];
       if (each.chain == nullptr || !each.chain->write_cache()) continue;
-      if (is_in_flight) {
-        if (!c_.rows->is_still(each.row, each.admission)) continue;
-        if (c_.row(each.row).is_stale) continue;  // never publishes its blocks
-        if (!group_->keeps_all && c_.row(each.row).num_computed > first) continue;
-      }
+      if (is_in_flight && !will_publish(each, first)) continue;
       for (int64_t block = sign.first_missed; block * bs < stop; ++block) {
         if (!have_same_content(chain, *each.chain, group_->hash_index(block))) break;
         end = std::max(end, (block + 1) * bs);
       }
     }
     return std::min(end, stop);
+  }
+  // Whether a request with the sign `other` may contain the block that `sign` missed.
+  // `is_in_flight`: and may compute it, because it did not hit it.
+  static bool may_have_missed(const Sign& other, const Sign& sign, bool is_in_flight) {
+    if (other.fingerprint != sign.fingerprint) return false;
+    if (other.first_missed == sign.first_missed) return other.missed_word == sign.missed_word;
+    return !is_in_flight || other.first_missed < sign.first_missed;
+  }
+  // Whether the request still runs and may publish the block at token `first`.
+  bool will_publish(const Recent& each, int64_t first) const {
+    if (!c_.rows->is_still(each.row, each.admission) || c_.row(each.row).is_stale) return false;
+    return group_->keeps_all || c_.row(each.row).num_computed <= first;
   }
   int64_t find_other_keys(const TokenChain& chain, const Sign& sign, int64_t first,
                           int64_t stop) const {

@@ -10,18 +10,10 @@
 
 namespace kvcache {
 
-void check_optional(const ManagerOptions& options) {
-  checked_size("hash_block_size", options.hash_block_size, 0);
-  if (options.hash_bytes < 1 || options.hash_bytes > static_cast<int64_t>(sizeof(Hash))) {
-    throw_invalid("hash_bytes is ", options.hash_bytes, ": expected 1 to 32");
-  }
-  if (options.retention_interval >= 0) {
-    checked_size("retention_interval", options.retention_interval, 0);
-  }
-  checked_size("num_preallocate_tokens", options.num_preallocate_tokens, 0);
-  checked_size("max_num_reqs", options.max_num_reqs, 0);
-  checked_size("watermark_blocks", options.watermark_blocks, 0);
-  checked_size("explain_misses", options.explain_misses, 0);
+namespace {
+
+// Checks the options of the host tier.
+void check_host(const ManagerOptions& options) {
   const std::string& host_eviction = options.host_eviction.policy;
   if (options.num_host_blocks != 0) {
     checked_size("num_host_blocks", options.num_host_blocks, 2, " (the null block is counted)");
@@ -38,6 +30,23 @@ void check_optional(const ManagerOptions& options) {
   if (host_eviction == "learned") return;
   throw_invalid("min_gain_to_write is ", gain, ", and host_eviction is '", host_eviction,
                 "': expected 'learned'");
+}
+
+}  // namespace
+
+void check_optional(const ManagerOptions& options) {
+  checked_size("hash_block_size", options.hash_block_size, 0);
+  if (options.hash_bytes < 1 || options.hash_bytes > static_cast<int64_t>(sizeof(Hash))) {
+    throw_invalid("hash_bytes is ", options.hash_bytes, ": expected 1 to 32");
+  }
+  if (options.retention_interval >= 0) {
+    checked_size("retention_interval", options.retention_interval, 0);
+  }
+  checked_size("num_preallocate_tokens", options.num_preallocate_tokens, 0);
+  checked_size("max_num_reqs", options.max_num_reqs, 0);
+  checked_size("watermark_blocks", options.watermark_blocks, 0);
+  checked_size("explain_misses", options.explain_misses, 0);
+  check_host(options);
 }
 
 ManagerOptions checked(const ManagerOptions& options) {

@@ -155,21 +155,20 @@ class PlanBuilder {
       for (int32_t row : *rows) require(row < 0 || seen.insert(row).second, "a row twice: ", row);
     }
     std::unordered_set<int32_t> written, loaded, sources, host_written;
+    const auto check_filled = [&](BlockId page, const char* how) {
+      require(written.insert(page).second, "a page is written twice: ", page);
+      require(sources.count(page) == 0, "a page is copied before it is ", how, ": ", page);
+    };
     for (size_t i = 0; i < plan_.copy.size(); i += 2) {
       sources.insert(plan_.copy[i]);
       require(written.insert(plan_.copy[i + 1]).second,
               "a page is written twice: ", plan_.copy[i + 1]);
     }
     for (const std::vector<int32_t>* pages : {&plan_.zero, &plan_.fresh}) {
-      for (BlockId page : *pages) {
-        require(written.insert(page).second, "a page is written twice: ", page);
-        require(sources.count(page) == 0, "a page is copied before it is written: ", page);
-      }
+      for (BlockId page : *pages) check_filled(page, "written");
     }
     for (size_t i = 0; i < plan_.swap_in.size(); i += 2) {
-      const BlockId page = plan_.swap_in[i + 1];
-      require(written.insert(page).second, "a page is written twice: ", page);
-      require(sources.count(page) == 0, "a page is copied before it is loaded: ", page);
+      check_filled(plan_.swap_in[i + 1], "loaded");
       loaded.insert(plan_.swap_in[i]);
     }
     for (size_t i = 0; i < plan_.swap_out.size(); i += 2) {

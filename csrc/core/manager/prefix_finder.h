@@ -106,7 +106,7 @@ class PrefixFinder {
     for (const CacheGroup& group : *groups_) {
       has_tokens_ |= group.rules->traits.appends && group.is_cached;
     }
-    for (const bool keeps_all : {true, false}) {
+    for (const bool keeps_all : {true, false}) {  // see find_in
       for (const CacheGroup& group : *groups_) {
         if (compared_unit_ > 0 || !group.is_cached || group.keeps_all != keeps_all) continue;
         compared_unit_ = group.block_size;

@@ -255,7 +255,8 @@ class Recovery {
         continue;
       }
       out.rows.push_back(row);
-      if (!rows[row].is_on_host() && release_->can_resume(row, limit)) {
+      const bool keeps_blocks = !rows[row].is_on_host() && release_->can_resume(row, limit);
+      if (keeps_blocks) {
         release_->truncate(row, limit);
         publisher_->refresh(row);
       } else {

@@ -58,18 +58,17 @@ class RowRelease {
     features.logical_time = ++num_releases_;
     features.wall_ms = clock_->now_ms();
     for (const CacheGroup& group : *c_.groups) {
-      const RowBlocks& held = c_.held(row, group);
       if (!group.is_cached) continue;
-      features.num_new_blocks +=
-          std::max<int64_t>(c_.rows->num_written(row, group) - held.num_hits, 0);
+      const int64_t num_written = c_.rows->num_written(row, group);
+      features.num_new_blocks += std::max<int64_t>(num_written - c_.held(row, group).num_hits, 0);
     }
     const bool has_chain = has_chains(*c_.groups);
     if (has_chain) notify_release_ends(row);
     for (const bool is_chain : {false, true}) {
       features.is_chain = is_chain;
       for (const CacheGroup& group : *c_.groups) {
-        if (!group.is_cached || (group.keeps_all || !has_chain) != is_chain) continue;
-        notify_release_of(row, group, &features);
+        const bool is_in_chain = group.keeps_all || !has_chain;
+        if (group.is_cached && is_in_chain == is_chain) notify_release_of(row, group, &features);
       }
     }
   }
@@ -186,7 +185,7 @@ class RowRelease {
       if (!group.is_cached || group.keeps_all || !group.rules->traits.has_hits) continue;
       for (const int64_t hit : hits) {
         if (hit > 0 && hit <= num_hashed) add_read_at(hit, *r.chain, group, &ids);
-        ends.resize(ids.size(), hit);
+        ends.resize(ids.size(), hit);  // for the blocks that this hit reads
       }
     }
     Released released{ids};

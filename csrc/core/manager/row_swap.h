@@ -165,7 +165,8 @@ class RowSwap {
       const int64_t first = returning.first;
       back.first[group.id] = on_device[group.id].num_dropped = first;
       on_device[group.id].resize(held.size());
-      for (int64_t b = first; b < held.size() && returning.is_onboarded; ++b) {
+      if (!returning.is_onboarded) continue;
+      for (int64_t b = first; b < held.size(); ++b) {
         num_onboards += !shares_onboard(group, b, span.start, held[b]);
         ++num_blocks;
       }
@@ -329,7 +330,8 @@ class RowSwap {
         ++num_own;
       }
       if (!group.rules->traits.appends) continue;
-      note_returned(row, group, first_own, num_own == held.size() - first_own);
+      const bool is_whole = num_own == held.size() - first_own;
+      note_returned(row, group, first_own, is_whole);
     }
     publisher_->refresh(row);
     publisher_->publish(row);

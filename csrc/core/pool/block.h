@@ -39,7 +39,6 @@ class PublishedBlocks {
     const Block& block = blocks_[id];
     return block.epoch == *epoch_ && block.older != kNullBlock ? &block : nullptr;
   }
-  void prefetch(BlockId id) const { __builtin_prefetch(&blocks_[id], 1); }
 
  private:
   const Block* blocks_ = nullptr;

@@ -216,9 +216,6 @@ class BlockPool {
   }
   [[noreturn]] static void fail_in_listener(const char* call);  // a listener made this call
   const Block& at(BlockId id, const char* what) const;
-  Block& at(BlockId id, const char* what) {
-    return const_cast<Block&>(std::as_const(*this).at(id, what));
-  }
   bool is_cached(const Block& block) const { return block.epoch == epoch_; }
   bool is_indexed(const Block& block) const {
     return is_cached(block) && block.older != kNullBlock;

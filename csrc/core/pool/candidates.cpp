@@ -15,11 +15,8 @@ void Candidates::add(BlockId id, uint64_t key, const Parent* parent,
   if (!is_alone(id)) {
     if (block.older == block.younger) changed->push_back(block.older);  // it was alone
   } else if (!orphans_.empty()) {
-    const auto children = orphans_.find(key);
-    if (children != orphans_.end()) {
-      place.num_children = children->second;
-      orphans_.erase(children);
-    }
+    const auto waiting = orphans_.extract(key);
+    if (!waiting.empty()) place.num_children = waiting.mapped();
   }
   if (parent == nullptr || parent->key == key) return;
   place.has_parent = true;

@@ -74,14 +74,16 @@ class Duel {
   SimulatedCache* own() { return &own_; }
   // `num_hit`: blocks that a request hits; the others: that it would hit in the simulated pools.
   void count(int64_t num_hit, int64_t by_lru, int64_t by_value) {
+    const int64_t gain = num_hit - by_lru;
     num_lru_ += by_lru;
     // Returning to LRU loses at most C hits, and none after the simulated LRU has evicted the C
     // blocks that it held at the return.
     if (!follows_lru_) {
-      lead_ += num_hit - by_lru;
+      lead_ += gain;
     } else if (by_ != By::kSimulation && lru_.num_evicted() - evicted_ < capacity_) {
-      lead_ = std::clamp(lead_ + num_hit - by_lru, least_ - capacity_, least_);
+      lead_ = std::clamp(lead_ + gain, least_ - capacity_, least_);
     }
+    // The lead, and the hits that may be lost in proportion to those of LRU.
     const double left =
         static_cast<double>(lead_) + learned::kShare * static_cast<double>(num_lru_);
     if (follows_lru_) {
@@ -89,7 +91,9 @@ class Duel {
       const double needed =
           part(learned::kEvidence) +
           std::min(learned::kGain * static_cast<double>(num_lru_), part(4 * learned::kStake));
-      follows_lru_ = static_cast<double>(evidence_) < needed || left < -part(learned::kStake) / 2;
+      const bool begins_trial =
+          static_cast<double>(evidence_) >= needed && left >= -part(learned::kStake) / 2;
+      follows_lru_ = !begins_trial;
       best_ = lead_;
       return;
     }

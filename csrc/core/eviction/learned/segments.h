@@ -91,6 +91,7 @@ class Segments {
     if (!rings_) {
       rings_ = std::make_unique<ZeroedArray<Neighbors>>(places_.num_bytes() / sizeof(uint32_t));
     }
+    // Inserted at the end of the ring, that is, before its first candidate.
     ZeroedArray<Neighbors>& ring = *rings_;
     Neighbors& first = ring[segment.first];
     if (first.next == kNullBlock) first = {segment.first, segment.first};

@@ -258,10 +258,10 @@ void StateRules::keep(Publishing* publishing, int32_t row, const CacheGroup& gro
   if (r.next_publish == kUnbounded || num_hashed <= held.num_partial) return;
   held.num_partial = static_cast<int32_t>(num_hashed);
   const AdmissionInfo& info = publishing->info(row);
-  if (r.num_computed % hash_block_size != 0 || r.num_computed % group.block_size == 0 ||
-      r.num_computed > info.num_prompt || !group.may_hit_part(r.num_computed, info.retained)) {
-    return;
-  }
+  const bool is_part =
+      r.num_computed % hash_block_size == 0 && r.num_computed % group.block_size != 0;
+  if (!is_part || r.num_computed > info.num_prompt) return;
+  if (!group.may_hit_part(r.num_computed, info.retained)) return;
   const Hash& hash = r.chain->known_hash(num_hashed - 1);
   if (publishing->has_part(hash, group)) return;
   publishing->publish_part(row, group, held.num_dropped, num_hashed - 1);

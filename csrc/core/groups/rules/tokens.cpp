@@ -113,11 +113,10 @@ void TokenRules::publish(Publishing* publishing, int32_t row, const CacheGroup& 
   const int64_t num_full = num_hashed / group.num_hashes;
   const int64_t first = std::max(held.num_published, held.num_dropped);
   const RetainedEnds& retained = publishing->info(row).retained;
-  for (int64_t b = first; b < num_full; ++b) {
-    const int64_t run = b;
-    b = group.keeps_all ? num_full : b;
-    while (b < num_full && group.may_be_hit(b, retained)) ++b;
-    if (b > run) publishing->publish_run(row, group, run, held.blocks.data() + run, b - run);
+  for (int64_t run = first, stop; run < num_full; run = stop + 1) {
+    stop = group.keeps_all ? num_full : run;
+    while (stop < num_full && group.may_be_hit(stop, retained)) ++stop;
+    if (stop > run) publishing->publish_run(row, group, run, held.blocks.data() + run, stop - run);
   }
   held.num_published = std::max(held.num_published, num_full);
 }
