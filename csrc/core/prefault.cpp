@@ -74,17 +74,21 @@ int64_t left_in(const std::string& root, std::string group, const GroupFiles& fi
   }
 }
 
-}  // namespace
-
-int64_t available_memory(const std::string& root) {
-  int64_t available = 0;
+int64_t available_on_machine(const std::string& root) {
   std::ifstream info(root + "/proc/meminfo");
   for (std::string line; std::getline(info, line);) {
     std::istringstream words(line);
     std::string name;
     int64_t kib = 0;
-    if (words >> name >> kib && name == "MemAvailable:") available = kib << 10;
+    if (words >> name >> kib && name == "MemAvailable:") return kib << 10;
   }
+  return 0;
+}
+
+}  // namespace
+
+int64_t available_memory(const std::string& root) {
+  int64_t available = available_on_machine(root);
   std::ifstream groups(root + "/proc/self/cgroup");
   for (std::string line; std::getline(groups, line);) {  // "number:controllers:/path"
     const size_t first = line.find(':'), second = line.find(':', first + 1);

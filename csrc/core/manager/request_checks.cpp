@@ -205,14 +205,14 @@ void RequestChecks::check_leaves_device(const StepRequest& request) const {
 }
 
 void RequestChecks::check_token_ids(const StepRequest& request) const {
-  int64_t num_named =
-      request.num_token_ids == nullptr && request.num_ids > 0 ? request.num_rows : 0;
-  for (int64_t i = 0; i < request.num_rows && request.num_token_ids != nullptr; ++i) {
+  const bool is_one_per_row = request.num_token_ids == nullptr;
+  int64_t num_named = is_one_per_row && request.num_ids > 0 ? request.num_rows : 0;
+  for (int64_t i = 0; i < request.num_rows && !is_one_per_row; ++i) {
     num_named += checked_size("num_token_ids", request.num_ids_of(i), 0);
   }
   if (num_named != request.num_ids) {
     throw_invalid("token_ids has ", request.num_ids, " entries: expected ", num_named, ", ",
-                  request.num_token_ids == nullptr ? "one per row" : "the sum of num_token_ids");
+                  is_one_per_row ? "one per row" : "the sum of num_token_ids");
   }
   if (request.num_ids == 0) return;
   for (int64_t i = 0; i < request.num_rows; ++i) {

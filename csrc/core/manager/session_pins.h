@@ -71,8 +71,8 @@ class SessionPins {
     uint8_t group, generation;
     Hash hash;
   };
-  // Returns the cached blocks with these hashes of hash blocks, up to the first one that is missing
-  // in a group that keeps all tokens.
+  // Returns the cached blocks of all groups with these hashes of hash blocks. In a group that keeps
+  // all tokens, only the blocks before the first missing one.
   std::vector<Pinned> find_cached(const Hash* hashes, size_t num_hashes,
                                   const std::vector<CacheGroup>& groups) const {
     std::vector<Pinned> pinned;

@@ -87,11 +87,7 @@ void BlockPool::take_oldest(int64_t n, BlockId* out) {
 
 void BlockPool::note_use() { peak_used_ = std::max(peak_used_, num_total() - num_free_); }
 
-bool BlockPool::allocate(int64_t n, BlockId* out) {
-  if (n < 0) throw_invalid("n is ", n, ": expected 0 or more");
-  if (n > num_free_) return false;
-  const Soundness::Change change = this->change("allocate");
-  reserve_flags(n);
+inline int64_t BlockPool::take_uncached(int64_t n, BlockId* out) {
   int64_t done = std::min<int64_t>(n, num_blocks_ - next_fresh_);
   std::iota(out, out + done, next_fresh_);
   next_fresh_ += static_cast<BlockId>(done);
@@ -100,8 +96,17 @@ bool BlockPool::allocate(int64_t n, BlockId* out) {
     uncached_free_.remove(links_.data(), out[done]);
     __builtin_prefetch(&blocks_[out[done]], 1);
   }
-  const int64_t num_evicted = n - done;
-  BlockId* const evicted = out + done;
+  return done;
+}
+
+bool BlockPool::allocate(int64_t n, BlockId* out) {
+  if (n < 0) throw_invalid("n is ", n, ": expected 0 or more");
+  if (n > num_free_) return false;
+  const Soundness::Change change = this->change("allocate");
+  reserve_flags(n);
+  const int64_t num_uncached = take_uncached(n, out);
+  const int64_t num_evicted = n - num_uncached;
+  BlockId* const evicted = out + num_uncached;
   candidates_ || pins_ ? take_chosen(num_evicted, evicted) : take_oldest(num_evicted, evicted);
   num_evicted_ += num_evicted;
   for (int64_t i = 0; i < n; ++i) {

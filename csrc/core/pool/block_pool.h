@@ -246,6 +246,8 @@ class BlockPool {
   FreeList& list_of(const Block& block) { return is_cached(block) ? cached_free_ : uncached_free_; }
   void note_use();  // updates `peak_used_`
 
+  // Takes up to n free blocks that are not cached. Returns their number.
+  int64_t take_uncached(int64_t n, BlockId* out);
   // Take the next n blocks to evict out of `cached_free_`. Without candidates and pins, these are
   // its first blocks.
   void take_oldest(int64_t n, BlockId* out);

@@ -50,7 +50,7 @@ class Hazards {
     return std::max(static_cast<uint32_t>((word + group) * 0x9E3779B97F4A7C15 >> 32), 1U);
   }
   static int64_t age_of(const Record& record, int64_t now) {  // in ms
-    return int64_t{(ticks_of(now) - record.time) & kTicks} * 64;
+    return int64_t{(ticks_of(now) - record.time) & kTicks} * kMsPerTick;
   }
   // Returns the youngest record of a block; null if there is none.
   const Record* find(uint32_t key) const {
@@ -114,6 +114,7 @@ class Hazards {
  private:
   static constexpr uint8_t kUnused = 127;
   static constexpr uint32_t kTicks = (1 << 25) - 1;
+  static constexpr int64_t kMsPerTick = 64;
   static constexpr float kWeightOfSegment = 4 * 16;  // quarters of 16 blocks: see constants.h
   // Rows of counts and hazards: one per class, one per group of classes, and one for all classes.
   static constexpr int kNum = ReuseClass::kNum, kAllRow = kNum + ReuseClass::kGroups;
@@ -121,7 +122,7 @@ class Hazards {
   static constexpr int row_of_group(int group) { return kNum + group; }
   using Row = std::array<float, kBuckets>;
 
-  static uint32_t ticks_of(int64_t ms) { return static_cast<uint32_t>(ms / 64) & kTicks; }
+  static uint32_t ticks_of(int64_t ms) { return static_cast<uint32_t>(ms / kMsPerTick) & kTicks; }
   int64_t num_records() const { return std::min<int64_t>(num_added_, learned::kRecords); }
   int bucket_of(int64_t age) const {
     const auto t = static_cast<double>(age);

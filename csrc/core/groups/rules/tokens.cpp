@@ -97,10 +97,10 @@ bool TokenRules::can_resume(const CacheGroup& group, const RowBlocks& held,
   return !needs_any || held.num_dropped <= group.first_needed_block(num_tokens);
 }
 
-void TokenRules::publish(Publishing* publishing, int32_t row, const CacheGroup& group,
-                         int64_t num_hashed) const {
+void TokenRules::publish_parts(Publishing* publishing, int32_t row, const CacheGroup& group,
+                               int64_t num_hashed) {
   RowBlocks& held = publishing->held(row, group);
-  for (; group.has_partial && held.num_partial < num_hashed; ++held.num_partial) {
+  for (; held.num_partial < num_hashed; ++held.num_partial) {
     const int64_t block = held.num_partial / group.num_hashes;
     const bool is_whole = (int64_t{held.num_partial} + 1) % group.num_hashes == 0;
     if (is_whole || block < held.num_dropped) continue;
@@ -108,6 +108,12 @@ void TokenRules::publish(Publishing* publishing, int32_t row, const CacheGroup& 
     if (!group.may_hit_part(end, publishing->info(row).retained)) continue;
     publishing->publish_part(row, group, block, held.num_partial);
   }
+}
+
+void TokenRules::publish(Publishing* publishing, int32_t row, const CacheGroup& group,
+                         int64_t num_hashed) const {
+  if (group.has_partial) publish_parts(publishing, row, group, num_hashed);
+  RowBlocks& held = publishing->held(row, group);
   // Blocks that no retained hit can read are not published, and are reused before all cached
   // blocks.
   const int64_t num_full = num_hashed / group.num_hashes;

@@ -83,6 +83,9 @@ class TokenRules final : public PageRules {
                    int64_t start) const override;
 
  private:
+  // Publishes the parts of blocks within the first num_hashed hash blocks.
+  static void publish_parts(Publishing* publishing, int32_t row, const CacheGroup& group,
+                            int64_t num_hashed);
   static void drop(Growth* growth, int32_t row, const CacheGroup& group, int64_t drop_to);
   static void zero_skipped(Growth* growth, ServedRow* served, const CacheGroup& group,
                            const BlockId* own, int64_t num_new);
