@@ -195,24 +195,24 @@ class RowTable {
   void add_by_position(const RowBlocks* held_by_group, std::vector<BlockId>* out) const {
     std::array<int64_t, kMaxGroups> num_left{};  // blocks that no round has taken yet, by group
     int64_t last = 0, unit = 0;  // tokens: where the last block begins, and where blocks may begin
-    size_t num_blocks = out->size();
+    size_t num = out->size(), num_alive = 0;
     for (const CacheGroup& group : *groups_) {
       if (!group.rules->traits.follows_sequence) continue;
       const RowBlocks& held = held_by_group[group.id];
       num_left[group.id] = held.size();
-      num_blocks += static_cast<size_t>(held.num_alive());
+      num_alive += static_cast<size_t>(held.num_alive());
       last = std::max(last, (held.size() - 1) * group.block_size);
       unit = std::gcd(unit, group.block_size);
     }
-    out->reserve(num_blocks);
+    out->resize(num + num_alive);
     // Each round takes the blocks that begin at one token. All blocks begin at multiples of the
     // greatest common divisor of the block sizes, so these rounds reach each of them.
-    for (int64_t token = last; out->size() < num_blocks; token -= unit) {
+    for (int64_t token = last; num < out->size(); token -= unit) {
       for (const CacheGroup& group : *groups_) {
         const RowBlocks& held = held_by_group[group.id];
         const int64_t column = num_left[group.id] - 1;
         if (column < held.num_dropped || column * group.block_size != token) continue;
-        out->push_back(held[column]);
+        (*out)[num++] = held[column];
         num_left[group.id] = column;
       }
     }

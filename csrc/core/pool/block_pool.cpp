@@ -197,7 +197,7 @@ void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
 }
 
 // The first block of a chain has no parent, even if `content.parent` is the seed of its hash.
-BlockPool::Cursor BlockPool::begin_of(const Content& content, uint8_t group) const {
+inline BlockPool::Cursor BlockPool::begin_of(const Content& content, uint8_t group) const {
   Cursor at{{key_of(*content.parent, group), kNullBlock},
             content.is_chain && !content.begins_chain,
             content.root ? short_tag_of(*content.root) : 0};

@@ -121,6 +121,7 @@ class Hazards {
   static constexpr int kNumRows = kAllRow + 1;
   static constexpr int row_of_group(int group) { return kNum + group; }
   using Row = std::array<float, kBuckets>;
+  using Rates = std::array<double, kBuckets>;
 
   static uint32_t ticks_of(int64_t ms) { return static_cast<uint32_t>(ms / kMsPerTick) & kTicks; }
   int64_t num_records() const { return std::min<int64_t>(num_added_, learned::kRecords); }
@@ -137,7 +138,7 @@ class Hazards {
     Counts counts;
     count_samples(now, &counts);
     for (int c = 0; c < kNum; ++c) add_to_groups(c, &counts);
-    for (int b = 0; b < kBuckets; ++b) shrink(counts, b);
+    shrink(counts);
     is_solved_.fill(false);
   }
   // Sums of the weights of samples, by row and bucket.
@@ -175,27 +176,34 @@ class Hazards {
     for (int g = 0; g < groups.num; ++g) add_to(row_of_group(groups.all[g]));
     add_to(kAllRow);
   }
-  // Sets the hazards in a bucket to the observed rates, each shrunk towards its prior. The prior of
-  // a group is the overall rate. The prior of a class treats its features as independent: it is the
-  // overall rate times, for each feature, the ratio of the group's rate to the overall rate.
-  void shrink(const Counts& counts, int b) {
-    const auto set = [&](int row, double weight, double prior) {
-      const double h = mean(counts.used[row][b], counts.reached[row][b], weight, prior);
-      hazard_[row][b] = static_cast<float>(h);
-      return h;
-    };
-    const double overall = set(kAllRow, learned::kAllWeight, learned::kPrior);
+  // Sets the hazards to the observed rates, each shrunk towards its prior. The prior of a group is
+  // the overall rate. The prior of a class treats its features as independent: it is the overall
+  // rate times, for each feature, the ratio of the group's rate to the overall rate.
+  void shrink(const Counts& counts) {
+    Rates constant;
+    constant.fill(learned::kPrior);
+    const Rates overall = shrink_row(counts, kAllRow, learned::kAllWeight, constant);
     for (int g = 0; g < ReuseClass::kGroups; ++g) {
-      set(row_of_group(g), learned::kGroupWeight, overall);
+      shrink_row(counts, row_of_group(g), learned::kGroupWeight, overall);
     }
     for (int c = 0; c < kNum; ++c) {
+      Rates prior = overall;
       const auto groups = ReuseClass::groups(c);
-      double prior = overall;
       for (int g = 0; g < groups.num; ++g) {
-        prior *= hazard_[row_of_group(groups.all[g])][b] / overall;
+        const Row& of_group = hazard_[row_of_group(groups.all[g])];
+        for (int b = 0; b < kBuckets; ++b) prior[b] *= of_group[b] / overall[b];
       }
-      set(c, learned::kClassWeight, std::min(prior, .98));
+      for (double& each : prior) each = std::min(each, .98);
+      shrink_row(counts, c, learned::kClassWeight, prior);
     }
+  }
+  Rates shrink_row(const Counts& counts, int row, double weight, const Rates& prior) {
+    Rates rates;
+    for (int b = 0; b < kBuckets; ++b) {
+      rates[b] = mean(counts.used[row][b], counts.reached[row][b], weight, prior[b]);
+      hazard_[row][b] = static_cast<float>(rates[b]);
+    }
+    return rates;
   }
   static double mean(double used, double reached, double weight, double prior) {
     return std::min((used + weight * prior) / (reached + weight), 1.0);
