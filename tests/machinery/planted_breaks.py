@@ -265,7 +265,7 @@ DEFECTS = [
     Defect(
         "duel with LRU",
         "csrc/core/eviction/learned/duel.h",
-        "follows_lru_ = left <= -part(learned::kStake) || best_ - lead_ >= capacity_;",
+        "follows_lru_ = left() <= -part(learned::kStake) || best_ - lead_ >= capacity_;",
         "follows_lru_ = false;",  # the policy no longer bounds the hits lost compared with LRU
         "learned",
     ),

@@ -119,7 +119,7 @@ class Invalidation {
     }
     return changed;
   }
-  // Returns the number of valid tokens of the row, as far as the blocks that it holds are invalid.
+  // Returns the number of valid tokens of the row, judged by the blocks that it holds.
   int64_t limit_by_blocks(int32_t row) const {
     // A row on the host is restarted in any case.
     if (c_.row(row).is_on_host()) return holds_invalid_page(row) ? 0 : kUnbounded;
@@ -142,7 +142,7 @@ class Invalidation {
                          [&](BlockId page) { return pages_.count(page) != 0; });
     });
   }
-  // The same, as far as its tokens include invalid content, whether or not it holds the blocks.
+  // The same, judged by its tokens, even if it does not hold the blocks with the invalid content.
   int64_t limit_by_hashes(int32_t row) const {
     int64_t limit = kUnbounded;
     const HashList& hashes = c_.row(row).chain->known_hashes();

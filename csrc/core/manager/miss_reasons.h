@@ -274,8 +274,8 @@ class MissReasons {
     }
     return std::min(end, stop);
   }
-  // Whether a request with the sign `other` may contain the block that `sign` missed.
-  // `is_in_flight`: and may compute it, because it did not hit it.
+  // Whether a request with the sign `other` may contain the block that `sign` missed. With
+  // `is_in_flight`, it must have missed the block too, so that it computes it.
   static bool may_have_missed(const Sign& other, const Sign& sign, bool is_in_flight) {
     if (other.fingerprint != sign.fingerprint) return false;
     if (other.first_missed == sign.first_missed) return other.missed_word == sign.missed_word;

@@ -32,6 +32,21 @@ void check_host(const ManagerOptions& options) {
                 "': expected 'learned'");
 }
 
+void check_group(const GroupOptions& group, size_t number) {
+  const PageTraits& traits = group.kind->rules().traits;
+  checked_size("block_size", group.block_size, 1);
+  if (!group.is_cached && traits.updates_in_place) {
+    throw_invalid(
+        "cached is False for a group of recurrent states: expected True, because its state would "
+        "be missing after a hit in other groups; to cache nothing, set enable_caching=False");
+  }
+  if (group.drafts && !traits.appends) {
+    throw_invalid("groups[", number,
+                  "] has drafts=True, but its kind does not store K and V of tokens: expected a "
+                  "drafter's layers in a group of another kind");
+  }
+}
+
 }  // namespace
 
 void check_optional(const ManagerOptions& options) {
@@ -57,17 +72,7 @@ ManagerOptions checked(const ManagerOptions& options) {
   for (size_t g = 0; g < options.groups.size(); ++g) {
     const GroupOptions& group = options.groups[g];
     const PageTraits& traits = group.kind->rules().traits;
-    checked_size("block_size", group.block_size, 1);
-    if (!group.is_cached && traits.updates_in_place) {
-      throw_invalid(
-          "cached is False for a group of recurrent states: expected True, because its state would "
-          "be missing after a hit in other groups; to cache nothing, set enable_caching=False");
-    }
-    if (group.drafts && !traits.appends) {
-      throw_invalid("groups[", g,
-                    "] has drafts=True, but its kind does not store K and V of tokens: expected a "
-                    "drafter's layers in a group of another kind");
-    }
+    check_group(group, g);
     // A group with a circular buffer overwrites its tokens, so its window would be missing after a
     // hit.
     if (group.is_cached && traits.follows_sequence && !traits.has_hits) out.enable_caching = false;

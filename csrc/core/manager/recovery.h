@@ -243,6 +243,17 @@ class Recovery {
       }
     }
   }
+  // Truncates the row to its first `limit` tokens. If it cannot resume there, releases all of its
+  // blocks that follow the sequence and returns false.
+  bool keep_first(int32_t row, int64_t limit) {
+    if (c_.row(row).is_on_host() || !release_->can_resume(row, limit)) {
+      release_->let_go(row);
+      return false;
+    }
+    release_->truncate(row, limit);
+    publisher_->refresh(row);
+    return true;
+  }
   // `most_had`: tokens beyond it never arrived (see CountedTokens).
   Recompute recompute(const Invalidation::Limits& limits, int64_t most_had = kUnbounded) {
     RowTable& rows = *c_.rows;
@@ -255,14 +266,7 @@ class Recovery {
         continue;
       }
       out.rows.push_back(row);
-      const bool keeps_blocks = !rows[row].is_on_host() && release_->can_resume(row, limit);
-      if (keeps_blocks) {
-        release_->truncate(row, limit);
-        publisher_->refresh(row);
-      } else {
-        release_->let_go(row);
-        to_restart.push_back(row);
-      }
+      if (!keep_first(row, limit)) to_restart.push_back(row);
       c_.resend(row);
     }
     for (int32_t row : to_restart) {

@@ -74,31 +74,16 @@ class Duel {
   SimulatedCache* own() { return &own_; }
   // `num_hit`: blocks that a request hits; the others: that it would hit in the simulated pools.
   void count(int64_t num_hit, int64_t by_lru, int64_t by_value) {
-    const int64_t gain = num_hit - by_lru;
     num_lru_ += by_lru;
-    // Returning to LRU loses at most C hits, and none after the simulated LRU has evicted the C
-    // blocks that it held at the return.
-    if (!follows_lru_) {
-      lead_ += gain;
-    } else if (by_ != By::kSimulation && lru_.num_evicted() - evicted_ < capacity_) {
-      lead_ = std::clamp(lead_ + gain, least_ - capacity_, least_);
-    }
-    // The lead, and the hits that may be lost in proportion to those of LRU.
-    const double left =
-        static_cast<double>(lead_) + learned::kShare * static_cast<double>(num_lru_);
+    note_gain(num_hit - by_lru);
     if (follows_lru_) {
       evidence_ = std::max<int64_t>(evidence_ + by_value - by_lru, 0);
-      const double needed =
-          part(learned::kEvidence) +
-          std::min(learned::kGain * static_cast<double>(num_lru_), part(4 * learned::kStake));
-      const bool begins_trial =
-          static_cast<double>(evidence_) >= needed && left >= -part(learned::kStake) / 2;
-      follows_lru_ = !begins_trial;
       best_ = lead_;
+      follows_lru_ = !begins_trial();
       return;
     }
     best_ = std::max(best_, lead_);
-    follows_lru_ = left <= -part(learned::kStake) || best_ - lead_ >= capacity_;
+    follows_lru_ = left() <= -part(learned::kStake) || best_ - lead_ >= capacity_;
     evidence_ = 0;
     least_ = lead_;
     evicted_ = lru_.num_evicted();
@@ -116,6 +101,25 @@ class Duel {
 
  private:
   bool is_sampled(uint32_t key) const { return key <= last_sampled_; }
+  // Returning to LRU loses at most C hits, and none after the simulated LRU has evicted the C
+  // blocks that it held at the return.
+  void note_gain(int64_t gain) {
+    if (!follows_lru_) {
+      lead_ += gain;
+    } else if (by_ != By::kSimulation && lru_.num_evicted() - evicted_ < capacity_) {
+      lead_ = std::clamp(lead_ + gain, least_ - capacity_, least_);
+    }
+  }
+  // The lead, and the hits that may be lost in proportion to those of LRU.
+  double left() const {
+    return static_cast<double>(lead_) + learned::kShare * static_cast<double>(num_lru_);
+  }
+  bool begins_trial() const {
+    const double needed =
+        part(learned::kEvidence) +
+        std::min(learned::kGain * static_cast<double>(num_lru_), part(4 * learned::kStake));
+    return static_cast<double>(evidence_) >= needed && left() >= -part(learned::kStake) / 2;
+  }
   double part(double of) const { return std::max(of * static_cast<double>(capacity_), 1.0); }
 
   By by_;
