@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvcache.transfer.plan.transfer_plan import ReceivePermutation, plan_transfer
+from kvcache.transfer import CacheDescription
+from kvcache.transfer.plan.transfer_plan import ReceivePermutation, pages_with, plan_transfer
 from tests.machinery.shared import sampled, spread
 from tests.machinery.transfer_plan_checker import (
     ORDERS,
@@ -322,3 +323,14 @@ def test_permutation_matches_the_permute_op(local, remote):
     for layer, part in itertools.product(range(2), range(2)):
         got = storage.pages.fragment(2 * layer + part).view(torch.float32).numpy()
         assert np.array_equal(got, memory.part(elements, layer, part))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pages"),
+    [((8, 13), [2, 3]), ((8, 12), [2]), ((7, 12), [1, 2]), ((0, 1), [0]), ((8, 8), [])],
+)
+def test_only_pages_with_requested_tokens_are_moved(tokens, pages):
+    description = CacheDescription(
+        engine_id="x", num_layers=1, total_num_kv_heads=1, head_size=8, block_size=4
+    )
+    assert np.flatnonzero(pages_with(description, 0, tokens, 5)).tolist() == pages
