@@ -34,16 +34,16 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi2,popcnt"))) uint8_t*
     const __m256i given = _mm256_maskz_loadu_epi32(here, values + i);
     const __m256i negative = _mm256_srai_epi32(given, 31);
     const __m256i value = _mm256_xor_si256(given, negative);  // ~t = -1 - t for a negative t
-    const __mmask8 is_long = _mm256_cmpgt_epu32_mask(value, _mm256_set1_epi32(23));
-    const __mmask8 is_short = _mm256_cmpgt_epu32_mask(value, _mm256_set1_epi32(0xFF));
-    const __mmask8 is_word = _mm256_cmpgt_epu32_mask(value, _mm256_set1_epi32(0xFFFF));
-    __m256i mark = _mm256_mask_mov_epi32(value, is_long, _mm256_set1_epi32(24));
-    mark = _mm256_mask_mov_epi32(mark, is_short, _mm256_set1_epi32(25));
-    mark = _mm256_mask_mov_epi32(mark, is_word, _mm256_set1_epi32(26));
+    const __mmask8 above_23 = _mm256_cmpgt_epu32_mask(value, _mm256_set1_epi32(23));
+    const __mmask8 above_byte = _mm256_cmpgt_epu32_mask(value, _mm256_set1_epi32(0xFF));
+    const __mmask8 above_2_bytes = _mm256_cmpgt_epu32_mask(value, _mm256_set1_epi32(0xFFFF));
+    __m256i mark = _mm256_mask_mov_epi32(value, above_23, _mm256_set1_epi32(24));
+    mark = _mm256_mask_mov_epi32(mark, above_byte, _mm256_set1_epi32(25));
+    mark = _mm256_mask_mov_epi32(mark, above_2_bytes, _mm256_set1_epi32(26));
     mark = _mm256_or_si256(mark, _mm256_and_si256(negative, _mm256_set1_epi32(kNegative)));
-    __m512i valid = _mm512_mask_mov_epi64(of_forms[0], is_long, of_forms[1]);
-    valid = _mm512_mask_mov_epi64(valid, is_short, of_forms[2]);
-    valid = _mm512_mask_mov_epi64(valid, is_word, of_forms[3]);
+    __m512i valid = _mm512_mask_mov_epi64(of_forms[0], above_23, of_forms[1]);
+    valid = _mm512_mask_mov_epi64(valid, above_byte, of_forms[2]);
+    valid = _mm512_mask_mov_epi64(valid, above_2_bytes, of_forms[3]);
     const __mmask64 used = _mm512_movepi8_mask(_mm512_maskz_mov_epi64(here, valid));
     const __m512i value_bytes =
         _mm512_shuffle_epi8(_mm512_maskz_cvtepu32_epi64(here, value), value_places);

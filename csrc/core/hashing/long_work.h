@@ -26,7 +26,7 @@ inline size_t blocks_per_run(int64_t block_size) {
   return static_cast<size_t>(std::clamp<int64_t>(fit, 1, kMostBlocksPerRun));
 }
 
-// Counts processed tokens, and ends the piece when it is full.
+// Counts processed tokens, and calls `between_pieces` whenever a piece is full.
 class Pieces {
  public:
   void pass(int64_t num_tokens) {
@@ -42,7 +42,7 @@ class Pieces {
 
  private:
   int64_t num_tokens_ = 0;
-  // Start time of the first piece, or the time of the last call of `between_pieces`.
+  // The end of the first full piece, or of the last one that `between_pieces` was told to be long.
   std::optional<std::chrono::steady_clock::time_point> since_;
 };
 

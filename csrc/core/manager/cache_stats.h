@@ -66,7 +66,7 @@ class CacheStats {
                        std::max<int64_t>(stop - std::max(first, first_on_host), 0)};
     if (is_first) {
       add(one);
-    } else if (one.hit_tokens > 0 && of.number >= num_cleared_) {
+    } else if (one.hit_tokens > 0 && of.number >= num_cleared_) {  // counted since `clear`
       add_more(of, one);
     }
     of.num_hits += one.hit_tokens;

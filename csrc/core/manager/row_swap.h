@@ -256,9 +256,10 @@ class RowSwap {
     if (hash == nullptr) return kNullBlock;
     return c_.host->pages().find(*hash, c_.pool->group_of(id), c_.pool->variant_of(id));
   }
-  // Lookahead blocks have no content, so they are only released.
+  // Releases the row's blocks, and puts host pages in the place of those with content. Blocks of
+  // lookahead tokens have none.
   void move_out(int32_t row, const Departure& departure) {
-    take_pages(departure, /*is_cached=*/c_.row(row).by_step());
+    take_pages(departure, /*is_cached=*/c_.row(row).by_step());  // fills `moved_`
     const std::vector<BlockId> released = c_.rows->tail_first(row, /*with_all=*/true);
     for (const CacheGroup& group : *c_.groups) {
       RowBlocks& held = c_.held(row, group);

@@ -209,19 +209,21 @@ class Hazards {
     return std::min((used + weight * prior) / (reached + weight), 1.0);
   }
   // Computes the indices of a class. Most classes are rarely asked for.
-  void solve_index(int k) const {
-    is_solved_[k] = true;
+  void solve_index(int reuse_class) const {
+    is_solved_[reuse_class] = true;
     for (int first = 0; first < kBuckets; ++first) {
-      double alive = 1, hits = 0, ticks = 0, best = 0;
+      double alive = 1, hits = 0, held_ms = 0, best = 0;  // per block that reaches `first`
       for (int b = first; b < kBuckets; ++b) {
-        hits += alive * hazard_[k][b];
-        ticks += alive * (begin_[b + 1] - begin_[b]) * (1 - hazard_[k][b] / 2);
-        alive *= 1 - hazard_[k][b];
-        best = std::max(best, hits / ticks);
+        hits += alive * hazard_[reuse_class][b];
+        // A block that is used in the bucket is kept for half of it on average.
+        held_ms += alive * (begin_[b + 1] - begin_[b]) * (1 - hazard_[reuse_class][b] / 2);
+        alive *= 1 - hazard_[reuse_class][b];
+        best = std::max(best, hits / held_ms);
       }
-      index_[k][first] = static_cast<float>(best);
+      index_[reuse_class][first] = static_cast<float>(best);
     }
-    index_[k][kBuckets] = index_[k][kBuckets - 1];
+    // `value` interpolates between the starts of two buckets.
+    index_[reuse_class][kBuckets] = index_[reuse_class][kBuckets - 1];
   }
 
   std::array<double, kBuckets + 1> begin_;  // ms

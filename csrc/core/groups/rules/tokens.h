@@ -26,7 +26,8 @@ class TokenRules final : public PageRules {
       needs->num_new = std::max<int64_t>(most - size, 0);
     }
     if (asked.may_share) needs->num_shared = num_shared(*on.holders, group, held, start, stop);
-    if (asked.skip_for > 0 && size == held.num_dropped) {
+    const bool has_live_blocks = size > held.num_dropped;
+    if (asked.skip_for > 0 && !has_live_blocks) {  // new blocks before the window need no page
       needs->num_skipped =
           std::clamp<int64_t>(group.first_needed_block(asked.skip_for) - size, 0, needs->num_new);
       needs->num_new -= needs->num_skipped;
