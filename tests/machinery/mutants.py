@@ -154,7 +154,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         EVICTION + "learned/hazards.h",
         "learned",
         [
-            ("alive *= 1 - hazard_[k][b];", ""),
+            ("alive *= 1 - hazard_[reuse_class][b];", ""),
             ("best = std::max(best, gain);", "best = gain;"),
             ("num_counted_ = num_added_;", "return;"),
         ],
