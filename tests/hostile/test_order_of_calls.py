@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -275,6 +277,26 @@ def long_prompt_manager() -> KVCacheManager:
     return KVCacheManager(16, 2_500_001, 2**26, num_preallocate_tokens=0)
 
 
+@contextmanager
+def handler_while_hashing(manager: KVCacheManager, handler: Callable[[], None]) -> Iterator[None]:
+    """Call `handler` once from a signal handler, while the manager hashes a prompt."""
+
+    def ring(*_):
+        try:
+            manager.cache.unpin("nobody")
+        except RuntimeError:  # a call is being made
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            handler()
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("work", ["hash_blocks", "step", "find_prefix"])
 def test_hashing_millions_of_tokens_is_interrupted_and_changes_nothing(work, prompt):
@@ -320,7 +342,7 @@ def test_calls_of_a_signal_handler_while_a_prompt_is_hashed_are_rejected(prompt)
     manager, other, request = long_prompt_manager(), long_prompt_manager(), Request("a", prompt)
     errors = []
 
-    def handler(*_):
+    def handler():
         for call in (
             lambda: manager.step(new=[Request("b", [1])]),
             lambda: other.cache.hashes(request),
@@ -330,12 +352,8 @@ def test_calls_of_a_signal_handler_while_a_prompt_is_hashed_are_rejected(prompt)
                 call()
             errors.append(str(caught.value))
 
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
+    with handler_while_hashing(manager, handler):
         manager.step(new=[request])
-    finally:
-        signal.signal(signal.SIGALRM, before)
     of_manager, of_other, of_request = errors
     assert "from a signal handler" in of_manager and "being hashed by a call" in of_other
     assert "token_ids were appended while" in of_request and request.num_tokens == len(prompt)
@@ -349,15 +367,11 @@ def test_a_signal_handler_cannot_change_the_arrays_of_a_step(prompt):
     rows, counts = np.array([0], np.int32), np.array([1], np.int32)
     new = Request("b", prompt)
 
-    def handler(*_):
+    def handler():
         rows[0], counts[0] = 5, 100
 
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
+    with handler_while_hashing(manager, handler):
         plan = manager.step(rows, counts, new=[new])
-    finally:
-        signal.signal(signal.SIGALRM, before)
     assert (rows[0], counts[0]) == (5, 100)  # the step was executed
     assert plan.rows.tolist() == [0, 1]
     assert plan.num_tokens.tolist()[0] == 1
