@@ -21,8 +21,13 @@ from kvcache.checks import shown
 # kernel: a kernel accesses pinned host memory. copy_engine: the copy engine copies fragment by
 # fragment. staging: on the device, a kernel packs pages into the host layout, and the copy engine
 # transfers the packed pages.
-KERNEL, COPY_ENGINE, STAGING = METHODS = ("kernel", "copy_engine", "staging")
-OUT, IN = DIRECTIONS = ("out", "in")  # device to host, host to device
+KERNEL = "kernel"
+COPY_ENGINE = "copy_engine"
+STAGING = "staging"
+METHODS = (KERNEL, COPY_ENGINE, STAGING)
+OUT = "out"  # device to host
+IN = "in"  # host to device
+DIRECTIONS = (OUT, IN)
 
 Steps = tuple[tuple[int, str], ...]  # (minimum fragment size in bytes, method); sizes ascend from 0
 Table = tuple[tuple[int, Steps], ...]  # (minimum number of fragments, steps); numbers ascend from 0
