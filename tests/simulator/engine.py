@@ -340,7 +340,10 @@ class Engine(SlotBytes, WalkedCalls):
             ahead.append(rng.choice([0, 0, 0, 2]) if LONGEST - start - count > 2 else 0)
         is_full = len(self.rows) >= self.manager.options.max_num_reqs and rng.random() < 0.9
         most_new = 0 if is_full or left <= 0 else rng.choice([0, 1, 1, 2])
+        version = self.version, dict(self.generations)
         new = [self.new_admit(left) for _ in range(most_new)]
+        if version != (self.version, self.generations):  # hits that were looked up may be gone
+            new = [self.without_external(*each) for each in new]
         if not rows and not leaving and not new and rng.random() < 0.8:
             return
         plan = self.call(
@@ -401,6 +404,13 @@ class Engine(SlotBytes, WalkedCalls):
                 **options,
             )
         return each, Admit(request, count, **options)
+
+    def without_external(self, each: Row, ask: Admit) -> tuple[Row, Admit]:
+        """Return a request without external tokens that no source has matched."""
+        if each.source is not None or each.external == (0, 0):
+            return each, ask
+        each.external, each.is_receiving = (0, 0), False
+        return each, Admit(each.request, self.rng.randint(1, 4))
 
     def match(self, each: Row) -> int:
         """Return how many tokens a source has for a new request."""
