@@ -497,6 +497,11 @@ class Engine(SlotBytes, WalkedCalls):
         except ValueError as error:
             self.log(f"    begin: {error}")
             self.leave(each)
+            return
+        if each.begins[1] != each.external[1]:
+            raise Wrong(
+                f"a load for {each.name} begins, although its hit has changed since the match"
+            )
 
     def leave(self, each: Row) -> None:
         """End a request that receives tokens from a source."""
@@ -548,7 +553,7 @@ class Engine(SlotBytes, WalkedCalls):
 
     def admitted(self, each: Row, start: int) -> None:
         first, stop = each.external
-        if stop > first and start != stop:
+        if stop > first and start != stop and each.source is None:
             raise Wrong(
                 f"{each.name} continues from {start}: expected {stop}, the end of its external tokens"
             )
