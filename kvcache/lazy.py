@@ -63,5 +63,5 @@ def fail_name(package: str, name: str) -> NoReturn:
 
 def _names_in_stub(file: Path) -> dict[str, str]:
     """Return the module of each public name. The module of a submodule is the package itself."""
-    found = _IMPORT.findall(file.with_suffix(".pyi").read_text())
+    found = _IMPORT.findall(file.with_suffix(".pyi").read_text(encoding="utf-8"))
     return {name: module for module, name in found}

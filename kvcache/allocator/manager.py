@@ -48,10 +48,12 @@ def _fail_name(owner: type, name: str) -> NoReturn:
         raise AttributeError(message, name=name)
     if hasattr(PrefixCache, name):
         message += f": expected manager.cache.{name}"
+    elif name == "check_invariants":
+        message += ": expected kvcache.allocator.check_invariants(manager)"
     else:
         for module, manager in _IN_COMPAT.items():
             found = import_module(f"kvcache.compat.{module}")
-            if hasattr(getattr(found, manager), name):
+            if callable(getattr(getattr(found, manager), name, None)):
                 message += f": expected {manager} of {found.__name__}, which has {name}"
                 break
     raise AttributeError(message, name=name)

@@ -785,6 +785,7 @@ class Engine(SlotBytes, WalkedCalls):
             self.after_abort()
 
     def after_abort(self) -> None:
+        self.kept = [(each, []) for each, _ in self.kept]  # their content may have been aborted
         for each in [*self.rows.values()]:
             if each.source is not None:
                 self.leave(each)

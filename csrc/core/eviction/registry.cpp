@@ -116,6 +116,7 @@ std::unique_ptr<EvictionOrder> make_eviction_policy(const std::string& name,
     const auto priority = static_cast<int32_t>(values.at("default_priority"));
     return std::make_unique<WithPriorities<LeastRecent>>(n, priority);
   }
+  require(name == "lru", "a policy is listed, and nothing creates it");
   return nullptr;
 }
 
