@@ -545,10 +545,10 @@ class Engine(SlotBytes, WalkedCalls):
             each.row, each.by_step = row, True
             self.rows[row] = each
             self.admitted(each, start)
-            if each.source is not None:
-                self.begin(each)
-            elif not each.is_receiving:
+            if not each.is_receiving:
                 jobs.append((each, start))
+        for each in [each for each in new if each.row >= 0 and each.source is not None]:
+            self.begin(each)
         self.compute(jobs)
 
     def admitted(self, each: Row, start: int) -> None:
