@@ -152,6 +152,20 @@ TEST(onboards_of_aborted_steps_are_not_published) {
   f.check();
 }
 
+TEST(onboards_of_aborted_steps_are_taken_oldest_first) {
+  Fixture f(kBack);
+  const Ids blocks = take(&f.device, 2);
+  Ids pages(2);
+  f.host.pages().allocate(2, pages.data());
+  f.host.onboard({3, pages[0], blocks[0], 0, 0, nullptr});
+  f.host.onboard({4, pages[1], blocks[1], 1, 0, nullptr});
+  const auto over = f.host.take_aborted(/*last_issued=*/2);
+  CHECK_EQ(over.size(), 2);
+  CHECK(over[0].block == blocks[0] && over[1].block == blocks[1]);
+  f.host.finish(over);
+  f.check();
+}
+
 TEST(an_onboarded_hit_is_published_unless_its_page_lost_its_hash) {
   Fixture f(kBack);
   auto tokens = std::make_shared<TokenIds>();

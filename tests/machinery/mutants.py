@@ -766,6 +766,7 @@ SURVIVORS = {
     "block_pool.cpp:10": "Python cannot publish partial blocks in a bare pool; `make ctest` detects it.",
     "block_copy.h:3": "Runs are cut only for mapped host memory; `make gpu-less` detects it.",
     "host_tier.h:3": "A block that is queued twice is still written only once.",
+    "host_tier.h:4": "Only the order of evictions after an abort differs; `make ctest` detects it.",
     "hash_index.cpp:2": "The mutant only costs time: a search visits all buckets instead.",
     "transfer_plan.py:2": "With one head per rank, the skipped search finds no fewer fragments.",
 }
