@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import sys
@@ -61,6 +62,7 @@ def fail_name(package: str, name: str) -> NoReturn:
     raise kind(f"{message}: expected an import from {home}", name=name)
 
 
+@functools.cache
 def _names_in_stub(file: Path) -> dict[str, str]:
     """Return the module of each public name. The module of a submodule is the package itself."""
     found = _IMPORT.findall(file.with_suffix(".pyi").read_text(encoding="utf-8"))

@@ -137,13 +137,19 @@ TEST(an_onboarded_page_and_its_block_are_held_until_arrival) {
   f.check();
 }
 
+// Loads a page into each of the returned blocks.
+Ids onboard_in_steps_3_and_4(Fixture* f) {
+  const Ids blocks = take(&f->device, 2);
+  Ids pages(2);
+  f->host.pages().allocate(2, pages.data());
+  f->host.onboard({3, pages[0], blocks[0], 0, 0, nullptr});
+  f->host.onboard({4, pages[1], blocks[1], 1, 0, nullptr});
+  return blocks;
+}
+
 TEST(onboards_of_aborted_steps_are_not_published) {
   Fixture f(kBack);
-  const Ids blocks = take(&f.device, 2);
-  Ids pages(2);
-  f.host.pages().allocate(2, pages.data());
-  f.host.onboard({3, pages[0], blocks[0], 0, 0, nullptr});
-  f.host.onboard({4, pages[1], blocks[1], 1, 0, nullptr});
+  const Ids blocks = onboard_in_steps_3_and_4(&f);
   const auto over = f.host.take_aborted(/*last_issued=*/3);
   CHECK_EQ(over.size(), 1);
   CHECK_EQ(over[0].block, blocks[1]);
@@ -154,11 +160,7 @@ TEST(onboards_of_aborted_steps_are_not_published) {
 
 TEST(onboards_of_aborted_steps_are_taken_oldest_first) {
   Fixture f(kBack);
-  const Ids blocks = take(&f.device, 2);
-  Ids pages(2);
-  f.host.pages().allocate(2, pages.data());
-  f.host.onboard({3, pages[0], blocks[0], 0, 0, nullptr});
-  f.host.onboard({4, pages[1], blocks[1], 1, 0, nullptr});
+  const Ids blocks = onboard_in_steps_3_and_4(&f);
   const auto over = f.host.take_aborted(/*last_issued=*/2);
   CHECK_EQ(over.size(), 2);
   CHECK(over[0].block == blocks[0] && over[1].block == blocks[1]);

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 
 import torch
 
@@ -26,7 +27,8 @@ def main() -> int:
     parser.add_argument("--as-found", action="store_true", help="do not reduce a failing run")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    begun, seed, operations, checked = time.monotonic(), options.seed, 0, 0
+    begun, seed, operations = time.monotonic(), options.seed, 0
+    counts = Counter()
     while operations < options.operations or time.monotonic() - begun < options.seconds:
         try:
             world = run(seed)
@@ -38,11 +40,19 @@ def main() -> int:
             print(f"{len(left)} operations fail: {smallest}\n" + "\n".join(smallest.script))
             return 1
         operations += OPERATIONS_PER_SEED
-        checked += sum(engine.num_checked for engine in world.engines)
+        for engine in world.engines:
+            counts.update(
+                checked=engine.num_checked,
+                hits=engine.num_hits,
+                loaded=engine.num_loaded,
+                rejected=engine.num_refused,
+            )
         seed += 1
     print(
-        f"seeds {options.seed} to {seed - 1}: {operations:,} operations, {checked:,} reads of a token's "
-        f"bytes, {time.monotonic() - begun:.0f} s, nothing wrong"
+        f"seeds {options.seed} to {seed - 1}: {operations:,} operations, "
+        f"{counts['checked']:,} reads of a token's bytes, {counts['hits']:,} hits, "
+        f"{counts['loaded']:,} loaded tokens, {counts['rejected']:,} rejected calls, "
+        f"{time.monotonic() - begun:.0f} s, nothing wrong"
     )
     return 0
 

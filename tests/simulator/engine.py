@@ -141,7 +141,7 @@ class Engine(SlotBytes, WalkedCalls):
         }
         if not self.has_state:
             operations |= {self.admit: 2, self.extend: 2, self.advance: 1}
-        # Each seed has its own mix of operations, so that rare combinations also come often somewhere.
+        # The weights differ between seeds, so that each combination of operations is frequent in some.
         self.operations = [*operations]
         self.weights_of = [weight * rng.choice([0, 0.3, 1, 1, 3]) for weight in operations.values()]
         self.weights_of[0], self.weights_of[1] = 12, max(self.weights_of[1], 1)

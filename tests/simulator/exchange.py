@@ -42,7 +42,7 @@ class StoreClient(BlockStore):
     knows_keys = True
 
     def __init__(self, store: SimulatedStore) -> None:
-        self.store, self.evicted, self.is_closed = store, [], False
+        self.store, self.evicted = store, []
 
     def open(self, memory, value_bytes):
         if self.store.fault() == "raises":
@@ -106,7 +106,7 @@ class StoreClient(BlockStore):
         return [key for key in evicted if key not in self.store.values]
 
     def close(self):
-        self.is_closed = True
+        pass
 
 
 class SteppedThread:
