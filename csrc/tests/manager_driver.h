@@ -395,6 +395,7 @@ class ManagerDriver {
     request.num_tokens = counts;
     request.num_rows = 2;
     CHECK_THROWS(manager_.step(request), "twice");
+    CHECK_THROWS(manager_.free(twice, 2), "would be freed twice");
     request.num_rows = 1;
     request.token_ids = ids + 1;
     request.num_ids = 1;

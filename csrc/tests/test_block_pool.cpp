@@ -163,18 +163,6 @@ TEST(the_pool_agrees_with_the_model_on_random_operations) {
   for (uint64_t seed = 0; seed < 40; ++seed) run_random(seed, 2 + static_cast<int>(seed) * 2, 3000);
 }
 
-TEST(the_null_block_is_never_allocated) {
-  BlockPool pool(3);
-  BlockId ids[2];
-  CHECK(pool.allocate(2, ids));
-  CHECK_EQ(ids[0], 1);
-  CHECK_EQ(ids[1], 2);
-  CHECK(!pool.allocate(1, ids));
-  const BlockId null_block = 0;
-  CHECK_THROWS(pool.release(&null_block, 1), "expected 1 to 2");
-  CHECK_THROWS(pool.retain(&null_block, 1), "expected 1 to 2");
-}
-
 TEST(a_failed_release_restores_the_eviction_order) {
   BlockPool pool(5);
   BlockId ids[4];
@@ -190,34 +178,6 @@ TEST(a_failed_release_restores_the_eviction_order) {
   CHECK(pool.allocate(2, next));
   CHECK_EQ(next[0], ids[2]);
   CHECK_EQ(next[1], ids[0]);
-}
-
-TEST(a_lookup_returns_the_oldest_duplicate) {
-  BlockPool pool(5);
-  BlockId ids[3];
-  CHECK(pool.allocate(3, ids));
-  const Hash hash = hash_of(7);
-  for (BlockId id : ids) publish(&pool, &id, &hash, 1);
-  BlockId found = 0;
-  for (BlockId id : ids) {
-    pool.lookup(&hash, 1, 0, true, &found);
-    CHECK_EQ(found, id);
-    pool.evict(&id, 1);
-  }
-  CHECK_EQ(pool.lookup(&hash, 1, 0, true, &found), 0);
-  CHECK_EQ(found, -1);
-}
-
-TEST(lookups_are_separate_for_each_group) {
-  BlockPool pool(3);
-  BlockId id, found;
-  CHECK(pool.allocate(1, &id));
-  const Hash hash = hash_of(1);
-  publish(&pool, &id, &hash, 1, 3);
-  pool.lookup(&hash, 1, 2, true, &found);
-  CHECK_EQ(found, -1);
-  pool.lookup(&hash, 1, 3, true, &found);
-  CHECK_EQ(found, id);
 }
 
 TEST(only_a_prefix_lookup_stops_at_the_first_miss) {
@@ -472,20 +432,6 @@ TEST(a_rejected_publish_changes_nothing) {
   pool.check_invariants();
 }
 
-TEST(reset_fails_while_a_block_is_held) {
-  BlockPool pool(3);
-  BlockId id;
-  CHECK(pool.allocate(1, &id));
-  const Hash hash = hash_of(1);
-  publish(&pool, &id, &hash, 1);
-  CHECK(!pool.reset());
-  CHECK_EQ(pool.num_cached(), 1);
-  pool.release(&id, 1);
-  CHECK(pool.reset());
-  CHECK_EQ(pool.num_cached(), 0);
-  pool.check_invariants();
-}
-
 // An order that evicts the oldest candidate first, and records its notifications.
 struct Recorder : kvcache::EvictionOrder, kvcache::BlockListener {
   explicit Recorder(std::vector<std::string>* log) : log(log) {}
@@ -671,33 +617,6 @@ TEST(a_block_that_is_its_own_parent_can_be_evicted) {
   pool.check_invariants();
 }
 
-TEST(pinned_blocks_are_evicted_last_in_release_order) {
-  BlockPool pool(6);
-  BlockId ids[5], out[4];
-  CHECK(pool.allocate(5, ids));
-  const Hash hashes[] = {hash_of(1), hash_of(2), hash_of(3), hash_of(4), hash_of(5)};
-  publish(&pool, ids, hashes, 4);
-  CHECK_THROWS(pool.pin(ids, 5), "block 5, which is not cached");
-  CHECK_THROWS(pool.unpin(ids, 1), "block 1, which is pinned fewer times than it is listed");
-  CHECK_EQ(pool.num_pinned(), 0);
-  publish(&pool, &ids[4], &hashes[4], 1);
-  pool.pin(ids, 3);
-  pool.release(ids, 5);
-  CHECK(pool.allocate(2, out));
-  CHECK(out[0] == 4 && out[1] == 5);
-  pool.check_invariants();
-  pool.retain(ids, 1);  // retains one of the blocks that eviction has skipped
-  pool.unpin(&ids[2], 1);
-  pool.release(ids, 1);
-  pool.check_invariants();
-  CHECK(pool.is_pinned(1) && !pool.is_pinned(3));
-  CHECK(pool.allocate(3, out));
-  CHECK(out[0] == 3 && out[1] == 2 && out[2] == 1);
-  CHECK_EQ(pool.num_pins_broken(), 2);
-  pool.clear();
-  pool.check_invariants();
-}
-
 TEST(policies_are_created_by_name) {
   for (const std::string& name : kvcache::eviction_names()) {
     const auto policy = kvcache::make_eviction_policy(name, {}, 8);
@@ -817,12 +736,6 @@ TEST(a_pool_is_whole_whatever_its_listeners_do) {
       CHECK(num_rejected > 0);
       CHECK_EQ(own.num_total() - own.num_free(), num_held);
     }
-  }
-}
-
-TEST(invalid_pool_sizes_are_rejected) {
-  for (int64_t size : {int64_t{-1}, int64_t{0}, int64_t{1}, int64_t{1} << 31}) {
-    CHECK_THROWS(BlockPool{size}, ("num_blocks is " + std::to_string(size)).c_str());
   }
 }
 

@@ -42,29 +42,6 @@ struct Fixture {
   }
 };
 
-TEST(write_back_offloads_blocks_in_the_plan_that_evicts_them) {
-  Fixture f(kBack);
-  release(&f.device, {f.ids[2], f.ids[1], f.ids[0]});
-  f.host.offload_queued(f.host.num_queued(), false);
-  take(&f.device, 6);
-  CHECK(f.plan.end().swap_out == Ids({f.ids[2], 1}));
-  // Lookups do not find the page until the end of the step that writes it.
-  CHECK_EQ(f.host.pages().find(f.hashes[2], 0), 0);
-  CHECK(f.host.publish_offloaded() == Ids({1}));
-  CHECK_EQ(f.host.pages().find(f.hashes[2], 0), 1);
-  CHECK_EQ(f.host.counts().written_blocks, 1);
-  f.check();
-}
-
-TEST(outside_of_a_step_nothing_is_offloaded) {
-  Fixture f(kBack);
-  f.plan.end();
-  release(&f.device, f.ids);
-  take(&f.device, 8);
-  CHECK(f.host.publish_offloaded().empty());
-  f.check();
-}
-
 TEST(write_through_offloads_published_blocks_in_the_next_plan) {
   Fixture f(kThrough);
   f.host.offload_queued(f.host.num_queued(), /*holds_blocks=*/true);
@@ -81,27 +58,6 @@ TEST(write_through_offloads_published_blocks_in_the_next_plan) {
   f.check();
 }
 
-TEST(queued_blocks_that_lost_their_hash_are_not_offloaded) {
-  Fixture f(kThrough);
-  f.device.evict(f.ids.data(), 1);
-  f.host.offload_queued(f.host.num_queued(), false);
-  CHECK_EQ(f.plan.end().swap_out.size(), 4);
-  f.host.publish_offloaded();
-}
-
-TEST(after_clear_nothing_is_found_or_offloaded) {
-  Fixture f(kThrough);
-  f.host.offload_queued(f.host.num_queued(), false);
-  f.host.publish_offloaded();
-  f.host.on_publish(published(f.ids));
-  f.host.clear();
-  CHECK_EQ(f.host.pages().find(f.hashes[0], 0), kNullBlock);
-  f.plan.begin(1);
-  f.host.offload_queued(f.host.num_queued(), false);
-  CHECK(f.plan.end().swap_out.empty());
-  f.check();
-}
-
 TEST(duplicate_blocks_are_offloaded_once) {
   Fixture f(kThrough);
   const Ids twins = take(&f.device, 3);
@@ -111,14 +67,6 @@ TEST(duplicate_blocks_are_offloaded_once) {
   CHECK_EQ(f.plan.end().swap_out.size(), 6);
   f.host.publish_offloaded();
   f.check();
-}
-
-TEST(offloads_without_a_free_page_are_counted) {
-  Fixture f(kThrough, /*num_host_blocks=*/3);
-  f.host.offload_queued(f.host.num_queued(), false);
-  CHECK_EQ(f.host.counts().written_blocks, 2);
-  CHECK_EQ(f.host.counts().unwritten_blocks, 1);
-  CHECK_EQ(f.host.publish_offloaded().size(), 2);
 }
 
 TEST(an_onboarded_page_and_its_block_are_held_until_arrival) {
@@ -145,17 +93,6 @@ Ids onboard_in_steps_3_and_4(Fixture* f) {
   f->host.onboard({3, pages[0], blocks[0], 0, 0, nullptr});
   f->host.onboard({4, pages[1], blocks[1], 1, 0, nullptr});
   return blocks;
-}
-
-TEST(onboards_of_aborted_steps_are_not_published) {
-  Fixture f(kBack);
-  const Ids blocks = onboard_in_steps_3_and_4(&f);
-  const auto over = f.host.take_aborted(/*last_issued=*/3);
-  CHECK_EQ(over.size(), 1);
-  CHECK_EQ(over[0].block, blocks[1]);
-  f.host.finish(over);
-  CHECK_EQ(f.host.onboards().size(), 1);
-  f.check();
 }
 
 TEST(onboards_of_aborted_steps_are_taken_oldest_first) {

@@ -9,6 +9,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <sstream>
 #include <stdexcept>
@@ -229,6 +230,29 @@ TEST(a_call_that_is_interrupted_while_hashing_changes_nothing) {
       call(&t, fresh);
       t.manager.check_invariants();
     }
+  }
+}
+
+// Regression found with 3 groups, blocks of 2 and 4 tokens, and seed 1000116 of soak_manager. The
+// pages of the second group were published as device blocks after the first group had been loaded.
+TEST(groups_swapped_in_outside_of_a_step_are_published_when_all_are_loaded) {
+  ManagerOptions options = make_options(4, 20, 100);
+  options.groups.push_back(options.groups[0]);
+  options.num_host_blocks = 10;
+  Manager manager(options);
+  const Request request = make_request(14), later = make_request(14);
+  manager.admit({request.chain, 14}, {{}, {}});
+  CHECK(manager.swap_out({0}).has_value());
+  std::vector<BlockId> all(19);
+  std::iota(all.begin(), all.end(), 1);
+  manager.evict(all.data(), 19);
+  CHECK(manager.swap_in({0}).has_value());
+  const kvcache::PrefixHit hit = manager.lookup(*later.chain);
+  CHECK_EQ(hit.num_tokens, 12);
+  for (const int64_t group : {0, 1}) {
+    std::vector<BlockId> held = manager.reads().blocks(0, group);
+    held.resize(3);
+    CHECK(hit.blocks[static_cast<size_t>(group)] == held);
   }
 }
 

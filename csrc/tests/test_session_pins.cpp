@@ -23,14 +23,6 @@ struct Fixture {
   ~Fixture() { pins.check_invariants(); }
 };
 
-TEST(blocks_are_pinned_up_to_the_first_miss) {
-  Fixture f;
-  f.pool.evict(&f.ids[1], 1);
-  CHECK_EQ(f.pins.pin("one", f.hashes.data(), 3, f.groups), 1);
-  CHECK(f.pool.is_pinned(f.ids[0]));
-  CHECK(!f.pool.is_pinned(f.ids[2]));
-}
-
 TEST(pinning_again_replaces_the_pins_of_a_session) {
   Fixture f;
   CHECK_EQ(f.pins.pin("one", f.hashes.data(), 3, f.groups), 3);
@@ -42,27 +34,6 @@ TEST(pinning_again_replaces_the_pins_of_a_session) {
   CHECK_EQ(f.pins.unpin("two"), 0);
   CHECK_EQ(f.pool.num_pinned(), 0);
   CHECK_EQ(f.pins.unpin("two"), 0);  // the session has no pins left
-}
-
-TEST(a_pin_ends_when_its_block_loses_the_hash) {
-  Fixture f;
-  f.pins.pin("one", f.hashes.data(), 3, f.groups);
-  take(&f.pool, 7);  // all blocks but one, so two pinned blocks are evicted
-  CHECK_EQ(f.pool.num_pinned(), 1);
-  CHECK_EQ(f.pins.unpin("one"), 2);
-  CHECK_EQ(f.pool.num_pinned(), 0);
-}
-
-TEST(a_reallocated_block_is_no_longer_pinned_by_the_session) {
-  Fixture f;
-  f.pins.pin("one", f.hashes.data(), 1, f.groups);
-  take(&f.pool, 8);
-  f.pool.release(&f.ids[0], 1);
-  CHECK_EQ(take(&f.pool, 1)[0], f.ids[0]);
-  publish_chain(&f.pool, {f.ids[0]}, {f.hashes[0]});
-  f.pins.pin("two", f.hashes.data(), 1, f.groups);
-  CHECK_EQ(f.pins.unpin("one"), 1);
-  CHECK_EQ(f.pool.num_pinned(), 1);
 }
 
 TEST(sessions_without_pins_are_removed) {

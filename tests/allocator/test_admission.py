@@ -59,21 +59,6 @@ def test_window_is_computed_in_chunks_for_any_length():
     assert manager.would_fit(Admit(request, num_tokens=64), whole=True) == Status.SERVED
 
 
-def test_whole_prompt_fits_if_its_chunks_complete():
-    """Check the results of `would_fit(whole=True)` by running the chunks."""
-    groups = [FULL, GroupSpec("sliding_window", 16, {"window": 32}), GroupSpec("recurrent", 16)]
-    for num_blocks in range(8, 40):
-        manager = KVCacheManager.for_groups(groups, num_blocks, 512, num_preallocate_tokens=0)
-        request = Request("a", range(300))
-        answer = manager.would_fit(Admit(request, num_tokens=48), whole=True)
-        assert answer != Status.WAIT
-        status = manager.step(new=[Admit(request, num_tokens=48)]).status[0]
-        while status == Status.SERVED and manager.num_computed_tokens(request) < 300:
-            left = 300 - manager.num_computed_tokens(request)
-            status = manager.step([0], [min(48, left)]).status[0]
-        assert status == answer
-
-
 def test_row_releases_preallocated_blocks_if_another_of_its_groups_needs_them():
     groups = [GroupSpec("full_attention", 2), GroupSpec("sliding_window", 8, {"window": 6})]
     manager = KVCacheManager.for_groups(groups, 10, 64, num_preallocate_tokens=64)
@@ -86,17 +71,6 @@ def test_row_releases_preallocated_blocks_if_another_of_its_groups_needs_them():
     assert plan.clear_rows.tolist() == [0]  # the plan contains the complete table again
     assert [len(ids) for ids in plan.append_ids] == [6, 2]
     check_invariants(manager)
-
-
-def test_kept_states_do_not_count_as_needed_blocks():
-    groups = [GroupSpec("full_attention", 2), GroupSpec("recurrent", 4)]
-    manager = KVCacheManager.for_groups(groups, 6, 64, num_preallocate_tokens=0, hash_block_size=2)
-    request = Request("a", range(8))
-    assert manager.would_fit(Admit(request, num_tokens=1), whole=True) == Status.SERVED
-    statuses = manager.step(new=[Admit(request, num_tokens=1)]).status.tolist()
-    for _ in range(7):
-        statuses += manager.step([0], [1]).status.tolist()
-    assert statuses == [Status.SERVED] * 8
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
@@ -191,19 +165,6 @@ def test_queued_offloads_do_not_reduce_the_free_blocks_of_would_fit():
     plan = manager.step(new=[request])
     assert plan.status.tolist() == [Status.SERVED]
     assert len(plan.swap_out) == 8
-
-
-# Requests of one step with a common prefix -------------------------------------------------------------
-
-
-def prompts(n, num_tokens=1610):
-    return [Request(f"r{i}", range(num_tokens)) for i in range(n)]
-
-
-def test_by_default_equal_prompts_of_one_step_are_all_computed():
-    manager = make(500, 16)
-    plan = manager.step(new=prompts(4))
-    assert plan.num_computed_tokens.tolist() == [0, 0, 0, 0]
 
 
 # Whole prompts in chunks -------------------------------------------------------------------------------

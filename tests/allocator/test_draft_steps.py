@@ -1,25 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts and rejections, also with two steps in flight whose results are not known.
-
-An oracle records which token each page holds, and checks every read of attention and of states on
-the device, where a step begins after the drafts that were accepted.
+"""Drafts and rejections. Small worlds (`tests/simulator`) check that no step releases what a step with
+undecided drafts reads.
 """
-
-import random
-from collections import defaultdict
 
 import pytest
 
 from kvcache import Admit, GroupSpec, KVCacheManager, Request
 from kvcache.allocator.manager import check_invariants
-from tests.machinery.shared import run_seeds
+from tests.machinery.shared import manager_of
+from tests.machinery.steps import FULL
 
-FULL = GroupSpec("full_attention", 4)
 
-
-def make(*groups: GroupSpec, num_blocks: int = 40) -> KVCacheManager:
-    options = {"num_preallocate_tokens": 0}
-    return KVCacheManager.for_groups(groups or [FULL], num_blocks, 256, **options)
+def make(*groups: GroupSpec) -> KVCacheManager:
+    return manager_of(*groups or [FULL], max_model_len=256)
 
 
 # Only drafts can be rejected ----------------------------------------------------------------------------
@@ -123,177 +116,6 @@ def test_states_need_the_result_of_the_last_step_before_the_next():
     assert manager.num_computed_tokens(request) == 14
     plan = manager.step([0], [4], token_ids=[2, 3], num_token_ids=[2], num_rejected_tokens=[2])
     assert plan.num_computed_tokens.tolist() == [12]
-
-
-# Two steps in flight ------------------------------------------------------------------------------------
-
-
-class Device:
-    """The pages of a device, and the table of one row. A page maps slots to tokens, or "state" to the
-    tokens that the state summarizes.
-    """
-
-    def __init__(self, manager: KVCacheManager) -> None:
-        self.manager = manager
-        self.pages = defaultdict(dict)
-        self.tables = [[] for _ in manager.groups]
-
-    def apply(self, plan, row: int) -> None:
-        copied = {source: dict(self.pages[source]) for source, _ in plan.copy.tolist()}
-        for source, page in plan.copy.tolist():
-            self.pages[page] = copied[source]
-        for page in plan.zero.tolist():
-            self.pages[page] = {}
-        if row in plan.clear_rows:
-            self.tables = [[] for _ in self.tables]
-        for table, splits, ids, replaced in zip(
-            self.tables, plan.append_splits, plan.append_ids, plan.replace
-        ):
-            for i, each in enumerate(plan.append_rows.tolist()):
-                if each == row:
-                    table += ids[splits[i] : splits[i + 1]].tolist()
-            for each, column, page in replaced.tolist():
-                if each == row:
-                    table[column] = page
-
-    def run(self, text: list[int], start: int, num_sure: int) -> None:
-        """Compute text[start:]. Tokens from `num_sure` on are drafts."""
-        for group, size, table in zip(self.manager.groups, self.manager.block_sizes, self.tables):
-            options = group.options or {}
-            if group.kind == "recurrent":
-                pages = [page for page in table if page]
-                if start:
-                    assert self.pages[pages[0]]["state"] == text[:start], "wrong state"
-                for i in range(len(text) - num_sure + 1):
-                    self.pages[pages[i]]["state"] = text[: num_sure + i]
-                continue
-            for position in range(start, len(text)):
-                assert table[position // size], "KV is written to the null page"
-                self.pages[table[position // size]][position % size] = text[: position + 1]
-            for position in range(start, len(text)):
-                first = 0
-                if group.kind == "sliding_window":
-                    first = max(position - options["window"] + 1, 0)
-                if group.kind == "chunked_local":
-                    first = position // options["chunk_size"] * options["chunk_size"]
-                for read in range(first, position):
-                    found = self.pages[table[read // size]].get(read % size)
-                    assert found == text[: read + 1], f"token {position} reads {read}: wrong KV"
-
-
-def overwrite_free_blocks(manager: KVCacheManager, device: Device, name: str) -> None:
-    """Let another request take some free blocks and write to them."""
-    other = Request(name, [999] * 8, read_cache=False)
-    plan = manager.step(new=[other])
-    for ids in plan.append_ids:
-        for page in ids.tolist():
-            device.pages[page] = dict.fromkeys([*range(16), "state"], "other")
-    manager.free(other)
-
-
-def run_drafts(seed: int) -> None:
-    """Run one request with drafts. The result of a step is known when the step after the next is
-    planned or, for states, when the next step is planned.
-    """
-    choose = random.Random(seed)
-    size, num_drafts = choose.choice([1, 2, 4]), choose.randint(1, 4)
-    window, chunk = choose.randint(1, 9), choose.randint(1, 9)
-    groups = [GroupSpec("full_attention", size)]
-    if choose.random() < 0.8:
-        groups.append(GroupSpec("sliding_window", size, {"window": window}))
-    if choose.random() < 0.4:
-        groups.append(GroupSpec("chunked_local", size, {"chunk_size": chunk}))
-    has_states = choose.random() < 0.3
-    if has_states:
-        options = {"num_speculative_blocks": num_drafts}
-        groups.append(GroupSpec("recurrent", size, options))
-    ways = ["optimistic"] if has_states else ["optimistic", "lookahead", "advance"]
-    way, tells = choose.choice(ways), has_states or choose.random() < 0.5
-    delay = 0 if has_states else choose.randint(0, 1)  # further steps planned before the result
-    manager = KVCacheManager.for_groups(groups, 400, 256, num_preallocate_tokens=0)
-    device = Device(manager)
-    text = [choose.randrange(100) for _ in range(choose.randint(1, 12))]
-    request = Request("r", text)
-    if way == "advance":
-        manager.admit(request)
-        device.tables = [manager.block_ids(request, g).tolist() for g in range(len(groups))]
-    else:
-        device.apply(manager.step(new=[request]), 0)
-    device.run(text, 0, len(text))
-    certain = told = len(text)  # what the scheduler knows, including the token that was sampled
-    text = [*text, choose.randrange(100)]
-    results = []  # (number of rejected drafts, tokens) of steps whose result is not known
-    for number in range(choose.randint(2, 8)):
-        rejected, ids = 0, []
-        if number == 0:
-            ids = text[told:]
-        if len(results) > delay:
-            rejected, known = results.pop(0)
-            certain += num_drafts - rejected
-            ids = known[told:]
-        if not tells:
-            ids = []
-        told += len(ids)
-        if has_states and number and choose.random() < 0.5:
-            before = manager.num_computed_tokens(request)
-            if rejected < num_drafts:
-                with pytest.raises(ValueError, match="neither rejected nor known"):
-                    manager.step([0], [1 + num_drafts], num_rejected_tokens=[rejected])
-            assert manager.num_computed_tokens(request) == before
-        if way == "optimistic":
-            device.apply(
-                manager.step(
-                    [0],
-                    [1 + num_drafts],
-                    token_ids=ids,
-                    num_token_ids=[len(ids)],
-                    num_rejected_tokens=[rejected],
-                ),
-                0,
-            )
-        elif way == "lookahead":
-            computed = manager.num_computed_tokens(request)
-            plan = manager.step(
-                [0],
-                [certain + 1 - computed],
-                token_ids=ids,
-                num_token_ids=[len(ids)],
-                num_lookahead_tokens=num_drafts * (1 + len(results)) + len(results),
-            )
-            device.apply(plan, 0)
-        else:
-            stop = certain + (1 + len(results)) * (1 + num_drafts)
-            start = certain if not tells or certain >= told - len(ids) else told - len(ids)
-            assert (
-                manager.advance([0], [start], [stop], token_ids=ids, num_token_ids=[len(ids)])[0]
-                is not None
-            )
-            device.tables = [manager.block_ids(request, g).tolist() for g in range(len(groups))]
-        start = len(text) - 1  # where the device continues
-        drafts = [choose.randrange(100) for _ in range(num_drafts)]
-        num_sure = max(start + 1, request.num_tokens) if has_states else start + 1
-        device.run([*text, *drafts], start, num_sure)
-        overwrite_free_blocks(manager, device, f"f{number}")
-        num_accepted = choose.choice([0, num_drafts, choose.randint(0, num_drafts)])
-        text = [*text, *drafts[:num_accepted], choose.randrange(100)]
-        results.append((num_drafts - num_accepted, text))
-        if way != "optimistic":
-            certain += 1
-    check_invariants(manager)
-
-
-NUM_CASES, CASES_PER_TEST = 12_000, 300
-
-
-@pytest.mark.parametrize(
-    "first",
-    [
-        pytest.param(first, marks=pytest.mark.exhaustive if first else [])
-        for first in range(0, NUM_CASES, CASES_PER_TEST)
-    ],
-)
-def test_no_step_releases_what_a_step_with_undecided_drafts_reads(first):
-    run_seeds(run_drafts, range(first, first + CASES_PER_TEST))
 
 
 def test_the_first_token_of_the_last_step_is_certain():

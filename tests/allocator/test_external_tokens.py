@@ -5,20 +5,14 @@ import pytest
 
 from kvcache import Admit, External, GroupSpec, KVCacheManager, Request, Status, StepReport
 from kvcache.allocator import RequestState, check_invariants
+from tests.machinery.steps import ENCODER, FULL, STATE, WINDOW, go, hit, ids, new
 
-FULL = GroupSpec("full_attention", 4)
-WINDOW = GroupSpec("sliding_window", 4, {"window": 6})
-STATE = GroupSpec("recurrent", 4)
 RING = GroupSpec("circular_window", 4, {"window": 6, "buffer": 13}, cached=False)  # 16 slots
 
 
 def make(num_blocks=21, groups=(FULL,), **options):
     options = {"num_preallocate_tokens": 0, **options}
     return KVCacheManager.for_groups(list(groups), num_blocks, 64, **options)
-
-
-def hit_length(manager, n):
-    return manager.cache.find_prefix(Request("probe", range(n))).num_tokens
 
 
 def receiver(manager, name="a", num_tokens=21, num_external=16, **options):
@@ -35,52 +29,30 @@ def test_blocks_that_receive_no_external_kv_are_zeroed():
     for delays in (False, True):
         manager = make(26, [FULL, own])
         request = Request("b", range(20))
-        plan = manager.step(
-            new=[
-                Admit(
-                    request, num_tokens=0 if delays else 20, external=External(16, delayed=delays)
-                )
-            ]
-        )
+        ask = Admit(request, 0 if delays else 20, external=External(16, delayed=delays))
+        plan = manager.step(new=[ask])
         assert plan.zero.tolist() == manager.block_ids(request, 1)[:4].tolist()
 
 
 # Within a step -----------------------------------------------------------------------------------------
 
 
-def test_loaded_tokens_have_slots_and_are_computed():
+def test_external_tokens_follow_the_hit_and_are_cached_if_they_arrive():
     manager = make()
-    request = Request("a", range(21))
-    plan = manager.step(new=[Admit(request, external=External(16))])
-    assert (plan.num_computed_tokens.tolist(), len(plan.append_ids[0])) == ([16], 6)
-    assert manager.num_computed_tokens(request) == 21
-    assert hit_length(manager, 21) == 20
-
-
-def test_external_tokens_follow_the_hit():
+    a = new(manager, "a", 21, external=External(16))
+    assert len(ids(manager, a)) == 6 and manager.num_computed_tokens(a) == 21
+    assert hit(manager, 21) == 20
+    lost = ids(manager, a)[2]
+    report = StepReport(0, completed=True, failed_pages=[lost])
+    assert manager.report(report) == {"a": 8} and hit(manager, 21) == 8
+    b = new(manager, "b", 21, 1, external=External(10))
+    assert manager.num_computed_tokens(b) == 8 + 10 + 1 and len(ids(manager, b)) == 5
+    assert ids(manager, b)[:2] == ids(manager, a)
+    assert manager.abort(1) == {"b": 8}
     manager = make()
-    manager.step(new=[Request("a", range(8))])
-    plan = manager.step(new=[Admit(Request("b", range(21)), num_tokens=1, external=External(10))])
-    assert (plan.num_computed_tokens.tolist(), len(plan.append_ids[0])) == ([18], 5)
-    assert plan.append_ids[0][:2].tolist() == [1, 2]
-
-
-def test_failed_load_within_a_step_rolls_the_row_back():
-    manager = make()
-    request = Request("a", range(21))
-    plan = manager.step(new=[Admit(request, external=External(16))])
-    lost = plan.append_ids[0][2:3]
-    report = StepReport(plan.step_id, completed=True, failed_pages=lost.tolist())
-    assert manager.report(report) == {"a": 8}
-    assert hit_length(manager, 21) == 8
-
-
-def test_aborted_step_loads_nothing():
-    manager = make()
-    manager.step(new=[Request("a", range(8))])
-    request = Request("b", range(21))
-    plan = manager.step(new=[Admit(request, external=External(12))])
-    assert manager.abort(plan.step_id) == {"b": 8}
+    a = Request("a", range(21))
+    pages = manager.admit(Admit(a, num_tokens=5, external=External(16)), ())
+    assert pages.tolist() == [1, 2, 3, 4, 5, 6] and hit(manager, 21) == 20
 
 
 # After the step ----------------------------------------------------------------------------------------
@@ -91,14 +63,17 @@ def test_blocks_of_a_receiver_are_not_hits_before_their_bytes_arrive():
     manager = make()
     request, plan = receiver(manager)
     assert (plan.num_computed_tokens.tolist(), len(plan.append_ids[0])) == ([16], 4)
-    assert manager.state(request) is RequestState.RECEIVING
-    assert hit_length(manager, 21) == 0
-    assert manager.finish_receiving(request) == 16
-    assert hit_length(manager, 21) == 16
+    assert manager.state(request) is RequestState.RECEIVING and hit(manager, 21) == 0
+    assert manager.finish_receiving(request) == 16 and hit(manager, 21) == 16
     assert manager.state(request) is not RequestState.RECEIVING
-    plan = manager.step([manager.row(request)], [5])
-    assert plan.num_computed_tokens.tolist() == [16]
-    assert hit_length(manager, 21) == 20
+    assert go(manager, request, 5).num_computed_tokens.tolist() == [16]
+    assert hit(manager, 21) == 20
+    manager = make()
+    new(manager, "a", 8)
+    request, plan = receiver(manager, "b", num_external=9)
+    assert plan.num_computed_tokens.tolist() == [17]
+    assert manager.finish_receiving(request, 0) == 8  # nothing arrived: back to the hit
+    assert ids(manager, request) == [1, 2]
 
 
 @pytest.mark.parametrize("arrived", [0, 1, 8, 10, 16])
@@ -106,21 +81,12 @@ def test_tokens_that_have_not_arrived_are_computed(arrived):
     manager = make()
     request, _ = receiver(manager)
     assert manager.finish_receiving(request, arrived) == arrived
-    assert hit_length(manager, 21) == arrived // 4 * 4
+    assert hit(manager, 21) == arrived // 4 * 4
     plan = manager.step([manager.row(request)], [21 - arrived])
     assert plan.num_computed_tokens.tolist() == [arrived]
     # If external tokens did not arrive, the plan contains the complete table again.
     assert len(plan.append_ids[0]) == (2 if arrived == 16 else 6)
-    assert hit_length(manager, 21) == 20
-
-
-def test_failed_load_returns_the_row_to_its_hit():
-    manager = make()
-    manager.step(new=[Request("a", range(8))])
-    request, plan = receiver(manager, "b", num_external=9)
-    assert plan.num_computed_tokens.tolist() == [17]
-    assert manager.finish_receiving(request, 0) == 8
-    assert manager.block_ids(request).tolist() == [1, 2]
+    assert hit(manager, 21) == 20
 
 
 def test_windows_and_states_contain_what_the_next_token_reads():
@@ -132,7 +98,7 @@ def test_windows_and_states_contain_what_the_next_token_reads():
     assert blocks[2][:3] == [0, 0, 0]
     assert len(plan.copy) == len(plan.zero) == 0  # the connector writes the state
     assert manager.finish_receiving(request) == 16
-    assert hit_length(manager, 21) == 16
+    assert hit(manager, 21) == 16
 
 
 def test_partially_failed_load_restarts_if_the_window_is_incomplete():
@@ -141,7 +107,7 @@ def test_partially_failed_load_restarts_if_the_window_is_incomplete():
     assert manager.finish_receiving(request, 8) == 0
     assert manager.pool.num_free == 20
     manager.step([manager.row(request)], [21])
-    assert hit_length(manager, 21) == 20
+    assert hit(manager, 21) == 20
 
 
 def test_abort_during_a_transfer_takes_effect_when_receiving_finishes():
@@ -172,7 +138,7 @@ def test_new_epoch_during_a_transfer_publishes_nothing():
     request, _ = receiver(manager)
     manager.cache.start_epoch()
     assert manager.finish_receiving(request) == 16
-    assert hit_length(manager, 21) == 0
+    assert hit(manager, 21) == 0
 
 
 def test_external_tokens_wait_if_rows_of_the_step_change_the_hit():
@@ -191,14 +157,6 @@ def test_external_tokens_wait_if_rows_of_the_step_change_the_hit():
 # Requests admitted one at a time -----------------------------------------------------------------------
 
 
-def test_admit_accepts_external_tokens():
-    manager = make()
-    request = Request("a", range(21))
-    new = manager.admit(Admit(request, num_tokens=5, external=External(16)), ())
-    assert new.tolist() == [1, 2, 3, 4, 5, 6]
-    assert hit_length(manager, 21) == 20
-
-
 def test_admit_delays_caching():
     manager = make(groups=(FULL, WINDOW))
     manager.step(new=[Request("a", range(9))])
@@ -208,16 +166,16 @@ def test_admit_delays_caching():
     assert num_hit == 8
     assert [len(each) for each in new] == [3, 3]
     assert manager.block_ids(request, 1)[:3].tolist() == [0, 0, 0]
-    assert hit_length(manager, 21) == 8
+    assert hit(manager, 21) == 8
     with pytest.raises(ValueError, match=r"row 1 is receiving external tokens: expected a call"):
         manager.extend(request, 1)
     assert manager.finish_receiving(request) == 20
-    assert hit_length(manager, 21) == 20
+    assert hit(manager, 21) == 20
     assert manager.extend(request, 1) is not None
 
 
 def test_admit_allocates_encoder_blocks():
-    manager = make(groups=(FULL, GroupSpec("cross_attention", 4)))
+    manager = make(groups=(FULL, ENCODER))
     request = Request("a", range(9), num_encoder_tokens=10)
     assert [len(each) for each in manager.admit(Admit(request, num_tokens=9), ())] == [3, 3]
     manager.extend(request, 8)
@@ -239,7 +197,7 @@ def test_kept_blocks_stay_allocated_until_the_connector_releases_them():
     manager.step(new=[request])
     manager.free(request, keep_blocks=True)
     assert (manager.pool.num_kept, manager.pool.num_free) == (3, 0)
-    assert hit_length(manager, 9) == 8
+    assert hit(manager, 9) == 8
     assert manager.step(new=[Request("b", range(50, 54))]).status.tolist() == [Status.WAIT]
     assert not manager.cache.reset()
     with pytest.raises(
@@ -263,7 +221,7 @@ def test_blocks_of_untransferred_groups_are_released_immediately(fence_frees):
     manager.report(StepReport(plan.step_id, True))
     assert (manager.pool.num_kept, manager.pool.num_free) == (3, 16)
     check_invariants(manager)
-    assert hit_length(manager, 9) == 8  # still cached
+    assert hit(manager, 9) == 8  # still cached
     received = Request("b", range(50, 60))
     manager.step(new=[Admit(received, external=External(8, delayed=True))])
     manager.free(received, keep_blocks=True)
@@ -342,17 +300,6 @@ def test_a_state_that_a_connector_reads_is_not_updated_in_place():
     manager.release_blocks(parent)
 
 
-def test_receiving_request_can_only_be_freed_with_keep_blocks():
-    manager = make()
-    request, _ = receiver(manager)
-    with pytest.raises(ValueError, match=r"row 0 is receiving external tokens: expected a call to"):
-        manager.free(request)
-    manager.free(request, keep_blocks=True)
-    assert (manager.pool.num_kept, hit_length(manager, 21)) == (4, 0)
-    manager.release_blocks(request)
-    assert manager.pool.num_free == 20
-
-
 # Invalid calls, which change nothing -------------------------------------------------------------------
 
 
@@ -364,7 +311,7 @@ def test_receiving_request_can_only_be_freed_with_keep_blocks():
         ({"external": External(0, delayed=True)}, r"external.num_tokens is 0: expected 1 or more"),
         (
             {"external": External(4, delayed=True), "num_tokens": 3},
-            r"num_tokens is 3: expected 0 with external.delayed",
+            "is 3: expected 0 with external",
         ),
     ],
 )
@@ -379,20 +326,19 @@ def test_invalid_counts_are_rejected(arguments, error):
 
 def test_invalid_types_are_rejected_by_name():
     manager, request = make(), Request("a", range(9))
-    message = r"^new\[0\].external.delayed is 1: expected True or False"
-    with pytest.raises(TypeError, match=message):
-        manager.step(new=[Admit(request, external=External(0, delayed=1))])
-    message = r"^new\[0\].read_cache is 'no': expected True or False"
-    with pytest.raises(TypeError, match=message):
-        manager.step(new=[Admit(request, read_cache="no")])
-    message = r"^new\[0\].external is 4: expected an External or None"
-    with pytest.raises(TypeError, match=message):
-        manager.step(new=[Admit(request, external=4)])
-    message = r"^new\[0\].num_tokens is \[1, 2\]: expected an integer"
-    with pytest.raises(TypeError, match=message):
-        manager.step(new=[Admit(request, [1, 2])])
+    for ask, message in (
+        (
+            Admit(request, external=External(0, delayed=1)),
+            "external.delayed is 1: expected True or",
+        ),
+        (Admit(request, read_cache="no"), "read_cache is 'no': expected True or False"),
+        (Admit(request, external=4), "external is 4: expected an External or None"),
+        (Admit(request, [1, 2]), r"num_tokens is \[1, 2\]: expected an integer"),
+    ):
+        with pytest.raises(TypeError, match=rf"^new\[0\].{message}"):
+            manager.step(new=[ask])
+    manager.step(new=[request])
     with pytest.raises(TypeError, match=r"keep_blocks is 'yes': expected True or False"):
-        manager.step(new=[request])
         manager.free(request, keep_blocks="yes")
     assert manager.num_computed_tokens(request) == 9
 
@@ -400,44 +346,48 @@ def test_invalid_types_are_rejected_by_name():
 def test_receiving_request_is_not_served_forked_swapped_out_or_admitted_again():
     manager = make(num_host_blocks=9)
     request, _ = receiver(manager)
-    for call in (
-        lambda: manager.step([0], [1]),
-        lambda: manager.step(swap_out=[0]),
-        lambda: manager.fork(request, Request("b", range(21))),
+    receiving = "row 0 is receiving external tokens: expected a call"
+    for call, message in (
+        (lambda: manager.step([0], [1]), receiving),
+        (lambda: manager.step(swap_out=[0]), receiving),
+        (lambda: manager.fork(request, Request("b", range(21))), receiving),
+        (
+            lambda: manager.step(new=[Admit(request, external=External(4))]),
+            "'a' is already admitted",
+        ),
+        (
+            lambda: manager.finish_receiving(request, 17),
+            "is 17: expected 0 to 16, the external tok",
+        ),
+        (lambda: manager.finish_receiving(request, -1), "num_tokens is -1: expected 0 to 16"),
     ):
-        with pytest.raises(
-            ValueError, match=r"row 0 is receiving external tokens: expected a call"
-        ):
+        with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(ValueError, match=r"'a' is already admitted"):
-        manager.step(new=[Admit(request, external=External(4))])
-    with pytest.raises(
-        ValueError, match=r"num_tokens is 17: expected 0 to 16, the external tokens"
-    ):
-        manager.finish_receiving(request, 17)
-    with pytest.raises(ValueError, match=r"num_tokens is -1: expected 0 to 16"):
-        manager.finish_receiving(request, -1)
     assert manager.finish_receiving(request) == 16
-    with pytest.raises(
-        ValueError, match=r"row 0 is not receiving: expected a request that was admitted"
-    ):
+    with pytest.raises(ValueError, match="row 0 is not receiving: expected a request that was adm"):
         manager.finish_receiving(request)
 
 
-def test_invalid_arguments_of_free_are_rejected():
+def test_rows_that_receive_or_are_swapped_out_can_only_be_freed_in_one_way():
     manager = make(num_host_blocks=9)
-    request = Request("a", range(9))
-    manager.step(new=[request])
+    receives, _ = receiver(manager)
+    with pytest.raises(ValueError, match=r"row 0 is receiving external tokens: expected a call to"):
+        manager.free(receives)
+    manager.free(receives, keep_blocks=True)
+    assert (manager.pool.num_kept, hit(manager, 21)) == (4, 0)
+    manager.release_blocks(receives)
+    assert manager.pool.num_free == 20
+    a = new(manager, "a", 9)
     manager.step(swap_out=[0])
     with pytest.raises(ValueError, match=r"row 0 is swapped out: expected one on the device"):
-        manager.free(request, keep_blocks=True)
-    manager.step([0], [1])
-    manager.free(request, keep_blocks=True)
-    manager.step(new=[request])
+        manager.free(a, keep_blocks=True)
+    go(manager, a, 1)
+    manager.free(a, keep_blocks=True)
+    manager.step(new=[a])
     with pytest.raises(
         ValueError, match=r"blocks of request 'a' are already kept: expected a call"
     ):
-        manager.free(request, keep_blocks=True)
+        manager.free(a, keep_blocks=True)
 
 
 def test_external_tokens_need_read_cache():

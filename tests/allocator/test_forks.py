@@ -76,16 +76,6 @@ def test_last_of_three_writers_in_a_step_keeps_the_block():
     assert [ids(manager, each)[2] for each in (parent, *children)] == [4, 5, 3]
 
 
-def test_fork_at_a_block_boundary_copies_nothing():
-    manager = make()
-    parent = admit(manager, "parent", range(8))
-    child = child_of(manager, parent, "child", 7)
-    plan = serve(manager, parent, child)
-    assert len(plan.copy) == 0
-    assert ids(manager, parent) == [1, 2, 3]
-    assert ids(manager, child) == [1, 2, 4]
-
-
 def test_shared_blocks_without_content_are_replaced_but_not_copied():
     manager = make(num_preallocate_tokens=8)
     parent = admit(manager, "parent", range(8))
@@ -118,28 +108,6 @@ def test_shared_state_is_copied_even_within_its_block():
     assert ids(manager, parent) == [1]
 
 
-def test_window_slides_independently_for_parent_and_child():
-    manager = make(groups=[GroupSpec("sliding_window", 4, {"window": 5})])
-    parent = admit(manager, "parent", range(10))
-    child = child_of(manager, parent, "child", 7)
-    serve(manager, parent, num_tokens=6)
-    assert ids(manager, parent) == [0, 2, 4, 5]
-    assert ids(manager, child) == [1, 2, 3]
-    manager.free(parent)
-    check_invariants(manager)
-    assert manager.pool.ref_counts([1, 2, 3]).tolist() == [1, 1, 1]
-
-
-def test_forked_rows_cache_blocks_under_their_own_tokens():
-    manager = make()
-    parent = admit(manager, "parent", range(10))
-    child = child_of(manager, parent, "child", 50, 51)
-    parent.append_tokens([10, 11])
-    serve(manager, parent, child, num_tokens=2)
-    for tokens in ([*range(12), 0], [*range(10), 50, 51, 0]):
-        assert manager.cache.find_prefix(Request("probe", tokens)).num_tokens == 12
-
-
 def test_child_inherits_the_hashes_of_its_parent():
     manager = make()
     parent = admit(manager, "parent", range(40))
@@ -156,23 +124,6 @@ def test_aborted_step_also_rolls_back_the_child():
     # A row resumes inside a block only if the row itself computed that block.
     assert manager.abort(1) == {"parent": 10, "child": 8}
     assert ids(manager, child) == [1, 2]
-    check_invariants(manager)
-
-
-def test_copy_of_an_aborted_step_is_discarded():
-    manager = make()
-    parent = admit(manager, "parent", range(10))
-    child_of(manager, parent, "child", 7)
-    plan = serve(manager, parent)
-    assert len(plan.copy) == 1
-    assert manager.abort(plan.step_id) == {"parent": 8}
-
-
-def test_invalid_block_affects_parent_and_child():
-    manager = make()
-    parent = admit(manager, "parent", range(10))
-    child_of(manager, parent, "child", 7)
-    assert manager.invalidate([2]) == {"parent": 4, "child": 4}
     check_invariants(manager)
 
 
@@ -216,14 +167,6 @@ def test_common_prefix_is_the_blocks_held_by_all_rows():
     parent = admit(manager, "parent", range(10))
     child_of(manager, parent, "child", 7)
     assert manager.cache.num_common_prefix_blocks(parent, 2) == 3
-
-
-def test_fork_inherits_extra_keys():
-    manager = make()
-    parent = admit(manager, "parent", range(10), cache_salt="x")
-    with pytest.raises(ValueError, match="extra keys differ"):
-        manager.fork(parent, Request("child", range(10)))
-    assert manager.fork(parent, Request("child", range(10), cache_salt="x")) == 1
 
 
 def test_fork_without_a_free_row_changes_nothing():

@@ -4,7 +4,6 @@ import json
 import pickle
 import random
 import re
-import threading
 from time import thread_time
 
 import numpy as np
@@ -22,31 +21,12 @@ from tests.machinery.shared import sampled, seed_of_test, shared_file
 XXH3_128 = [
     (0, "99aa06d3014798d86001c324468d497f"),
     (1, "a6cd5e9392000f6ac44bdff4074eecdb"),
-    (3, "381b806921e6d9abf4f33fa3678ce51e"),
     (4, "1f501741202bc1496820093dbb6d1ed9"),
-    (8, "6fff8d190f215342dde7ac32c0b383a6"),
     (9, "c1bab7d7e84cb08438079185530315e5"),
-    (16, "fd95fda588959aa50ea39815dfd49e7b"),
     (17, "a10def610c76754bac4e4907cf9d17ce"),
-    (32, "11387bd4f8ddd0db98a1f5a6bfe8e836"),
-    (33, "c0a75beeb2f5542e32c83e6b306cd9a4"),
-    (64, "59fcb5e80977bc0da60c88e4cb489ca5"),
-    (65, "53ef69ac887d2b4241604aca54d723e2"),
-    (96, "42df20265411cd418b65ae2f532919d9"),
-    (97, "a448da011ce3dc930e2a57d18297d9a4"),
-    (128, "9f9353a4370686f52a5f33369e43a345"),
     (129, "036d37c8febe8ea1d72562feac7b8825"),
-    (160, "ff5ecbe47bf98235671e589d0a1edc8d"),
-    (192, "f76ec9d22c52c144f1154c95b39e8010"),
-    (240, "32d4b7037ab8e67e0495bcc2cb65aa1b"),
     (241, "241dc6b58aba121b905dd607eda3dae7"),
-    (256, "479537e968a2230f67308452044f3916"),
-    (512, "790941da3724cbbbdd54bb86e4d619b2"),
-    (1024, "c88f5a8b0a9d1c59dd4fac0ebefc3cc1"),
     (1025, "3ea290fd99ff2468d065a708d7cab970"),
-    (1088, "25d739255c705e7f1755eb501c60fae0"),
-    (2048, "d55911afee523061d1df33d87f374ac1"),
-    (2049, "91ba8aef5f21f246d0e4c077d1c420a8"),
     (5000, "50f9578bb2cdb83e6cce044fb9d3e753"),
 ]
 
@@ -55,33 +35,20 @@ def content(n):
     return bytes((i * i + 7 * i) % 251 for i in range(n))
 
 
-def digest_of(algorithm):
-    return {
-        "sha256_cbor": lambda data: hashlib.sha256(data).digest(),
-        "xxh3_128_cbor": core.xxh3_128,  # a test below compares this function with the xxhash package
-    }[algorithm]
+DIGESTS = {  # a test below compares `core.xxh3_128` with the xxhash package
+    "sha256_cbor": lambda data: hashlib.sha256(data).digest(),
+    "xxh3_128_cbor": core.xxh3_128,
+}
 
 
-def reference(
-    tokens,
-    block_size,
-    extra_keys=None,
-    seed="vllm-none-hash",
-    parent=None,
-    algorithm="sha256_cbor",
-):
-    """Compute the hash as documented, with a CBOR library and hashlib."""
+def reference(tokens, size, keys=None, seed="vllm-none-hash", algorithm="sha256_cbor"):
+    """Compute the hashes as documented, with a CBOR library and hashlib."""
     cbor2 = pytest.importorskip("cbor2", reason="cbor2 is not installed")
-    digest = digest_of(algorithm)
-    parent = parent or digest(cbor2.dumps(seed, canonical=True))
-    out = []
-    for block in range(len(tokens) // block_size):
-        keys = extra_keys[block] if extra_keys else None
-        content = [
-            parent,
-            [int(t) for t in tokens[block * block_size :][:block_size]],
-            keys or None,
-        ]
+    digest = DIGESTS[algorithm]
+    parent, out = digest(cbor2.dumps(seed, canonical=True)), []
+    for block in range(len(tokens) // size):
+        ids = [int(t) for t in tokens[block * size :][:size]]
+        content = [parent, ids, (keys and keys[block]) or None]
         parent = digest(cbor2.dumps(content, canonical=True))
         out.append(parent.hex())
     return out
@@ -151,24 +118,20 @@ def test_xxh3_hashes_the_documented_cbor_encoding(block_size):
 
 def test_an_unknown_algorithm_is_reported():
     expected = "expected one of sha256_cbor, xxh3_128_cbor"
-    with pytest.raises(ValueError, match=rf"algorithm is 'md5': {expected}$"):
-        hash_blocks(range(16), 16, algorithm="md5")
-    with pytest.raises(ValueError, match=rf"algorithm is 'engine:x': {expected}$"):
-        hash_blocks(range(16), 16, algorithm="engine:x")
-    with pytest.raises(TypeError, match="algorithm is 5: expected a string"):
-        hash_blocks(range(16), 16, algorithm=5)
+    for name in ("md5", "engine:x"):
+        with pytest.raises(ValueError, match=rf"algorithm is '{name}': {expected}$"):
+            hash_blocks(range(16), 16, algorithm=name)
     with pytest.raises(ValueError, match="parent has 32 bytes: expected 16"):
         hash_blocks(range(16), 16, parent=bytes(32), algorithm="xxh3_128_cbor")
-    for name in ("md5", "engine:"):
-        with pytest.raises(
-            ValueError, match=f"hash_algorithm is {name!r}: {expected}, or engine:NAME for hashes"
-        ):
-            KVCacheManager(16, 9, 100, hash_algorithm=name)
-    for size in (0, 33):
-        with pytest.raises(ValueError, match=f"hash_bytes is {size}: expected 1 to 32"):
-            KVCacheManager(16, 9, 100, hash_algorithm="engine:x", hash_bytes=size)
-    with pytest.raises(ValueError, match="hash_bytes is 16: expected 32 with sha256_cbor"):
-        KVCacheManager(16, 9, 100, hash_bytes=16)
+    for options, message in (
+        ({"hash_algorithm": "md5"}, f"'md5': {expected}, or engine:NAME for hashes"),
+        ({"hash_algorithm": "engine:"}, f"'engine:': {expected}, or engine:NAME for hashes"),
+        ({"hash_algorithm": "engine:x", "hash_bytes": 0}, "hash_bytes is 0: expected 1 to 32"),
+        ({"hash_algorithm": "engine:x", "hash_bytes": 33}, "hash_bytes is 33: expected 1 to 32"),
+        ({"hash_bytes": 16}, "hash_bytes is 16: expected 32 with sha256_cbor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            KVCacheManager(16, 9, 100, **options)
 
 
 def test_token_ids_below_0_are_hashed_as_negative_integers():
@@ -178,34 +141,16 @@ def test_token_ids_below_0_are_hashed_as_negative_integers():
     assert hexes(hash_blocks(tokens, 4, extra_keys=keys)) == reference(tokens, 4, keys)
 
 
-@pytest.mark.parametrize(
-    ("value", "encoded"),
-    [
-        (None, "f6"),
-        (False, "f4"),
-        (True, "f5"),
-        (0, "00"),
-        (23, "17"),
-        (24, "1818"),
-        (255, "18ff"),
-        (256, "190100"),
-        (65_535, "19ffff"),
-        (65_536, "1a00010000"),
-        (2**32 - 1, "1affffffff"),
-        (2**32, "1b0000000100000000"),
-        (2**64 - 1, "1bffffffffffffffff"),
-        (-1, "20"),
-        (-24, "37"),
-        (-25, "3818"),
-        (-(2**63), "3b7fffffffffffffff"),
-        ("", "60"),
-        ("é", "62c3a9"),
-        (b"\0\xff", "4200ff"),
-    ],
-)
-def test_extra_keys_have_the_known_encodings(value, encoded):
+def test_extra_keys_have_the_known_encodings():
     """Expected bytes written by hand from RFC 8949: an array that contains a one-element array."""
-    assert encode_extra_keys([(value,)]).hex() == "8181" + encoded
+    for value, encoded in (
+        *((None, "f6"), (False, "f4"), (True, "f5"), (0, "00"), (23, "17"), (24, "1818")),
+        *((255, "18ff"), (256, "190100"), (65_535, "19ffff"), (65_536, "1a00010000")),
+        *((2**32 - 1, "1affffffff"), (2**32, "1b0000000100000000"), (2**64 - 1, "1b" + "f" * 16)),
+        *((-1, "20"), (-24, "37"), (-25, "3818"), (-(2**63), "3b7fffffffffffffff")),
+        *(("", "60"), ("é", "62c3a9"), (b"\0\xff", "4200ff")),
+    ):
+        assert encode_extra_keys([(value,)]).hex() == "8181" + encoded
 
 
 extra_key = st.one_of(
@@ -246,18 +191,13 @@ def test_every_integer_dtype_gives_the_same_hash(dtype):
     ("arguments", "error", "message"),
     [
         (([1, -2, 3], 1), ValueError, r"token_ids\[1\] is -2: expected 0 to 2147483647"),
-        (([1, 2**31], 1), ValueError, r"token_ids\[1\] is 2147483648"),
         ((np.array([5, -1], np.int32), 1), ValueError, r"token_ids\[1\] is -1"),
         ((np.array([2**63], np.uint64), 1), ValueError, r"token_ids\[0\] is 9223372036854775808"),
+        (([2**70], 1), ValueError, rf"token_ids\[0\] is {2**70}: expected 0 to 2147483647"),
         (([1.5], 1), TypeError, "token_ids has dtype float64: expected integers"),
         ((np.zeros((2, 2), np.int32), 1), ValueError, "token_ids has 2 dimensions: expected 1"),
-        (([2**70], 1), ValueError, rf"token_ids\[0\] is {2**70}: expected 0 to 2147483647"),
-        ((5, 1), TypeError, "token_ids is 5: expected integers"),
         (([1, 2], 0), ValueError, "block_size is 0: expected 1 to 2147483647"),
-        (([1, 2], -3), ValueError, "block_size is -3"),
-        (([1, 2], 2**31), ValueError, "block_size is 2147483648: expected 1 to 2147483647"),
         (([1, 2], 2**64), ValueError, "block_size is 18446744073709551616: expected at most"),
-        (([1, 2], 1.0), TypeError, "block_size is 1.0: expected an integer"),
     ],
 )
 def test_invalid_input_is_reported(arguments, error, message):
@@ -265,38 +205,41 @@ def test_invalid_input_is_reported(arguments, error, message):
         hash_blocks(*arguments)
 
 
-def test_invalid_keyword_arguments_are_reported():
-    with pytest.raises(
-        ValueError, match="extra_keys has 1 entries: expected 3, one per full block"
-    ):
-        hash_blocks(range(50), 16, extra_keys=[None])
-
-
-def test_text_not_encodable_as_utf_8_is_reported():
-    said = r"is '\\ud800': expected text that UTF-8 can hold"
-    with pytest.raises(ValueError, match=f"extra key {said}"):
-        hash_blocks(range(16), 16, extra_keys=[[("image", "\ud800")]])
-    with pytest.raises(ValueError, match=f"seed {said}"):
-        hash_blocks(range(16), 16, seed="\ud800")
-    with pytest.raises(ValueError, match="parent has 5 bytes: expected 32"):
-        hash_blocks(range(50), 16, parent=b"short")
-    for parent in (32, "a" * 32, np.zeros(32, np.uint8)):
-        with pytest.raises(
-            TypeError, match=f"parent has type {type(parent).__name__}: expected 32"
-        ):
-            hash_blocks(range(50), 16, parent=parent)
-    with pytest.raises(TypeError, match="seed is 5: expected a string"):
-        hash_blocks(range(50), 16, seed=5)
-    with pytest.raises(TypeError, match=r"extra_keys\[0\] is 'lora': expected None or a list"):
-        hash_blocks(range(16), 16, extra_keys=["lora"])
-    with pytest.raises(TypeError, match=r"extra_keys\[1\] holds 'lora': expected a tuple"):
-        hash_blocks(range(32), 16, extra_keys=[None, ["lora"]])
-    with pytest.raises(TypeError, match="extra_keys is 'abc': expected a list"):
-        hash_blocks(range(48), 16, extra_keys="abc")
-    with pytest.raises(TypeError, match=r"extra key 1\.5 has type float"):
-        hash_blocks(range(16), 16, extra_keys=[[("x", 1.5)]])
-    with pytest.raises(ValueError, match="does not fit in 64 bits"):
-        encode_extra_keys([("x", 2**64)])
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"extra_keys": [None]},
+            ValueError,
+            "extra_keys has 1 entries: expected 3, one per full b",
+        ),
+        (
+            {"extra_keys": ["lora"] * 3},
+            TypeError,
+            r"extra_keys\[0\] is 'lora': expected None or a l",
+        ),
+        (
+            {"extra_keys": [None, ["a"], None]},
+            TypeError,
+            r"extra_keys\[1\] holds 'a': expected a tu",
+        ),
+        ({"extra_keys": "abc"}, TypeError, "extra_keys is 'abc': expected a list"),
+        ({"extra_keys": [[("x", 1.5)]] * 3}, TypeError, r"extra key 1\.5 has type float"),
+        ({"extra_keys": [[("x", 2**64)]] * 3}, ValueError, "does not fit in 64 bits"),
+        (
+            {"extra_keys": [[("x", "\ud800")]] * 3},
+            ValueError,
+            r"extra key is '\\ud800': expected te",
+        ),
+        ({"seed": "\ud800"}, ValueError, r"seed is '\\ud800': expected text that UTF-8 can hold"),
+        ({"seed": 5}, TypeError, "seed is 5: expected a string"),
+        ({"parent": b"short"}, ValueError, "parent has 5 bytes: expected 32"),
+        ({"parent": "a" * 32}, TypeError, "parent has type str: expected 32"),
+    ],
+)
+def test_invalid_options_are_reported(options, error, message):
+    with pytest.raises(error, match=message):
+        hash_blocks(range(48), 16, **options)
 
 
 def request_extra_keys(request, block_size, num_blocks):
@@ -476,15 +419,10 @@ def test_mixed_prompts_are_pickled_forked_and_announced_with_their_masks():
 
 
 @pytest.mark.parametrize(
-    "mask,rows,error,message",
+    ("mask", "rows", "error", "message"),
     [
         ([True], None, ValueError, r"prompt_is_token_ids is \[True\]: expected None without"),
-        (
-            [True] * 31,
-            MIXED_ROWS,
-            ValueError,
-            r"has shape \[31\]: expected \[32\], one entry per row",
-        ),
+        ([True] * 31, MIXED_ROWS, ValueError, r"has shape \[31\]: expected \[32\], one entry per"),
         (np.ones((32, 1), bool), MIXED_ROWS, ValueError, r"has shape \[32, 1\]: expected \[32\]"),
         (
             np.ones(32),
@@ -493,7 +431,6 @@ def test_mixed_prompts_are_pickled_forked_and_announced_with_their_masks():
             "prompt_is_token_ids has dtype float64: expected bool",
         ),
         ([1] * 32, MIXED_ROWS, TypeError, r"prompt_is_token_ids\[0\] is 1"),
-        (5, MIXED_ROWS, TypeError, "prompt_is_token_ids is 5"),
     ],
 )
 def test_invalid_masks_are_rejected(mask, rows, error, message):
@@ -548,27 +485,6 @@ def test_forks_compare_rows_up_to_the_last_computed_token():
             manager.fork(parent, Request("d", range(6), prompt_embeds=other))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        lambda name: {"mm_items": [(name, 40, 30)]},
-        lambda name: {"mm_items": [("both", 2, 5), (name, 100, 1)]},
-        lambda name: {"prompt_embeds": np.full((70, 2), float(len(name)))},
-    ],
-)
-def test_keys_of_future_tokens_are_hashed_once_the_tokens_arrive(options):
-    """The image starts after the first chunk. A request with another image must not hit its blocks."""
-    whole, grown, other = (
-        Request(str(i), range(n), **options(name))
-        for i, (name, n) in enumerate([("a", 112), ("a", 10), ("bb", 10)])
-    )
-    for request in (grown, other):
-        assert len(manager_hashes(request)) == 0
-        request.append_tokens(range(10, 112))
-    assert np.array_equal(manager_hashes(grown), manager_hashes(whole))
-    assert not (manager_hashes(grown)[-1] == manager_hashes(other)[-1]).all()
-
-
 def test_hashing_many_images_of_a_long_prompt_is_fast():
     """The prompt has 131,072 tokens and 130 images. A Python loop over the blocks took 77 ms longer."""
     tokens = np.arange(131_072, dtype=np.int32)
@@ -585,46 +501,6 @@ def test_hashing_many_images_of_a_long_prompt_is_fast():
     assert seconds(mm_items=images) < 3 * seconds() + 0.01
     # An item may cover tokens that never arrive. They must not cost any hashing time in advance.
     assert seconds(mm_items=[("video", 0, 2**31 - 1)], cache_salt="s") < 3 * seconds() + 0.01
-
-
-def test_threads_hash_prompts_concurrently():
-    prompts = [np.arange(i, i + 100_000, dtype=np.int32) for i in range(4)]
-    want = [hash_blocks(prompt, 16)[-1].tolist() for prompt in prompts]
-    found = {}
-
-    def hash_one(i):
-        found[i] = hash_blocks(prompts[i], 16)[-1].tolist()
-
-    threads = [threading.Thread(target=hash_one, args=[i]) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[i] for i in range(4)] == want
-
-
-def test_an_image_changes_its_blocks_and_all_later_ones():
-    """Only the extra keys distinguish the images. The second request must not hit the image block
-    or any later block.
-    """
-    manager = KVCacheManager(16, 100, 1000)
-    plain, a, b = (
-        manager.cache.hashes(Request(name, range(80), mm_items=items))
-        for name, items in (("p", []), ("a", [("img-a", 20, 4)]), ("b", [("img-b", 20, 4)]))
-    )
-    assert np.array_equal(plain[0], a[0]) and np.array_equal(a[0], b[0])
-    for block in range(1, 5):
-        assert len({bytes(h[block]) for h in (plain, a, b)}) == 3
-
-
-def test_hashes_of_generated_blocks_include_the_adapter_but_not_the_salt():
-    manager = KVCacheManager(16, 100, 1000)
-    request = Request("r", range(10), lora=("sql", "/a"), cache_salt="t")
-    manager.cache.hashes(request)
-    request.append_tokens(range(10, 48))
-    lora = ("lora", "sql", "/a")
-    want = reference(range(48), 16, [[lora, ("cache_salt", "t")], [lora], [lora]])
-    assert hexes(manager.cache.hashes(request)) == want
 
 
 # --- hashes given by the engine -------------------------------------------------------------------
@@ -665,22 +541,6 @@ def test_blocks_are_found_under_their_given_hashes(num_bytes):
     assert manager.cache.find_prefix(other).num_tokens == 12
 
 
-def test_hashes_that_differ_in_any_byte_are_distinct():
-    """Short hashes are zero-padded, which is unambiguous because all hashes of a manager have the
-    same length.
-    """
-    manager = engine_manager(32)
-    for byte in range(32):
-        hashes = [bytes(32), bytes(byte) + b"\1" + bytes(31 - byte)]
-        for i, each in enumerate(hashes):
-            request = Request(f"{byte}-{i}", range(4), block_hashes=[each])
-            manager.step(new=[request])
-            manager.free(request)
-        found = manager.cache.find(hashes).device
-        assert found.min() > 0 and found[0] != found[1]
-        assert manager.cache.reset()
-
-
 def test_given_hashes_are_read_as_the_engine_extends_them():
     """The manager computes no hashes. It reads the engine's list instead."""
     tokens = list(range(40))
@@ -711,51 +571,47 @@ def test_given_and_computed_hashes_of_one_algorithm_match():
         assert manager.cache.find_prefix(request).num_tokens == 96
 
 
-def test_invalid_given_hashes_are_reported_and_change_nothing():
-    tokens = list(range(10))
-    hashes = given_hashes(tokens, 4)
+EXPECTED = "of request 'r' has {} entries: expected 2, one per full block of 4 tokens"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ([bytes(32)], ValueError, EXPECTED.format(1)),
+        ([bytes(32)] * 3, ValueError, EXPECTED.format(3)),
+        ([], ValueError, EXPECTED.format(0)),
+        (
+            [bytes(32), bytes(16)],
+            ValueError,
+            r"block_hashes\[1\] of request 'r' has 16 bytes: expect",
+        ),
+        ([bytes(33), bytes(32)], ValueError, r"block_hashes\[0\] of request 'r' has 33 bytes"),
+        (
+            ["a" * 32, bytes(32)],
+            TypeError,
+            r"block_hashes\[0\] of request 'r' has type str: expecte",
+        ),
+        (None, ValueError, r"block_hashes of request 'r' is None: expected its hashes"),
+    ],
+)
+def test_invalid_given_hashes_are_reported_and_change_nothing(given, error, message):
     manager = engine_manager(enable_events=True)
-
-    def refused(error, message, block_hashes, size=10):
-        request = Request("r", tokens[:size], block_hashes=block_hashes)
-        for call in (
-            lambda: manager.step(new=[request]),
-            lambda: manager.cache.find_prefix(request),
-            lambda: manager.admit(Admit(request, num_tokens=10), ()),
-            lambda: manager.would_fit(request),
-            lambda: manager.cache.hashes(request),
-        ):
-            with pytest.raises(error, match=message):
-                call()
-        check_invariants(manager)
-        assert manager.pool.num_free == 19 and manager.cache.drain_events() == []
-
-    expected = (
-        r"block_hashes of request 'r' has {} entries: expected 2, one per full block of 4 tokens"
-    )
-    refused(ValueError, expected.format(1), hashes[:1])
-    refused(ValueError, expected.format(3), [*hashes, bytes(32)])
-    refused(ValueError, expected.format(0), [])
-    refused(
-        ValueError,
-        r"block_hashes\[1\] of request 'r' has 16 bytes: expected 32, the hash_bytes of the manager",
-        [hashes[0], bytes(16)],
-    )
-    refused(ValueError, r"block_hashes\[0\] of request 'r' has 33 bytes", [bytes(33), hashes[1]])
-    refused(
-        TypeError,
-        r"block_hashes\[0\] of request 'r' has type str: expected bytes",
-        ["a" * 32, hashes[1]],
-    )
-    with pytest.raises(
-        ValueError, match=r"block_hashes of request 'r' is None: expected its hashes"
+    request = Request("r", range(10), block_hashes=given)
+    for call in (
+        lambda: manager.step(new=[request]),
+        lambda: manager.cache.find_prefix(request),
+        lambda: manager.admit(Admit(request, num_tokens=10), ()),
+        lambda: manager.would_fit(request),
+        lambda: manager.cache.hashes(request),
     ):
-        manager.step(new=[Request("r", tokens)])
+        with pytest.raises(error, match=message):
+            call()
+    check_invariants(manager)
+    assert manager.pool.num_free == 19 and manager.cache.drain_events() == []
     with pytest.raises(TypeError, match="block_hashes has type tuple: expected a list of bytes"):
-        Request("r", tokens, block_hashes=tuple(hashes))
-    plain = KVCacheManager(4, 20, 100)
+        Request("r", range(10), block_hashes=(bytes(32),))
     with pytest.raises(ValueError, match=r"has 16 bytes: expected 32"):
-        plain.step(new=[Request("r", tokens, block_hashes=[bytes(16)] * 2)])
+        KVCacheManager(4, 20, 100).step(new=[Request("r", [0] * 8, block_hashes=[bytes(16)] * 2)])
 
 
 def test_step_with_a_rejected_new_request_appends_no_tokens():
@@ -766,21 +622,6 @@ def test_step_with_a_rejected_new_request_appends_no_tokens():
         manager.step([row], [1], token_ids=[7], new=[Request("long", range(17))])
     assert running.num_tokens == 5 and manager.num_computed_tokens(running) == 5
     check_invariants(manager)
-
-
-def test_list_that_lags_behind_the_tokens_is_rejected_with_the_step():
-    manager = engine_manager(num_preallocate_tokens=0)
-    mine = given_hashes(list(range(7)), 4)
-    request = Request("r", range(7), block_hashes=mine)
-    row = manager.step(new=[request]).rows[0]
-    for _ in range(2):
-        with pytest.raises(ValueError, match="has 1 entries: expected 2"):
-            manager.step([row], [1], token_ids=[7])
-        assert request.num_tokens == 7 and manager.num_computed_tokens(request) == 7
-        check_invariants(manager)
-    mine.append(given_hashes(list(range(8)), 4)[1])
-    manager.step([row], [1], token_ids=[7])
-    assert manager.pool.num_cached == 2
 
 
 def test_tokens_without_a_given_hash_are_rejected_on_arrival():
@@ -841,25 +682,21 @@ def test_fork_has_the_given_hashes_of_its_parent():
     check_invariants(manager)
 
 
-@pytest.mark.parametrize("ids", [[True], [1, True], [False, 2], [3, np.True_], (np.False_, 3)])
+@pytest.mark.parametrize("ids", [[1, True], [False, 2], [3, np.True_]])
 def test_bools_are_not_token_ids(ids):
     manager = KVCacheManager(4, 50, 100)
     request = Request("r", range(7))
     manager.step(new=[request])
-    at = next(i for i, each in enumerate(ids) if isinstance(each, bool | np.bool_))
-    message = rf"token_ids\[{at}\] is {ids[at]}: expected an integer"
     for call in (
         lambda: Request("s", ids),
         lambda: request.append_tokens(ids),
         lambda: hash_blocks(ids, 1),
-        lambda: manager.step([0], [1], token_ids=ids, num_token_ids=[len(ids)]),
+        lambda: manager.step([0], [1], token_ids=ids, num_token_ids=[2]),
     ):
-        with pytest.raises(TypeError, match=message):
+        with pytest.raises(TypeError, match=r"token_ids\[.\] is (True|False): expected an integer"):
             call()
     with pytest.raises(TypeError, match="token_ids has dtype bool: expected integers"):
         request.append_tokens(np.array([True, False]))
-    with pytest.raises(TypeError, match="num_lookahead_tokens is True: expected an integer"):
-        manager.would_fit(Admit(Request("s", [1]), num_lookahead_tokens=True))
     assert request.num_tokens == 7
     check_invariants(manager)
 

@@ -4,15 +4,14 @@
 Each random case draws groups, options and a prompt, sends the prompt in steps that end where
 `checkpoint_tokens` says, and sends it again. The second hit must end at `promised_end`, which is
 computed here by trying all lengths. In between, other prompts share a part of the prompt, the
-request is preempted, generates tokens with drafts, or moves to the host and back. Simulated pages
-check that every token reads the content of its own prefix.
+request is preempted, generates tokens with drafts, or moves to the host and back. What pages contain
+is checked by the simulator (`tests/simulator`).
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import gcd, lcm
@@ -30,7 +29,6 @@ from kvcache import (
     StepReport,
 )
 from kvcache.allocator import check_invariants
-from kvcache.kinds import make_kind
 from kvcache.native.load import core
 from tests.machinery.shared import manager_of, sampled
 
@@ -56,11 +54,6 @@ class Case:
     def __post_init__(self) -> None:
         cp = ContextParallel(dcp_world_size=self.world_size)
         self.sizes = [group.tokens_per_block(cp) for group in self.groups]
-
-    @property
-    def checks_contents(self) -> bool:
-        """Whether pages are simulated: only without drafts, whose states move between pages."""
-        return self.num_drafts == 0 and not self.is_direct and self.num_tokens <= 120
 
     @property
     def hash_size(self) -> int:
@@ -167,68 +160,6 @@ def draw(rng: random.Random) -> Case:
     return case
 
 
-class Pages:
-    """Simulated pages. A token's content is its whole prefix, and plans are executed literally."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.pages: dict[int, dict] = defaultdict(dict)
-        self.host: dict[int, dict] = defaultdict(dict)
-        self.tables: dict[int, list[list[int]]] = {}
-        self.kinds = [make_kind(group.kind, group.options) for group in case.groups]
-        self.first: dict[tuple[int, int], int] = {}  # first token with KV, by (row, group)
-
-    def apply(self, plan: StepPlan) -> None:
-        for page, host in plan.swap_out.tolist():
-            self.host[host] = dict(self.pages[page])
-        sources = {source: dict(self.pages[source]) for source, _ in plan.copy.tolist()}
-        for source, page in plan.copy.tolist():
-            self.pages[page] = dict(sources[source])
-        for page in plan.zero.tolist():
-            self.pages[page] = {}
-        for host, page in plan.swap_in.tolist():
-            self.pages[page] = dict(self.host[host])
-        for row in plan.clear_rows.tolist():
-            self.tables[row] = [[] for _ in self.case.groups]
-            self.first = {key: first for key, first in self.first.items() if key[0] != row}
-        for g in range(len(self.case.groups)):
-            ids, splits = plan.append_ids[g].tolist(), plan.append_splits[g].tolist()
-            for i, row in enumerate(plan.append_rows.tolist()):
-                self.tables[row][g] += ids[splits[i] : splits[i + 1]]
-            for row, column, page in plan.replace[g].tolist():
-                self.tables[row][g][column] = page
-
-    def compute(self, row: int, tokens: list[int], start: int, stop: int) -> None:
-        """Compute tokens [start, stop): check what they read, and write their own content."""
-        contents = [tuple(tokens[: i + 1]) for i in range(stop)]
-        for g, (group, size) in enumerate(zip(self.case.groups, self.case.sizes)):
-            table, kind = self.tables[row][g], self.kinds[g]
-            if group.kind == "recurrent":
-                if start:
-                    held = (
-                        self.pages[table[(start - 1) // size]]
-                        if stop <= ceil(start, size)
-                        else None
-                    )
-                    state = held or self.pages[table[(stop - 1) // size]]
-                    assert state["state"] == contents[start - 1], (
-                        f"group {g}: wrong state at {start}"
-                    )
-                self.pages[table[(stop - 1) // size]]["state"] = contents[stop - 1]
-                continue
-            if not group.cached:
-                self.first.setdefault((row, g), start)
-            for i in range(start, stop):
-                self.pages[table[i // size]][i % size] = contents[i]
-            for i in range(max(kind.first_needed_token(start), self.first.get((row, g), 0)), stop):
-                found = self.pages[table[i // size]].get(i % size) if table[i // size] else None
-                assert found == contents[i], f"group {g}: wrong content of token {i}"
-
-
-def ceil(n: int, size: int) -> int:
-    return -(-n // size) * size
-
-
 class Sender:
     """Sends prompts to a manager, as a scheduler with chunked prefill does."""
 
@@ -241,26 +172,19 @@ class Sender:
             context_parallel=ContextParallel(dcp_world_size=case.world_size),
             **case.options,
         )
-        self.pages = Pages(case) if case.checks_contents else None
         self.num_sent = 0
 
-    def step(self, tokens: list[int] = (), *args, **options) -> StepPlan:
-        """Run a step, whose row has these tokens."""
+    def step(self, *args, **options) -> StepPlan:
         plan = self.manager.step(*args, **options)
         assert (plan.status == Status.SERVED).all()
-        if self.pages is not None:
-            self.pages.apply(plan)
-            if len(plan.rows) and "swap_out" not in options:
-                row, start, num = plan.rows[0], plan.num_computed_tokens[0], plan.num_tokens[0]
-                self.pages.compute(int(row), tokens, int(start), int(start + num))
         if self.manager.options.num_host_blocks or self.case.is_direct:
             self.manager.report(StepReport(plan.step_id, completed=True))
         return plan
 
-    def admit(self, request: Request, count: int, tokens: list[int], num_prompt: int) -> int:
+    def admit(self, request: Request, count: int, num_prompt: int) -> int:
         """Admit a request, and return the number of hit tokens."""
         if not self.case.is_direct:
-            plan = self.step(tokens, new=[Admit(request, count, num_prompt_tokens=num_prompt)])
+            plan = self.step(new=[Admit(request, count, num_prompt_tokens=num_prompt)])
             return int(plan.num_computed_tokens[0])
         found = self.manager.cache.find_prefix(request)
         ask = Admit(
@@ -273,10 +197,10 @@ class Sender:
         self.manager.take_copies()
         return found.num_tokens
 
-    def prefill(self, request: Request, tokens: list[int], num_prompt: int, stop: int) -> int:
+    def prefill(self, request: Request, num_prompt: int, stop: int) -> int:
         """Compute the known tokens up to `stop`, and return the number of hit tokens."""
         manager, chunk = self.manager, self.case.chunk_tokens
-        hit = self.admit(request, manager.checkpoint_tokens(request, chunk), tokens, num_prompt)
+        hit = self.admit(request, manager.checkpoint_tokens(request, chunk), num_prompt)
         while (done := manager.num_computed_tokens(request)) < stop:
             count = manager.checkpoint_tokens(request, chunk)
             assert 0 < count <= chunk
@@ -287,7 +211,7 @@ class Sender:
                 row = manager.row(request)
                 if manager.options.num_host_blocks and self.rng.random() < 0.1:
                     self.step(swap_out=[row])
-                self.step(tokens, [row], [count])
+                self.step([row], [count])
             assert manager.num_computed_tokens(request) == done + count
         return hit
 
@@ -308,7 +232,6 @@ class Sender:
                 continue
             num_drafts = min(case.num_drafts, len(tokens) - request.num_tokens - len(ids))
             self.step(
-                tokens,
                 [manager.row(request)],
                 [1 + num_drafts],
                 token_ids=ids,
@@ -323,12 +246,9 @@ class Sender:
         """Evict everything from the device: admit requests until no block is free, then free them."""
         held: list[Request] = []
         while True:
-            tokens = other(0)
-            request, _ = self.case.request(f"held{len(held)}", tokens)
+            request, _ = self.case.request(f"held{len(held)}", other(0))
             plan = self.manager.step(new=[request])
             self.manager.report(StepReport(plan.step_id, completed=True))
-            if self.pages is not None:
-                self.pages.apply(plan)
             if plan.status[0] != Status.SERVED:
                 break
             held.append(request)
@@ -342,14 +262,14 @@ class Sender:
         known = [*tokens, *(rng.randrange(1_000, 2_000) for _ in range(rng.choice([0, 0, 3, 20])))]
         request, hashed = case.request(f"r{self.num_sent}", tokens)
         stop = rng.randint(1, len(tokens)) if rng.random() < 0.2 else len(tokens)
-        hit = self.prefill(request, known, len(tokens), stop)
+        hit = self.prefill(request, len(tokens), stop)
         if stop < len(tokens):  # preempted
             manager.free(request)
-            self.prefill(request, known, len(tokens), len(tokens))
+            self.prefill(request, len(tokens), len(tokens))
         self.decode(request, hashed, known)
         if request.num_tokens > len(tokens) and rng.random() < 0.3:  # preempted
             manager.free(request)
-            self.prefill(request, known, len(tokens), request.num_tokens)
+            self.prefill(request, len(tokens), request.num_tokens)
         manager.free(request)
         return hit
 
@@ -406,30 +326,7 @@ def test_an_identical_prompt_hits_where_the_manager_says(seed):
             raise AssertionError(f"seed {SERIES!r} {seed}, case {number}") from error
 
 
-def sends(num_tokens: int, *groups: GroupSpec, chunk_tokens: int = 2_000, **options) -> list[int]:
-    """Return the hits of three equal prompts whose hashes cover two more tokens."""
-    options |= {"hash_algorithm": "engine:x", "num_hash_lookahead_tokens": 2}
-    case = Case(list(groups), 1, options, 2, num_tokens, chunk_tokens)
-    sender = Sender(case, random.Random(0))
-    return [sender.send(list(range(num_tokens))) for _ in range(3)]
-
-
 FULL = GroupSpec("full_attention", 64)
-
-
-@pytest.mark.parametrize(("num_tokens", "end"), [(1_089, 1_024), (1_090, 1_088)])
-@pytest.mark.parametrize("interval", [None, 0, 512])
-@pytest.mark.parametrize(
-    "other",
-    [
-        GroupSpec("recurrent", 64),
-        GroupSpec("recurrent", 512),
-        GroupSpec("sliding_window", 64, {"window": 100}),
-    ],
-)
-def test_the_hashes_of_the_longest_hit_cover_only_known_tokens(num_tokens, end, interval, other):
-    options = {"hash_block_size": 64, "retention_interval": interval}
-    assert sends(num_tokens, FULL, other, **options) == [0, end, end]
 
 
 def test_a_step_ends_at_the_longest_hit_before_it_ends_at_a_longer_shared_prefix():
@@ -467,18 +364,6 @@ def test_checkpoints_outside_of_steps_are_ends_of_whole_blocks():
     assert manager_of(*groups, **options).checkpoint_tokens(request) == 40
     manager = manager_of(*groups, engine_copies_states=True, **options)
     assert manager.checkpoint_tokens(request) == 36
-
-
-@pytest.mark.parametrize("interval", [0, 24])
-def test_windows_with_drafts_stay_cached_for_hits_of_whole_blocks(interval):
-    window = GroupSpec("sliding_window", 8, {"window": 2}, drafts=True)
-    manager = manager_of(window, hash_block_size=2, retention_interval=interval)
-    manager.step(new=[Request("a", range(37))])
-    found = [
-        manager.cache.find_prefix(Request("b", range(37)), whole_blocks=whole).num_tokens
-        for whole in (False, True)
-    ]
-    assert found == [34, 24]
 
 
 class TestAdmit:
@@ -519,20 +404,15 @@ class TestAdmit:
 
 
 @pytest.mark.parametrize("interval", [0, 16])
-@pytest.mark.parametrize(
-    "groups",
-    [
-        [GroupSpec("full_attention", 4)],
-        [GroupSpec("full_attention", 4), GroupSpec("chunked_local", 4, {"chunk_size": 8})],
-        [
-            GroupSpec("full_attention", 4),
-            GroupSpec("sliding_window", 4, {"window": 8}, cached=False),
-        ],
-    ],
-)
-def test_a_retention_interval_without_windows_and_states_is_rejected(groups, interval):
+def test_a_retention_interval_without_windows_and_states_is_rejected(interval):
+    full = GroupSpec("full_attention", 4)
     message = (
         f"retention_interval is {interval}: expected None, because no cached group has sliding"
     )
-    with pytest.raises(ValueError, match=message):
-        manager_of(*groups, retention_interval=interval)
+    for other in (
+        full,
+        GroupSpec("chunked_local", 4, {"chunk_size": 8}),
+        GroupSpec("sliding_window", 4, {"window": 8}, cached=False),
+    ):
+        with pytest.raises(ValueError, match=message):
+            manager_of(full, other, retention_interval=interval)

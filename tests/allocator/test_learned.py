@@ -38,20 +38,6 @@ def test_priority_takes_precedence_over_the_learned_value():
     check_invariants(manager)
 
 
-def test_blocks_of_high_priority_are_evicted_last():
-    manager = KVCacheManager(16, 7, 128, num_preallocate_tokens=0, eviction="learned")
-    for name, first, retention in (("high", 0, [(0, 32, 90, None)]), ("plain", 100, [])):
-        request = Request(name, range(first, first + 32))
-        manager.step(new=[request])
-        manager.free(request, retention=retention)
-    for number, num_left in ((2, 32), (3, 32), (4, 0)):
-        request = Request(str(number), range(1000 * number, 1000 * number + 32 * (number - 1)))
-        manager.step(new=[request])
-        manager.free(request)
-        assert manager.cache.find_prefix(Request("probe", range(33))).num_tokens == num_left
-    check_invariants(manager)
-
-
 class Chats:
     """Serves prompts one at a time, at given times in seconds."""
 
@@ -88,22 +74,6 @@ def loops(rng):
 def bound(num_hits_of_lru, num_blocks):
     """Return how many hits fewer than LRU the policy may have (docs/eviction.md)."""
     return 0.004 * num_hits_of_lru + (1 + 1 / 8) * (num_blocks - 1) + 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", sampled(range(12)))
-def test_hits_lost_to_lru_are_bounded(seed):
-    rng = np.random.default_rng(seed)
-    num_blocks = int(rng.integers(20, 60))
-    learned, lru = Chats(num_blocks), Chats(num_blocks)
-    lru.manager = KVCacheManager(16, num_blocks, 2**16, num_preallocate_tokens=0)
-    behind = num_hits = 0
-    for time, tokens in itertools.islice(loops(rng), 4_000):
-        answer = int(rng.choice([0, 100, 300, 1000]))
-        hits = [each.serve(time, tokens, answer) // 16 for each in (learned, lru)]
-        behind += hits[1] - hits[0]
-        num_hits += hits[1]
-        assert behind <= bound(num_hits, num_blocks)
 
 
 @pytest.mark.parametrize("seed", sampled(range(12)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-import pickle
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, make_dataclass
 
 import numpy as np
@@ -75,13 +75,6 @@ def test_plan_lists_rows_and_table_changes():
     manager.free(a)
     plan = manager.step([1], [1], new=[Request("c", range(50, 55))])
     assert plan.rows.tolist() == [1, 0] and plan.clear_rows.tolist() == [0]
-
-
-def test_a_plan_pickles():
-    plan = make().step(new=[Request("a", range(6))])
-    again = pickle.loads(pickle.dumps(plan))
-    assert again.step_id == plan.step_id and again.version == plan.version
-    assert again.append_ids[0].tolist() == plan.append_ids[0].tolist()
 
 
 def test_status_distinguishes_wait_from_never():
@@ -158,26 +151,6 @@ def test_lookahead_slots_are_allocated_and_never_cached():
     assert manager.pool.num_cached == 1
 
 
-def test_late_tokens_are_hashed_when_they_arrive():
-    manager = make()
-    request = Request("a", range(6))
-    manager.step(new=[request])
-    manager.step([0], [2])  # two slots are reserved for tokens that are not known yet
-    assert manager.pool.num_cached == 1
-    request.append_tokens([6, 7])
-    manager.step([0], [1])
-    assert manager.pool.num_cached == 2
-    assert manager.cache.find_prefix(Request("b", range(9))).num_tokens == 8
-
-
-def test_chunked_prefill_caches_the_computed_blocks():
-    manager = make()
-    plan = manager.step(new=[Admit(Request("a", range(20)), num_tokens=6)])
-    assert len(plan.append_ids[0]) == 2 and manager.pool.num_cached == 1
-    manager.step([0], [14])
-    assert manager.pool.num_cached == 5
-
-
 def test_request_may_opt_out_of_reading_and_writing_the_cache():
     manager = make()
     manager.step(new=[Request("a", range(10))])
@@ -200,28 +173,6 @@ def test_without_caching_nothing_is_hashed_or_hit():
     assert manager.cache.find_prefix(Request("b", range(10))).num_tokens == 0
     with pytest.raises(ValueError, match="caching is off"):
         manager.admit(Admit(Request("b", range(10)), num_tokens=6), [1])
-
-
-def test_free_has_no_effect_on_requests_that_are_not_admitted():
-    manager = make()
-    request = Request("a", range(10))
-    manager.free(request)
-    manager.step(new=[request])
-    manager.free(request)
-    manager.free(request)
-    assert manager.pool.num_free == 10
-    check_invariants(manager)
-
-
-def test_hashes_survive_preemption():
-    manager = make()
-    request = Request("a", range(10))
-    manager.step(new=[request])
-    request.append_tokens([10, 11])
-    manager.step([0], [2])
-    manager.free(request)
-    plan = manager.step(new=[request])
-    assert plan.num_computed_tokens.tolist() == [8] and request.num_tokens == 12
 
 
 def test_reset_fails_while_any_block_is_held():
@@ -258,34 +209,21 @@ def test_request_can_be_used_by_managers_with_different_block_sizes():
         assert manager.cache.find_prefix(follower).num_tokens == 48
 
 
-def test_free_caches_tokens_that_arrived_since_the_last_step():
+@pytest.mark.parametrize("by", ["step", "free"])
+def test_late_tokens_are_cached_when_they_arrive(by):
     manager = make()
     request = Request("a", range(6))
     manager.step(new=[request])
-    manager.step([0], [3])  # slots for tokens 6 to 8; block 1 is full when tokens 6 and 7 are known
+    manager.step([0], [3])  # slots for tokens 6 to 8, which are not known yet
+    assert manager.pool.num_cached == 1
     request.append_tokens([6, 7])
-    manager.free(request)
+    if by == "step":
+        manager.step([0], [1])
+    else:
+        manager.free(request)
     assert manager.pool.num_cached == 2
     assert manager.cache.find_prefix(Request("b", range(9))).num_tokens == 8
     check_invariants(manager)
-
-
-def test_free_caches_only_computed_tokens():
-    manager = make()
-    request = Request("a", range(6))
-    manager.step(new=[request])
-    request.append_tokens([6, 7])
-    manager.free(request)
-    assert manager.pool.num_cached == 1
-
-
-def test_request_that_opted_out_of_reading_uses_no_computed_blocks():
-    manager = make()
-    manager.step(new=[Request("a", range(10))])
-    before = state(manager)
-    with pytest.raises(ValueError, match="computed_blocks has 1 blocks, but the request has re"):
-        manager.admit(Admit(Request("b", range(10), read_cache=False), num_tokens=6), [1])
-    assert state(manager) == before
 
 
 def test_rows_of_step_and_of_admit_cannot_be_mixed():
@@ -321,53 +259,52 @@ def test_plan_clears_all_freed_rows_of_steps_and_no_others():
 
 @pytest.mark.slow
 def test_call_from_another_thread_is_rejected_and_changes_nothing():
-    manager = make()
-    request = Request("a", range(10))
+    manager, request, other = make(), Request("a", range(10)), Request("b", range(5))
     manager.step(new=[request])
     before = state(manager), manager.block_ids(request).tolist()
-    errors = []
-
-    def call(function):
-        try:
-            function()
-        except RuntimeError as error:
-            errors.append((threading.get_ident(), str(error)))
-
-    calls = [
-        lambda: manager.step([0], [1]),
-        lambda: manager.step(new=[Request("b", range(5))]),
-        lambda: manager.cache.find_prefix(Request("b", range(5))),
-        lambda: manager.admit(Admit(Request("b", range(5)), num_tokens=5), ()),
-        lambda: manager.extend(request, 1),
-        lambda: manager.free(request),
-        lambda: manager.free(Request("unknown", [1])),
-        lambda: manager.cache.reset(),
-        lambda: manager.cache.hashes(request),
-        lambda: manager.block_ids(request),
-        lambda: manager.num_computed_tokens(request),
-        lambda: manager.cache.stats,
-        lambda: manager.pool.num_free,
-        lambda: manager.cache.drain_events(),
-        lambda: check_invariants(manager),
-        lambda: manager.invalidate([1]),
-        lambda: manager.cache.evict([1]),
+    owner, calls = threading.get_ident(), [
+        *(lambda: manager.step([0], [1]), lambda: manager.step(new=[other])),
+        *(lambda: manager.admit(Admit(other, num_tokens=5), ()), lambda: manager.extend(request, 1)),
+        *(lambda: manager.free(request), lambda: manager.free(Request("unknown", [1]))),
+        *(lambda: manager.block_ids(request), lambda: manager.num_computed_tokens(request)),
+        *(lambda: manager.pool.num_free, lambda: check_invariants(manager)),
+        *(lambda: manager.invalidate([1]), lambda: manager.would_fit(other)),
+        *(lambda: manager.cache.find_prefix(other), lambda: manager.cache.hashes(request)),
+        *(lambda: manager.cache.reset(), lambda: manager.cache.stats),
+        *(lambda: manager.cache.drain_events(), lambda: manager.cache.evict([1])),
         lambda: manager.cache.start_epoch(),
-        lambda: manager.would_fit(Request("b", range(5))),
-    ]
-    for function in calls:
-        thread = threading.Thread(target=call, args=[function])
-        thread.start()
-        thread.join()
-    owner = threading.get_ident()
-    assert [text for _, text in errors] == [
-        f"called from thread {caller}, but the manager belongs to thread {owner}, which used it "
-        "first: call it from one thread"
-        for caller, _ in errors
-    ]
-    assert len(errors) == len(calls)
+    ]  # fmt: skip
+
+    def refused(call):
+        thread = threading.get_ident()
+        text = f"called from thread {thread}, but the manager belongs to thread {owner}, which used"
+        with pytest.raises(RuntimeError, match=f"{text} it first: call it from one thread"):
+            call()
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        assert all(pool.map(refused, calls))
     assert (state(manager), manager.block_ids(request).tolist()) == before
     manager.step([0], [1])
     check_invariants(manager)
+
+
+def test_quiet_rows_keep_their_blocks():
+    """Up to `quiet_until` tokens, a row gets and drops no block."""
+    manager = make()
+    a = Request("a", range(5))
+    manager.step(new=[a])
+    assert manager.quiet_until.tolist() == [8]
+    assert manager.step([0], [3]).is_empty and not manager.step([0], [1]).is_empty
+    assert manager.quiet_until.tolist() == [12]
+    a.append_tokens([1] * 4)
+    manager.fork(a, Request("b", a.token_ids))
+    assert manager.quiet_until.tolist() == [0, 0]  # they share a block that either may write
+    window = make(sliding_window=6, num_preallocate_tokens=8)
+    window.step(new=[Admit(Request("a", range(10)), 6)])
+    assert window.quiet_until.tolist() == [9]  # token 9 reads tokens 4 and later, not block 0
+    assert window.step([0], [3]).is_empty and not window.step([0], [1]).is_empty
+    assert window.block_ids(Request("a", [0]))[0] == 0
 
 
 def test_threads_sharing_a_request_get_its_hashes_or_an_error():
@@ -396,59 +333,27 @@ def test_threads_sharing_a_request_get_its_hashes_or_an_error():
 
 
 def bad_calls():
-    unknown = Request("zz", range(5))
-    other = Request("yy", range(100, 105))
+    unknown, other = Request("zz", range(5)), Request("yy", range(100, 105))
     yield lambda m, a: m.step([7], [1]), "row 7 is not in use"
     yield lambda m, a: m.step([-1], [1]), "row -1 is not in use"
     yield lambda m, a: m.step([0, 0], [1, 1]), "rows contains row 0 twice"
     yield lambda m, a: m.step([0], [-1]), "num_tokens is -1: expected 0 to 2147483647"
-    yield lambda m, a: m.step([0], [-2]), "num_tokens is -2"
     yield lambda m, a: m.step([0], [1, 2]), "rows has 1 entries, but num_tokens has 2"
     yield lambda m, a: m.step([0], [60]), "would have 70 tokens: expected at most max_model_len"
-    yield lambda m, a: m.step(new=[Admit(unknown, num_tokens=0)]), "num_tokens is 0"
+    yield lambda m, a: m.step([0], [2**31]), r"num_tokens\[0\] is 2147483648: expected a 32-bit"
     yield lambda m, a: m.step(new=[unknown, unknown]), r"new names request 'zz' twice"
-    yield (
-        lambda m, a: m.step(new=[Admit(unknown, num_reserved_blocks=-1)]),
-        "num_reserved_blocks is -1: expected 0",
-    )
+    yield lambda m, a: m.step(new=[Admit(unknown, num_reserved_blocks=-1)]), "num_reserved_blocks"
     yield lambda m, a: m.step(new=[a]), "request 'a' is already admitted"
     yield lambda m, a: m.step(new=[Request("b", range(65))]), "a new request would have 65 tokens"
     yield lambda m, a: m.step([0], [1], num_lookahead_tokens=-1), "num_lookahead_tokens is -1"
     yield lambda m, a: m.extend(unknown, 1), "request 'zz' is not admitted"
-    yield lambda m, a: m.admit(Admit(unknown, num_tokens=0), ()), "num_tokens is 0"
+    yield lambda m, a: m.admit(Admit(unknown, num_tokens=0), ()), "num_tokens is 0: expected 1 to"
+    yield lambda m, a: m.admit(Admit(unknown, num_tokens=2**70), ()), "expected at most 2147483647"
     yield lambda m, a: m.admit(Admit(a, num_tokens=3), ()), "request 'a' is already admitted"
-    yield (
-        lambda m, a: m.admit(Admit(other, num_tokens=1), [1]),
-        r"computed_blocks\[0\] is block 1, which",
-    )
-    yield (
-        lambda m, a: m.admit(Admit(unknown, num_tokens=1), [99]),
-        r"computed_blocks\[0\] is block 99",
-    )
-    yield lambda m, a: m.admit(Admit(unknown, num_tokens=1), [1, 2]), "computed_blocks has 2 blocks"
+    yield lambda m, a: m.admit(Admit(other, 1), [1]), r"computed_blocks\[0\] is block 1, which"
+    yield lambda m, a: m.admit(Admit(unknown, 1), [99]), r"computed_blocks\[0\] is block 99"
+    yield lambda m, a: m.admit(Admit(unknown, 1), [1, 2]), "computed_blocks has 2 blocks"
     yield lambda m, a: m.block_ids(unknown), "request 'zz' is not admitted"
-    for huge in (2**31, 2**63 - 1, 2**63, 2**70):
-        most = "expected 1 to 2147483647" if huge < 2**63 else "expected at most 2147483647"
-        yield (
-            lambda m, a, n=huge: m.admit(Admit(unknown, num_tokens=n), ()),
-            f"num_tokens is {huge}: {most}",
-        )
-        yield (
-            lambda m, a, n=huge: m.step([0], [1], num_lookahead_tokens=n),
-            f"num_lookahead_tokens is {huge}: expected",
-        )
-        yield (
-            lambda m, a, n=huge: m.admit(Admit(unknown, num_tokens=1, num_lookahead_tokens=n), ()),
-            f"num_lookahead_tokens is {huge}: expected",
-        )
-        yield (
-            lambda m, a, n=huge: m.step([0], [n]),
-            rf"num_tokens\[0\] is {huge}: expected a 32-bit",
-        )
-    yield (
-        lambda m, a: m.admit(Admit(unknown, num_tokens=-(2**70)), ()),
-        f"num_tokens is -{2**70}: expected 0 or",
-    )
 
 
 @pytest.mark.parametrize(("call", "message"), list(bad_calls()))
@@ -464,84 +369,23 @@ def test_invalid_call_is_reported_and_changes_nothing(call, message):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "error", "message"),
-    [
-        (0, ValueError, "num_tokens is 0: expected 1 to 2147483647"),
-        (2**63 - 1, ValueError, f"num_tokens is {2**63 - 1}: expected 1 to 2147483647"),
-        (2**64, ValueError, f"num_tokens is {2**64}: expected at most 2147483647"),
-        (
-            2**31 - 1,
-            ValueError,
-            "a row would have 2147483657 tokens: expected at most max_model_len",
-        ),
-        (1.0, TypeError, "num_tokens is 1.0: expected an integer"),
-    ],
-)
-def test_invalid_numbers_of_appended_tokens_are_reported(num_tokens, error, message):
-    manager = make()
-    request = Request("a", range(10))
-    manager.admit(Admit(request, num_tokens=10), ())
-    before = state(manager)
-    with pytest.raises(error, match=message):
-        manager.extend(request, num_tokens)
-    assert state(manager) == before
-    assert manager.extend(request, np.int64(3)).tolist() == [4]
-
-
-@pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda m: m.step(num_lookahead_tokens=0.5),
-            "num_lookahead_tokens is 0.5: expected an int",
-        ),
-        (
-            lambda m: m.admit(Admit(Request("b", [1]), num_tokens=1.5), ()),
-            "num_tokens is 1.5: expected an integer",
-        ),
-        (
-            lambda m: m.admit(Admit(Request("b", [1]), num_tokens="1"), ()),
-            "num_tokens is '1': expected an integer",
-        ),
         (lambda m: m.step([0], [1.0]), "num_tokens has dtype float64"),
-        (lambda m: m.step(new=["b"]), r"new\[0\] is 'b': expected a Request"),
-        (
-            lambda m: m.step(new=Request("b", [1])),
-            "new is Request\\(.*\\): expected a sequence",
-        ),
-        (lambda m: m.step(new=None), "new is None: expected a sequence of requests"),
-        (
-            lambda m: m.step(new=[Request("b", [1]), 5]),
-            r"new\[1\] is 5: expected a Request",
-        ),
+        (lambda m: m.step(new=[Request("b", [1]), 5]), r"new\[1\] is 5: expected a Request"),
+        (lambda m: m.step(new=Request("b", [1])), r"new is Request\(.*\): expected a sequence"),
         (lambda m: m.step(new=[Request(["b"], [1])]), r"request_id is \['b'\]: expected a string"),
-        (
-            lambda m: m.step((i for i in [0]), [1]),
-            "rows is <generator .*: expected a sequence of int",
-        ),
-        (
-            lambda m: m.step([0], (i for i in [1])),
-            "num_tokens is <generator .*: expected a sequence",
-        ),
-        (
-            lambda m: m.step(Request("b", [1]), [1]),
-            "rows is Request.*: expected a sequence of int",
-        ),
+        (lambda m: m.step((i for i in [0]), [1]), "rows is <generator .*: expected a sequence of"),
         (
             lambda m: m.step([0], [None] * 99),
             r"num_tokens is \[None, .*\.\.\.: expected a sequence",
         ),
-        (
-            lambda m: m.step(swap_out=iter([0])),
-            "swap_out is <list_iterator .*: expected a sequence",
-        ),
         (lambda m: m.free([Request("b", [1])]), r"request is \[Request.*: expected a Request"),
-        (lambda m: make(block_size=4.0), "block_size is 4.0: expected an integer"),
-        (lambda m: make(max_model_len=None), "max_model_len is None: expected an integer"),
         (lambda m: make(hash_seed=b"x"), "hash_seed is b'x': expected a string"),
     ],
 )
 def test_invalid_types_are_reported(call, message):
+    """`tests/hostile/test_wrong_calls.py` passes wrong types to every public call."""
     manager = make()
     before = state(manager)
     with pytest.raises(TypeError, match=message):
@@ -552,13 +396,6 @@ def test_invalid_types_are_reported(call, message):
 def test_new_requests_may_be_given_by_any_iterable():
     plan = make().step(new=(Request(name, range(5)) for name in "ab"))
     assert plan.rows.tolist() == [0, 1]
-
-
-def test_hash_seed_not_encodable_as_utf_8_is_reported():
-    with pytest.raises(
-        ValueError, match=r"hash_seed is '\\ud800': expected text that UTF-8 can hold"
-    ):
-        make(hash_seed="\ud800")
 
 
 @pytest.mark.slow
@@ -608,27 +445,17 @@ def test_largest_sizes_do_not_overflow():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *(
-            ({name: huge}, f"{public} is {huge}: expected")
-            for name, public in [
-                ("block_size", "block_size"),
-                ("num_blocks", "num_gpu_blocks"),
-                ("max_model_len", "max_model_len"),
-                ("num_preallocate_tokens", "num_preallocate_tokens"),
-                ("max_num_reqs", "max_num_reqs"),
-            ]
-            for huge in (2**31, sys.maxsize, 2**63, -(2**70))
-        ),
         ({"block_size": 0}, "block_size is 0: expected 1 to 2147483647"),
         ({"num_blocks": 1}, "num_gpu_blocks is 1: expected 2 to 2147483647"),
-        ({"num_blocks": -7}, "num_gpu_blocks is -7"),
+        ({"num_blocks": 2**63}, f"num_gpu_blocks is {2**63}: expected"),
         ({"max_model_len": 0}, "max_model_len is 0"),
         ({"num_preallocate_tokens": -1}, "num_preallocate_tokens is -1"),
-        ({"max_num_reqs": 0}, "max_num_reqs is 0"),
+        ({"max_num_reqs": 2**31}, "max_num_reqs is 2147483648"),
         ({"sliding_window": 0}, "window is 0: expected 1"),
+        ({"hash_seed": "\ud800"}, r"hash_seed is '\\ud800': expected text that UTF-8 can hold"),
     ],
 )
-def test_invalid_sizes_are_reported(options, message):
+def test_invalid_sizes_and_texts_are_reported(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
 
@@ -647,52 +474,35 @@ def test_tokens_are_copied_and_checked_immediately():
         Request("a", 5)
 
 
-@pytest.mark.parametrize(
-    "tokens",
-    [
-        [10, 11],
-        (10, 11),
-        range(10, 12),
-        {10: 0, 11: 0}.keys(),
-        np.array([10, 11]),
-        np.array([10, 11], np.uint8),
-        [np.int64(10), 11],
-        np.arange(10, 14, dtype=np.int32)[:2],
-        np.array([10, 0, 11, 0], np.int32)[::2],
-    ],
-)
 @pytest.mark.parametrize("is_hashed", [False, True])
-def test_tokens_may_have_any_integer_type_before_and_after_hashing(tokens, is_hashed):
+def test_tokens_may_have_any_integer_type_before_and_after_hashing(is_hashed):
+    two = np.array([10, 0, 11, 0])
+    for tokens in (
+        *([10, 11], (10, 11), range(10, 12), {10: 0, 11: 0}.keys(), [np.int64(10), 11]),
+        *(two[::2], two[::2].astype(np.uint8), two.astype(np.int32)[::2]),
+    ):
+        request = Request("a", range(10))
+        if is_hashed:
+            make().cache.hashes(request)
+        request.append_tokens(tokens)
+        assert request.token_ids.tolist() == list(range(12))
+
+
+@pytest.mark.parametrize("is_hashed", [False, True])
+def test_invalid_tokens_are_reported_before_and_after_hashing(is_hashed):
     request = Request("a", range(10))
     if is_hashed:
         make().cache.hashes(request)
-    if not hasattr(tokens, "__next__"):
-        request.append_tokens(tokens)
-    else:
-        request.append_tokens(iter([10, 11]))
-    assert request.token_ids.tolist() == list(range(12))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "error", "message"),
-    [
+    for tokens, error, message in (
         ([1, -1], ValueError, r"token_ids\[1\] is -1: expected 0 to 2147483647"),
         ([2**70], ValueError, rf"token_ids\[0\] is {2**70}: expected 0 to 2147483647"),
-        (np.array([2**31]), ValueError, r"token_ids\[0\] is 2147483648"),
         ([1.0], TypeError, "token_ids has dtype float64"),
         ([[1]], ValueError, "token_ids has 2 dimensions"),
-        ("ab", TypeError, "token_ids has dtype"),
         (None, TypeError, "token_ids is None"),
-    ],
-)
-@pytest.mark.parametrize("is_hashed", [False, True])
-def test_invalid_tokens_are_reported_before_and_after_hashing(tokens, error, message, is_hashed):
-    request = Request("a", range(10))
-    if is_hashed:
-        make().cache.hashes(request)
-    with pytest.raises(error, match=message):
-        request.append_tokens(tokens)
-    assert request.num_tokens == 10
+    ):
+        with pytest.raises(error, match=message):
+            request.append_tokens(tokens)
+        assert request.num_tokens == 10
 
 
 def test_hash_inputs_cannot_be_modified():
@@ -714,21 +524,14 @@ def test_hash_inputs_cannot_be_modified():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"lora": "ab"}, TypeError, r"lora is 'ab': expected \(name, path\)"),
         ({"lora": ("a",)}, ValueError, r"lora is \('a',\): expected \(name, path\)"),
         ({"lora": ("a", 1)}, TypeError, r"lora\[1\] is 1: expected a string"),
         ({"cache_salt": 5}, TypeError, "cache_salt is 5: expected a string"),
         ({"cache_salt": "\ud800"}, ValueError, "cache_salt is .*: expected text that UTF-8"),
-        (
-            {"mm_items": 5},
-            TypeError,
-            r"mm_items is 5: expected a list of \(identifier, first token",
-        ),
         ({"mm_items": None}, TypeError, "mm_items is None: expected a list of"),
         ({"mm_items": ["img"]}, TypeError, r"mm_items\[0\] is 'img': expected \(identifier, fir"),
         ({"mm_items": [("i", 0, 1), ("i", 1)]}, ValueError, r"mm_items\[1\] is \('i', 1\): expec"),
         ({"mm_items": [(7, 0, 1)]}, TypeError, r"mm_items\[0\]\[0\] is 7: expected a string"),
-        ({"mm_items": [("i", 0.5, 1)]}, TypeError, r"mm_items\[0\] is \('i', 0.5, 1\): expected"),
         ({"mm_items": [("i", -1, 3)]}, ValueError, r"mm_items\[0\]: 'i' starts at -1"),
         ({"mm_items": [("i", 0, 0)]}, ValueError, r"mm_items\[0\]: 'i' .* has 0 tokens"),
         ({"mm_items": [("i", 1, 2**31 - 1)]}, ValueError, "an end of at most 2147483647"),

@@ -165,49 +165,42 @@ def _explained(manager: KVCacheManager, request: Request | Admit) -> MissReport:
     return manager.cache.explain(request.request if isinstance(request, Admit) else request)
 
 
-def test_requests_that_do_not_read_the_cache_are_reported_but_not_counted() -> None:
+def test_not_read_not_taken_external_and_tail_tokens_have_their_own_reasons() -> None:
     manager = _manager()
     manager.step(new=[Request("a", range(20))])
     report = _explained(manager, Admit(Request("b", range(20)), read_cache=False))
-    assert report.missed_tokens == {"not_read": 20}
+    assert report.missed_tokens == {"not_read": 20}  # reported, but not counted
     assert manager.cache.stats.missed_tokens["not_read"] == 0
     assert sum(manager.cache.stats.missed_tokens.values()) == 20  # the counts of request a
-
-
-def test_without_caching_all_tokens_are_reported_as_not_read() -> None:
-    manager = KVCacheManager(BLOCK, 41, 400, explain_misses=1, enable_caching=False)
+    c = Request("c", range(20))
+    manager.admit(c, manager.cache.find_prefix(c).block_ids[:1])
+    assert manager.cache.explain(c).missed_tokens == {"not_taken": 12, "tail": 4}
+    report = _explained(manager, Admit(Request("d", range(500, 520)), external=External(8)))
+    assert report.missed_tokens == {"external": 8, "new": 8, "tail": 4}
+    manager = _manager(enable_caching=False)
     assert _explained(manager, Request("a", range(20))).missed_tokens == {"not_read": 20}
     assert manager.cache.stats.missed_tokens["not_read"] == 20
+    drafting = GroupSpec("full_attention", BLOCK, drafts=True)
+    manager = KVCacheManager.for_groups([drafting], 100, 400, explain_misses=1)
+    manager.step(new=[Request("a", range(16))])
+    report = _explained(manager, Request("b", range(16)))
+    assert (report.hit_tokens, report.missed_tokens) == (12, {"tail": 4})
 
 
-def test_external_tokens_are_reported_with_a_separate_reason() -> None:
-    manager = _manager()
-    report = _explained(manager, Admit(Request("a", range(20)), external=External(8)))
-    assert report.missed_tokens == {"external": 8, "new": 8, "tail": 4}
-
-
-def test_hit_blocks_omitted_by_the_caller_of_admit_are_reported_as_not_taken() -> None:
-    manager = _manager()
-    manager.step(new=[Request("a", range(20))])
-    request = Request("b", range(20))
-    found = manager.cache.find_prefix(request)
-    manager.admit(request, found.block_ids[:1])
-    assert manager.cache.explain(request).missed_tokens == {"not_taken": 12, "tail": 4}
-
-
-def test_host_blocks_above_the_limit_are_reported_as_not_loaded() -> None:
+@pytest.mark.parametrize("by_step", [True, False])
+def test_host_blocks_above_the_limit_are_reported_as_not_loaded(by_step: bool) -> None:
     manager = _manager(num_gpu_blocks=11, num_host_blocks=21)
-    manager.cache.set_now(0)
-    a = Request("a", range(20))
-    manager.report(_completed(manager.step(new=[a])))
-    manager.free(a)
-    big = Request("big", range(100, 140))
-    manager.report(_completed(manager.step(new=[big])))
-    manager.free(big)
+    for name, tokens in (("a", range(20)), ("big", range(100, 140))):
+        request = Request(name, tokens)
+        manager.report(_completed(manager.step(new=[request])))
+        manager.free(request)
     b = Request("b", range(20))
     assert manager.cache.cached_tokens(b) == (0, 16, 4)
-    report = _explained(manager, Admit(b, max_host_blocks=3))
-    assert report.missed_tokens == {"not_loaded": 16, "tail": 4}
+    if by_step:
+        manager.step(new=[Admit(b, max_host_blocks=3)])
+    else:
+        manager.admit(b)  # loads nothing from the host
+    assert manager.cache.explain(b).missed_tokens == {"not_loaded": 16, "tail": 4}
 
 
 def test_tokens_after_an_uncached_window_are_reported_as_boundary() -> None:
@@ -269,25 +262,6 @@ def test_generated_tokens_count_as_equal() -> None:
     manager.step([row], [8], token_ids=range(20, 28), num_token_ids=[8])
     report = manager.cache.explain(Request("b", [*range(28), *range(100, 110)]))
     assert (report.nearest_id, report.nearest_tokens, report.hit_tokens) == ("a", 28, 28)
-
-
-def test_admit_loads_nothing_from_the_host() -> None:
-    manager = _manager(num_gpu_blocks=11, num_host_blocks=21)
-    for name, tokens in (("a", range(20)), ("big", range(100, 140))):
-        request = Request(name, tokens)
-        manager.report(_completed(manager.step(new=[request])))
-        manager.free(request)
-    b = Request("b", range(20))
-    manager.admit(b)
-    assert manager.cache.explain(b).missed_tokens == {"not_loaded": 16, "tail": 4}
-
-
-def test_drafting_group_has_a_longer_uncacheable_tail() -> None:
-    groups = [GroupSpec("full_attention", BLOCK, drafts=True)]
-    manager = KVCacheManager.for_groups(groups, 100, 400, explain_misses=1)
-    manager.step(new=[Request("a", range(16))])
-    report = _explained(manager, Request("b", range(16)))
-    assert (report.hit_tokens, report.missed_tokens) == (12, {"tail": 4})
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ state.
 
 import numpy as np
 import pytest
-import torch
 
 from kvcache import (
     Admit,
@@ -17,7 +16,6 @@ from kvcache import (
     Request,
     Status,
     StepReport,
-    build,
     plan_cache,
 )
 from kvcache.allocator import check_invariants
@@ -150,14 +148,6 @@ def test_boundary_passed_by_rejected_drafts_is_not_a_hit():
     check_invariants(manager)
 
 
-def test_boundary_after_the_accepted_drafts_is_not_a_hit():
-    manager = manager_of(FULL, states())
-    _, pages = start(manager, 5)  # states after 6, 7, 8 and 9 tokens, the last two rejected
-    manager.step([0], [4], token_ids=[6, 60], num_token_ids=[2], num_rejected_tokens=[2])
-    (_, found), num_hit, _ = manager.cache.find_prefix(Request("probe", [*range(7), 60, 61]))
-    assert num_hit == 8 and found.tolist() == [0, pages[2]]
-
-
 def test_each_accepted_draft_stores_a_state_with_blocks_of_one_token():
     manager = manager_of(GroupSpec("full_attention", 1), states(1))
     request, pages = start(manager)
@@ -227,6 +217,13 @@ def test_swap_out_moves_only_the_state_and_no_draft_pages():
     check_invariants(manager)
 
 
+def test_failed_state_page_that_a_swap_released_restarts_the_row():
+    manager = manager_of(FULL, states(16), num_host_blocks=20)
+    _, pages = start(manager)
+    manager.step(swap_out=[0])  # accepts all drafts, and releases the page of the first state
+    assert manager.report(StepReport(1, True, failed_pages=[pages[0]])) == {"a": 0}
+
+
 def test_swap_out_accepts_drafts_so_that_a_window_is_released_up_to_the_last_of_them():
     window = GroupSpec("sliding_window", 4, {"window": 3})
     manager = manager_of(FULL, states(16), window, num_host_blocks=20)
@@ -261,13 +258,6 @@ def test_failed_page_of_a_draft_state_rolls_the_row_back(which):
     assert manager.invalidate([pages[which]]) == {"a": 0}
     assert manager.block_ids(request, 1).tolist() == []
     check_invariants(manager)
-
-
-def test_failed_spare_page_that_held_a_state_in_flight_rolls_the_row_back():
-    manager = manager_of(FULL, states(16))
-    _, pages = start(manager)
-    manager.step([0], [1], token_ids=[7, 60], num_token_ids=[2], num_rejected_tokens=[2])
-    assert manager.report(StepReport(1, True, failed_pages=[pages[0]])) == {"a": 0}
 
 
 def test_aborted_step_discards_its_drafts():
@@ -363,60 +353,6 @@ def test_the_number_of_pages_for_drafts_is_checked(num_blocks, expected):
         LayerSpec("mamba", "recurrent", 16, state_bytes=64, options=options)
 
 
-def test_random_rejections_continue_from_the_right_state():
-    """Simulates a worker in which the state after a token is the sum of all tokens so far."""
-    layers = [LayerSpec("full", "full_attention", 4, 1, 8)]
-    options = {"num_speculative_blocks": 2}
-    layers += [
-        LayerSpec(f"m{i}", "recurrent", 4, dtype="float32", state_bytes=64, options=options)
-        for i in range(2)
-    ]
-    plan = plan_cache(layers, 2**17, max_model_len=256, state_interval=8)
-    cache = build(plan, max_num_reqs=4)
-    tables, pick = cache.tables, np.random.default_rng(7)
-    truth = {}  # row -> accepted tokens
-
-    def compute(plan, row, tokens, num_drafts):
-        cache.worker.apply(plan)
-        begin = plan.num_computed_tokens[plan.rows == row][0]
-        assert begin == len(truth[row])
-        for layer in ("m0", "m1"):
-            states = cache.kv_cache(layer)
-            pages = (
-                tables[cache.group(layer)]
-                .state_pages([row], [begin + len(tokens)], [num_drafts])[0]
-                .long()
-            )
-            assert pages[: 1 + num_drafts].all() and not pages[1 + num_drafts :].any()
-            before = states[pages[0]].clone()
-            assert before.unique().tolist() == [float(sum(truth[row]))]
-            after = before + torch.tensor(tokens).cumsum(0)[:, None, None]
-            states[pages[: 1 + num_drafts]] = after[len(tokens) - 1 - num_drafts :]
-
-    requests = {}
-    for row in range(3):
-        requests[row] = Request(f"r{row}", [row, 5, 7, 11, 13][: 2 + row])
-        truth[row] = []
-        compute(cache.manager.step(new=[requests[row]]), row, requests[row].token_ids.tolist(), 0)
-        truth[row] = requests[row].token_ids.tolist()
-    rejected, accepted = dict.fromkeys(range(3), 0), {row: [] for row in range(3)}
-    for _ in range(150):
-        row, sampled = int(pick.integers(3)), int(pick.integers(1, 50))
-        num_drafts = int(pick.integers(3))
-        drafts = pick.integers(1, 50, num_drafts).tolist()
-        plan = cache.manager.step(
-            [row], [1 + num_drafts], token_ids=[*accepted[row], sampled],
-            num_token_ids=[len(accepted[row]) + 1], num_rejected_tokens=[rejected[row]],
-        )  # fmt: skip
-        assert plan.status.tolist() == [Status.SERVED]
-        compute(plan, row, [sampled, *drafts], num_drafts)
-        num_accepted = int(pick.integers(num_drafts + 1))
-        accepted[row], rejected[row] = drafts[:num_accepted], num_drafts - num_accepted
-        truth[row] += [sampled, *accepted[row]]
-    check_invariants(cache.manager)
-    assert min(map(len, truth.values())) > 60
-
-
 def test_pages_of_earlier_drafts_are_released_for_a_block():
     """The row fills the pool with 7 pages: 3 blocks, the state, and 3 draft pages.
 
@@ -472,35 +408,3 @@ def test_overwritten_state_page_is_no_longer_found():
     assert passed in manager.block_ids(request, 1)
     assert hit_length(manager, range(9)) == 0
     check_invariants(manager)
-
-
-def test_row_continues_where_it_overwrote_a_cached_state():
-    """A block has 2 tokens, so a state can be cached after every 2 tokens.
-
-    Pages that drafts have passed are published and then reused for the next drafts.
-    """
-    groups = [GroupSpec("full_attention", 2), states(2)]
-    manager = manager_of(*groups, num_blocks=12)
-    request, other = Request("a", range(7)), Request("o", [90])
-    manager.step(new=[request, other])
-    manager.step([0], [3], token_ids=[7])
-    manager.step([0], [2], token_ids=[8, 9, 10], num_token_ids=[3])
-    manager.free(other)
-    for _ in range(2):
-        plan = manager.step([0], [1], token_ids=[11, 12], num_token_ids=[2])
-        assert plan.status.tolist() == [Status.SERVED]
-        check_invariants(manager)
-
-
-def test_pages_released_after_a_fork_wait_for_issued_steps():
-    groups = [GroupSpec("full_attention", 4), states(4)]
-    manager = manager_of(*groups, num_blocks=41, fence_frees=True)
-    request, child = Request("a", range(6)), Request("c", range(10))
-    manager.step(new=[request])
-    plan = manager.step([0], [4], token_ids=[6])
-    request.append_tokens([7, 8, 9])
-    manager.fork(request, child)
-    manager.free(request, child)
-    manager.report(StepReport(plan.step_id, True))
-    assert (manager.pool.num_fenced, manager.pool.num_free) == (0, 40)
-    assert manager.cache.reset()

@@ -17,16 +17,24 @@ from kvcache import (
 from kvcache.allocator import RequestState, check_invariants
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcache.step import Status
-from tests.machinery.shared import sampled
+from tests.machinery.shared import manager_of, sampled
+from tests.machinery.steps import ENCODER, FULL, STATE, go, ids, new
 
-FULL = GroupSpec("full_attention", 4)
+NEW = Request("new", [1])
 
 
 def make(num_blocks=6, num_host_blocks=20, groups=(FULL,), **options):
-    options = {"num_preallocate_tokens": 0} | options
-    return KVCacheManager.for_groups(
-        groups, num_blocks, 64, num_host_blocks=num_host_blocks, **options
-    )
+    return manager_of(*groups, num_blocks=num_blocks, num_host_blocks=num_host_blocks, **options)
+
+
+def with_offloaded(**options):
+    """Return an engine that served two prompts of 16 tokens, the first of which was partly evicted to
+    the host.
+    """
+    engine = Engine(**options)
+    engine.run("a", range(16))
+    engine.run("b", range(100, 116))
+    return engine
 
 
 class Engine:
@@ -156,16 +164,15 @@ def test_hit_prefers_device_blocks_individually():
 
 
 def test_caller_may_decline_host_hits():
-    engine = Engine()
-    engine.run("a", range(16))
-    engine.run("b", range(100, 116))
+    engine = with_offloaded()
     tokens = engine.manager.cache.cached_tokens(Request("probe", range(16)))
-    assert tokens.with_host > tokens.on_device
-    assert tokens.num_host_blocks > 0
+    assert tokens.with_host > tokens.on_device and tokens.num_host_blocks > 0
     most = tokens.num_host_blocks - 1
     _, plan = engine.admit("a2", range(16), max_host_blocks=most)
-    assert len(plan.swap_in) == 0
-    assert plan.num_computed_tokens.tolist() == [tokens.on_device]
+    assert len(plan.swap_in) == 0 and plan.num_computed_tokens.tolist() == [tokens.on_device]
+    engine.manager.cache.start_epoch()  # clears both tiers
+    assert engine.manager.host_pool.num_cached == engine.manager.pool.num_cached == 0
+    assert engine.run("a3", range(16)).num_computed_tokens.tolist() == [0]
 
 
 def test_write_through_writes_in_the_next_plan():
@@ -191,23 +198,21 @@ def test_fenced_page_written_to_the_host_is_not_reallocated_before_the_report():
     assert manager.step(new=[Request("c", range(200, 212))]).status.tolist() == [Status.SERVED]
 
 
-def test_page_of_an_aborted_write_is_not_found():
-    manager = make()
-    for name, start in (("a", 0), ("b", 100)):
-        request = Request(name, range(start, start + 16))
-        plan = manager.step(new=[request])
-        manager.free(request)
-    assert manager.host_pool.num_cached > 0
-    manager.abort(plan.step_id)
-    assert manager.host_pool.num_cached == 0
-    check_invariants(manager)
+@pytest.mark.parametrize("completed", [False, True])
+def test_page_that_was_not_written_is_not_found(completed):
+    engine = Engine()
+    engine.run("a", range(16))
+    plan = engine.manager.step(new=[Request("b", range(100, 116))])
+    pages = plan.swap_out[:, 1].tolist()
+    assert engine.manager.host_pool.num_cached == len(pages) > 0
+    report = StepReport(plan.step_id, completed, failed_host_pages=pages if completed else [])
+    assert engine.manager.report(report) == ({} if completed else {"b": 0})
+    assert engine.manager.host_pool.num_cached == 0
+    check_invariants(engine.manager)
 
 
 def test_aborted_load_is_not_found_and_its_row_returns_to_an_earlier_token():
-    engine = Engine()
-    manager = engine.manager
-    engine.run("a", range(16))
-    engine.run("b", range(100, 116))
+    manager = with_offloaded().manager
     on_device = manager.cache.cached_tokens(Request("probe", range(16))).on_device
     plan = manager.step(new=[Request("a2", range(16))])
     assert len(plan.swap_in) > 0
@@ -219,39 +224,15 @@ def test_aborted_load_is_not_found_and_its_row_returns_to_an_earlier_token():
 
 
 def test_failed_load_is_not_found_on_either_tier():
-    engine = Engine()
-    manager = engine.manager
-    engine.run("a", range(16))
-    engine.run("b", range(100, 116))
-    plan = manager.step(new=[Request("a2", range(16))])
+    manager = with_offloaded().manager
+    again = Request("a2", range(16))
+    plan = manager.step(new=[again])
     block = int(plan.swap_in[0, 1])
-    column = manager.block_ids(Request("a2", [1])).tolist().index(block)
+    column = ids(manager, again).index(block)
     report = StepReport(plan.step_id, completed=True, failed_pages=[block])
     assert manager.report(report) == {"a2": column * 4}
-    tokens = manager.cache.cached_tokens(Request("probe", range(16)))
-    assert tokens.with_host <= column * 4
+    assert manager.cache.cached_tokens(Request("probe", range(16))).with_host <= column * 4
     check_invariants(manager)
-
-
-def test_host_page_that_was_not_written_is_not_found():
-    engine = Engine()
-    manager = engine.manager
-    engine.run("a", range(16))
-    request = Request("b", range(100, 116))
-    plan = manager.step(new=[request])
-    report = StepReport(plan.step_id, True, failed_host_pages=plan.swap_out[:, 1].tolist())
-    assert manager.report(report) == {}
-    assert manager.host_pool.num_cached == 0
-    check_invariants(manager)
-
-
-def test_new_epoch_clears_both_tiers():
-    engine = Engine()
-    engine.run("a", range(16))
-    engine.run("b", range(100, 116))
-    engine.manager.cache.start_epoch()
-    assert engine.manager.host_pool.num_cached == engine.manager.pool.num_cached == 0
-    assert engine.run("a2", range(16)).num_computed_tokens.tolist() == [0]
 
 
 @pytest.mark.slow
@@ -272,7 +253,7 @@ def test_unbounded_host_tier_has_the_same_hits_as_an_unbounded_device(num_blocks
 
 
 def test_states_are_loaded_into_the_page_that_continues_them():
-    groups = [FULL, GroupSpec("recurrent", 4)]
+    groups = [FULL, STATE]
     engine = Engine(num_blocks=9, groups=groups)
     manager = engine.manager
     for name, start in (("a", 0), ("b", 100), ("c", 200)):
@@ -339,9 +320,8 @@ def test_blocks_of_a_swapped_out_row_are_available_in_the_same_step():
     assert engine.step([0], [1]).status.tolist() == [Status.WAIT]
     assert engine.manager.state(request) is RequestState.SWAPPED_OUT
     engine.manager.free(other)
-    assert engine.step([0], [5]).status.tolist() == [
-        Status.NEVER
-    ]  # the pool has fewer than 5 blocks
+    # The pool has fewer than 5 blocks.
+    assert engine.step([0], [5]).status.tolist() == [Status.NEVER]
     assert engine.step([0], [4]).status.tolist() == [Status.SERVED]
 
 
@@ -371,52 +351,19 @@ def test_shared_blocks_are_swapped_once():
     assert len(plan.copy) == 0
 
 
-def test_lookahead_blocks_are_not_swapped_out():
-    engine = Engine(num_blocks=12)
-    request = Request("a", range(4))
-    engine.step(new=[Admit(request, num_lookahead_tokens=8)])
-    assert len(engine.manager.block_ids(request)) == 3
-    assert len(engine.step(swap_out=[0]).swap_out) == 1
-    engine.step([0], [1])
-    assert len(engine.manager.block_ids(request)) == 2
-
-
-def test_blocks_outside_the_window_are_not_swapped_in():
-    engine = Engine(num_blocks=12, groups=[GroupSpec("sliding_window", 4, {"window": 5})])
-    engine.admit("a", range(16))
-    assert len(engine.step(swap_out=[0]).swap_out) == 4
-    plan = engine.step([0], [1])
-    assert len(plan.swap_in) == 1
-    assert plan.append_ids[0].tolist()[:3] == [0, 0, 0]
-
-
-def test_pages_of_an_encoder_are_swapped_with_the_row():
-    engine = Engine(num_blocks=12, groups=[FULL, GroupSpec("cross_attention", 4)])
-    request = Request("a", range(5), num_encoder_tokens=7)
-    engine.step(new=[request])
-    assert len(engine.step(swap_out=[0]).swap_out) == 4
-    plan = engine.step([0], [1])
-    assert len(plan.swap_in) == 4
-    assert len(engine.manager.block_ids(request, 1)) == 2
-
-
-def test_recompute_after_preemption_hits_the_blocks_still_cached():
-    engine = Engine(num_blocks=6)
-    request, _ = engine.admit("a", range(16))
-    engine.manager.free(request)
-    engine.run("b", range(100, 120))
-    plan = engine.step(new=[request])
-    assert plan.num_computed_tokens.tolist() == [12]
-    assert len(plan.swap_in) > 0
-
-
-def test_freed_row_releases_its_host_pages():
-    engine = Engine(num_blocks=9)
-    request, _ = engine.admit("a", range(10))
-    engine.step(swap_out=[0])
-    engine.manager.free(request)
-    assert engine.manager.host_pool.num_free == engine.manager.host_pool.num_total
-    assert engine.step().clear_rows.tolist() == [0]
+def test_only_blocks_that_a_row_reads_are_swapped():
+    window = GroupSpec("sliding_window", 4, {"window": 5})
+    for groups, request, num_out, num_in, held in (
+        ([window], Admit(Request("a", range(16))), 4, 1, 2),
+        ([FULL], Admit(Request("a", range(4)), num_lookahead_tokens=8), 1, 1, 2),
+        ([FULL, ENCODER], Admit(Request("a", range(5), num_encoder_tokens=7)), 4, 4, 4),
+    ):
+        engine = Engine(num_blocks=12, groups=groups)
+        engine.step(new=[request])
+        assert len(engine.step(swap_out=[0]).swap_out) == num_out
+        assert len(engine.step([0], [1]).swap_in) == num_in
+        tables = [ids(engine.manager, request.request, g) for g in range(len(groups))]
+        assert sum(page > 0 for table in tables for page in table) == held
 
 
 def test_blocks_of_a_swapped_out_row_can_still_be_hit():
@@ -441,31 +388,23 @@ def test_row_loses_its_kv_if_its_swap_is_aborted(which):
     assert manager.step([0], [10]).status.tolist() == [Status.SERVED]
 
 
-def test_rows_depending_on_an_invalid_page_are_found_after_its_swap_out():
-    """Found by a random run of the contents simulation."""
+def test_blocks_computed_from_an_invalid_page_are_found_after_swaps():
+    """Found by random runs: the row was on the host, or its blocks had no hash when they were
+    released.
+    """
     manager = make(num_blocks=9, enable_caching=False)
-    request = Request("a", range(10))
-    manager.step(new=[request])
-    block = int(manager.block_ids(request)[1])
+    block = ids(manager, new(manager, "a", 10))[1]
     manager.step(swap_out=[0])
     assert manager.invalidate([block]) == {"a": 0}
     check_invariants(manager)
-
-
-def test_blocks_of_a_freed_row_swapped_in_from_an_invalid_page_are_found():
-    """Found by a random run of the contents simulation: the row's blocks had no hash when they were
-    released.
-    """
     manager = make(num_blocks=9)
-    request = Request("a", range(7))
-    manager.step(new=[request])
+    a = new(manager, "a", 7)
     plan = manager.step(swap_out=[0])
-    page = plan.swap_out[1, 1]
-    manager.step([0], [1], token_ids=[7])  # the step fills the block that was swapped in
-    manager.free(request)
+    go(manager, a, 1, token_ids=[7])  # the step fills the block that was swapped in
+    manager.free(a)
     probe = Request("probe", range(9))
     assert manager.cache.cached_tokens(probe).on_device == 8
-    manager.report(StepReport(plan.step_id, True, failed_host_pages=[page]))
+    manager.report(StepReport(plan.step_id, True, failed_host_pages=[plan.swap_out[1, 1]]))
     assert manager.cache.cached_tokens(probe).on_device == 4
     check_invariants(manager)
 
@@ -495,14 +434,8 @@ def test_blocks_without_hashes_of_a_freed_row_are_found_by_a_later_invalidation(
         (lambda m: m.step(swap_out=[1]), "row 1 is swapped out"),
         (lambda m: m.block_ids(m.away), "row 1 is swapped out"),
         (lambda m: m.fork(m.away, Request("c", range(50, 59))), "row 1 is swapped out"),
-        (
-            lambda m: m.step(new=[Admit(Request("c", [1]), max_host_blocks=-1)]),
-            "max_host_blocks is -1",
-        ),
-        (
-            lambda m: m.admit(Admit(Request("c", [1]), max_host_blocks=1)),
-            "max_host_blocks is 1: expected None, because admit loads no blocks from the host",
-        ),
+        (lambda m: m.step(new=[Admit(NEW, max_host_blocks=-1)]), "max_host_blocks is -1"),
+        (lambda m: m.admit(Admit(NEW, max_host_blocks=1)), "is 1: expected None, because admit"),
         (lambda m: m.report(StepReport(0, True, failed_host_pages=[0])), "failed_host_pages holds"),
     ],
 )
@@ -515,6 +448,7 @@ def test_invalid_swaps_are_rejected_and_change_nothing(call, message):
     with pytest.raises(ValueError, match=message):
         call(manager)
     assert (manager.pool.num_free, manager.host_pool.num_free) == before
+    assert not manager.cache.reset()
     check_invariants(manager)
 
 
@@ -529,76 +463,52 @@ def test_swaps_are_rejected_without_a_host_tier():
         manager.report(StepReport(0, True, failed_host_pages=[1]))
 
 
+HOST = {"num_host_blocks": 9}
+LEARNED = HOST | {"eviction": "learned", "host_eviction": "learned"}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"host_write": "sometimes"},
-            ValueError,
-            "host_write is 'sometimes': expected 'back' or 'through'",
-        ),
-        ({"host_write": ["x"]}, ValueError, "host_write is "),
+        ({"host_write": "x"}, ValueError, "host_write is 'x': expected 'back' or 'through'"),
         ({"eviction": None}, TypeError, "eviction is None: expected the name of a policy"),
-        ({"eviction_options": [1]}, TypeError, "eviction_options is .1.: expected a dict"),
-        (
-            {"host_eviction": "priority", "num_host_blocks": 9},
-            ValueError,
-            "host_eviction is 'priority': expected one of learned, lru .th",
-        ),
-        (
-            {"host_eviction": "s3", "num_host_blocks": 9},
-            ValueError,
-            "host_eviction is 's3': expected one of learned, lru$",
-        ),
-        (
-            {"host_eviction": "lru", "host_eviction_options": {"x": 1}, "num_host_blocks": 9},
-            ValueError,
-            "host_eviction 'lru': option 'x' is 1: expected no options",
-        ),
-        (  # no host tier
-            {"host_eviction": "learned"},
-            ValueError,
-            "host_eviction is 'learned': expected only with a host tier .num_host_blocks of 2",
-        ),
-        ({"num_host_blocks": 1}, ValueError, "num_host_blocks is 1: expected 2 to"),
-        ({"num_host_blocks": -1}, ValueError, "num_host_blocks is -1: expected 2 to"),
-        ({"num_host_blocks": 2.5}, TypeError, "num_host_blocks is 2.5: expected an integer"),
         ({"eviction": "oldest"}, ValueError, "eviction is 'oldest': expected one of last_access"),
+        ({"eviction_options": [1]}, TypeError, "eviction_options is .1.: expected a dict"),
         ({"eviction_options": {"x": 1}}, ValueError, "option 'x' is 1: expected no options"),
         (
-            {"host_eviction": "s3"},
+            HOST | {"host_eviction": "priority"},
             ValueError,
-            "host_eviction is 's3': expected one of learned, lru",
+            "'priority': expected one of learned, l",
+        ),
+        (HOST | {"host_eviction": "s3"}, ValueError, "is 's3': expected one of learned, lru$"),
+        ({"host_eviction": "s3"}, ValueError, "is 's3': expected one of learned, lru"),
+        ({"host_eviction": "learned"}, ValueError, "is 'learned': expected only with a host tier"),
+        (
+            HOST | {"host_eviction": "learned"},
+            ValueError,
+            "eviction is 'lru': expected 'learned' fo",
         ),
         (
-            {"host_eviction_options": {"share": 0.2}},
+            {"host_eviction_options": {"x": 2}},
             ValueError,
-            "host_eviction 'lru': option 'share' is 0.2: expected no options",
+            "host_eviction 'lru': option 'x' is 2: ex",
         ),
         (
-            {"host_eviction": "learned", "num_host_blocks": 9},
+            LEARNED | {"host_eviction_options": {"x": 1}},
             ValueError,
-            "host_eviction is 'learned', and eviction is 'lru': expected 'learned' for both, be",
+            "'learned': option 'x' is 1: ex",
         ),
+        ({"num_host_blocks": 1}, ValueError, "num_host_blocks is 1: expected 2 to"),
+        ({"num_host_blocks": 2.5}, TypeError, "num_host_blocks is 2.5: expected an integer"),
         (
-            {"eviction": "learned", "min_gain_to_write": 0.5, "num_host_blocks": 9},
+            HOST | {"eviction": "learned", "min_gain_to_write": 0.5},
             ValueError,
             "min_gain_to_write is 0.5.*, and host_eviction is 'lru': expected 'learned'",
         ),
         (
-            {
-                "eviction": "learned",
-                "host_eviction": "learned",
-                "host_eviction_options": {"share": 0.5},
-                "num_host_blocks": 9,
-            },
-            ValueError,
-            "host_eviction 'learned': option 'share' is 0.5: expected no options",
-        ),
-        (
             {"min_gain_to_write": 1.5},
             ValueError,
-            "min_gain_to_write is 1.5.*: expected 0 to 1 hits per bl",
+            "min_gain_to_write is 1.5.*: expected 0 to 1 hits",
         ),
         ({"min_gain_to_write": float("nan")}, ValueError, "min_gain_to_write is "),
         ({"min_gain_to_write": "x"}, TypeError, "min_gain_to_write is 'x': expected a number"),
@@ -623,7 +533,7 @@ def test_plans_do_not_contain_rows_on_the_host():
     plan = engine.step(swap_out=[row])
     assert plan.clear_rows.tolist() == [row]
     assert len(plan.append_rows) == 0
-    manager = make(num_blocks=12, groups=[FULL, GroupSpec("cross_attention", 4)])
+    manager = make(num_blocks=12, groups=[FULL, ENCODER])
     manager.step(new=[Request("e", range(5), num_encoder_tokens=7)])
     plan = manager.step(swap_out=[0])
     manager.abort(plan.step_id)
@@ -676,7 +586,7 @@ def test_swap_outs_take_host_pages_before_write_through():
 
 
 def test_tokens_can_be_rejected_after_a_fork_with_an_encoder():
-    manager = make(num_blocks=40, groups=[FULL, GroupSpec("cross_attention", 4)])
+    manager = make(num_blocks=40, groups=[FULL, ENCODER])
     parent = Request("p", range(8), num_encoder_tokens=4)
     manager.step(new=[parent])
     child = Request("c1", range(9), num_encoder_tokens=4)
@@ -715,14 +625,6 @@ def test_clock_cannot_go_back():
     manager.cache.set_now(100)
     with pytest.raises(ValueError, match="set to 99000 ms: expected 100000 or more"):
         manager.cache.set_now(99)
-
-
-def test_blocks_after_a_gap_are_not_pinned():
-    manager = KVCacheManager(4, 9, 64, num_preallocate_tokens=0)
-    request = Request("chat", range(12))
-    manager.step(new=[request])
-    manager.cache.evict([int(manager.block_ids(request)[1])])
-    assert manager.cache.pin("session", request) == 1
 
 
 # Eviction and pins through the manager ---------------------------------------------------------------
@@ -769,56 +671,34 @@ def test_pinned_blocks_are_evicted_only_if_nothing_else_is_left():
     check_invariants(manager)
 
 
-def test_pin_of_an_evicted_block_does_not_affect_other_sessions():
-    manager = KVCacheManager(4, 3, 64, num_preallocate_tokens=0)
-    requests = [Request(name, range(8)) for name in ("chat", "again")]
-    ids = []
-    # Both requests use the same tokens and blocks, with an eviction in between.
-    for request in requests:
-        manager.step(new=[request])
-        ids.append(manager.block_ids(request).tolist())
-        manager.free(request)
-        assert manager.cache.pin(request.request_id, request) == 2
-        if request is requests[0]:
-            manager.cache.evict(ids[0])
-    assert ids[0] == ids[1]
-    assert manager.cache.unpin("chat") == 2
-    assert manager.pool.num_pinned == 2
-    assert manager.cache.unpin("again") == 0
-
-
-def test_repinned_session_releases_its_earlier_blocks():
-    manager = KVCacheManager(4, 9, 64, num_preallocate_tokens=0)
-    for name, start in (("a", 0), ("b", 100)):
-        request = Request(name, range(start, start + 8))
-        manager.step(new=[request])
-        manager.free(request)
-    assert manager.cache.pin("session", Request("a", range(8))) == 2
-    assert manager.pool.num_pinned == 2
-    assert manager.cache.pin("session", Request("a", range(4))) == 1
-    assert manager.pool.num_pinned == 1
-    manager.cache.unpin("session")
+def test_each_session_pins_its_own_cached_blocks():
+    manager = manager_of(FULL, num_blocks=9)
+    chat = new(manager, "chat", 12)
+    pages, pin = ids(manager, chat), manager.cache.pin
+    manager.free(chat)
+    assert (pin("one", chat), manager.pool.num_pinned) == (3, 3)
+    assert (pin("one", Request("b", range(4))), manager.pool.num_pinned) == (1, 1)  # replaces them
+    manager.cache.evict(pages[1:2])
+    assert pin("two", chat) == 1  # not the block after the gap
+    manager.cache.evict(pages[:1])
+    again = new(manager, "again", 8)
+    manager.free(again)
+    assert pin("three", again) == 2
+    assert [manager.cache.unpin(name) for name in ("one", "two")] == [1, 1]  # these were evicted
+    assert manager.pool.num_pinned == 2 and manager.cache.unpin("three") == 0
     assert manager.pool.num_pinned == 0
 
 
-@pytest.mark.parametrize(
-    ("retention", "error", "message"),
-    [
+def test_free_with_invalid_retention_frees_nothing():
+    manager, request = KVCacheManager(4, 9, 64), Request("a", range(8))
+    manager.step(new=[request])
+    for retention, error, message in (
         ([(0, 4, 101, None)], ValueError, r"retention\[0\]: priority is 101: expected 0 to 100"),
         ([(4, 0, 1, None)], ValueError, r"retention\[0\]: stop is 0: expected 4 to"),
-        (
-            [(0, 4, 1, -1.0)],
-            ValueError,
-            r"retention\[0\]: seconds is -1.0: expected a finite number",
-        ),
+        ([(0, 4, 1, -1.0)], ValueError, r"retention\[0\]: seconds is -1.0: expected a finite"),
         (5, TypeError, "retention is 5: expected a list of tuples"),
         ([(0, 4)], TypeError, r"expected \(first token, stop, priority, seconds or None\)"),
-    ],
-)
-def test_free_with_invalid_retention_frees_nothing(retention, error, message):
-    manager = KVCacheManager(4, 9, 64)
-    request = Request("a", range(8))
-    manager.step(new=[request])
-    with pytest.raises(error, match=message):
-        manager.free(request, retention=retention)
-    assert manager.row(request) == 0
+    ):
+        with pytest.raises(error, match=message):
+            manager.free(request, retention=retention)
+        assert manager.row(request) == 0
