@@ -146,7 +146,7 @@ fuzz: setup
 
 # Compile every kernel, with warnings and register spills as errors. Requires nvcc, but no GPU.
 cuda-check: setup
-	$(BIN)/python -m benchmarks.cuda_check
+	$(BIN)/python tools/cuda_check.py
 
 # Run the tests marked gpu on a CUDA runtime without a GPU (docs/gpu_less.md). Requires nvcc, and
 # downloads the CUDA build of torch (gigabytes) once. If nvcc or torch is unavailable, prints a message
@@ -190,7 +190,7 @@ test-wheel: wheel
 	$(BIN)/python -m tests.machinery.wheel_check --torch $(TORCH)
 
 bench: setup
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(ARGS)
 
 # Build the documentation site in build/site, with warnings as errors. ruff formats the signatures.
 docs: setup $(VENV)/.docs
@@ -198,7 +198,7 @@ docs: setup $(VENV)/.docs
 	@echo "build/site/index.html"
 
 # Check and measure on a machine with an NVIDIA GPU, using its python3 (docs/measuring.md). LEASE=2
-# repeats what failed or may vary in an earlier `make gpu`. ONLY="jit nixl" runs these stages.
+# repeats what failed or may vary in an earlier `make gpu`. ONLY=nixl runs this stage.
 gpu:
 	$(PYTHON) -m benchmarks.gpu --results $(GPU_RESULTS) $(LEASE:%=--lease %) $(ONLY:%=--only %)
 

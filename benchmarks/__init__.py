@@ -1,6 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks.
-
-Each benchmark also measures a baseline or a limit for comparison. See `python -m benchmarks
---help`.
-"""
+"""Benchmarks, each beside a baseline or a limit. See `python -m benchmarks --help`."""

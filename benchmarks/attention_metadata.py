@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures attention metadata on the CPU with one thread, compared with NumPy code like that in
-engines.
-"""
+"""Measures attention metadata on the CPU with one thread, beside NumPy code like that in engines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
-import torch
 
-from benchmarks.measure import Result, median_times, seconds_per_call
+from benchmarks.measure import Result, median_times, one_thread, seconds_per_call
 from kvcache import AttentionMetadataBuilder, BlockTables, TableShape
 
 BLOCK_SIZE, MAX_LEN, WINDOWS = 16, 8192, (None, 1024, None, 1024)
@@ -88,21 +85,10 @@ def tables_of(num_reqs: int, device: str = "cpu") -> BlockTables:
     return tables
 
 
-def device_build(num_reqs: int, query_len: int, device: str = "cuda") -> Callable[[], object]:
-    """Return a function that builds the metadata from lengths on the device, as in a CUDA graph."""
-    builder = AttentionMetadataBuilder(tables_of(num_reqs, device))
-    batch = [torch.from_numpy(x).to(device) for x in batch_of(num_reqs, query_len)]
-    return lambda: builder.build(*batch, max_seq_len=3072)
-
-
 def all_results() -> Iterator[Result]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         for name, num_reqs, query_len in cases():
             yield from one_case(name, num_reqs, query_len)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def one_case(name: str, num_reqs: int, query_len: int) -> Iterator[Result]:
@@ -130,4 +116,4 @@ def one_case(name: str, num_reqs: int, query_len: int) -> Iterator[Result]:
     )
     to_us = 1e6 / calls
     yield Result(f"metadata, {name}", "us", build * to_us, numpy * to_us, "numpy")
-    yield Result("  lengths only", "us", host * to_us)
+    yield Result(f"metadata, {name}, lengths only", "us", host * to_us)

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures hashing, the block pool, decode steps, lookups, and a replay of the conversation
-trace.
-"""
+"""Measures hashing, the block pool, decode steps, lookups, and a replay of the conversation trace."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import perf_counter, process_time
+from time import process_time
 
 import numpy as np
 
@@ -38,10 +35,9 @@ def hashing() -> Iterator[Result]:
     )
     to_ns = 1e9 / num_blocks
     name = "block hash, 16 tokens, SHA-256 over canonical CBOR"
-    yield Result(name, "ns/block", ours * to_ns, cbor * to_ns, "cbor2 + hashlib", 300, 130)
-    yield Result(
-        "  the same", "ns/block", ours * to_ns, plain * to_ns, "hashlib alone, raw bytes", 300, 130
-    )
+    yield Result(name, "ns/block", ours * to_ns, cbor * to_ns, "cbor2 + hashlib", 300)
+    peer = "hashlib alone, raw bytes"
+    yield Result(f"{name}, beside hashlib", "ns/block", ours * to_ns, plain * to_ns, peer)
 
 
 def pool() -> Iterator[Result]:
@@ -49,11 +45,11 @@ def pool() -> Iterator[Result]:
     ours, peer = median_times(
         lambda: BlockPool(1_000_001), lambda: peers.PrefixCache(1_000_001), rounds=3
     )
-    yield Result("pool of 1 million blocks, construct", "s", ours, peer, "Python lists", 0.2, 0.05)
+    yield Result("pool of 1 million blocks, construct", "s", ours, peer, "Python lists", 0.2)
     (ten,) = median_times(lambda: BlockPool(10_000_001), rounds=3)
     yield Result("pool of 10 million blocks, construct", "s", ten, bar=2.0)
     size = BlockPool(1_000_001).num_bytes / 1_000_001
-    yield Result("native pool", "bytes/block", size, bar=100, goal=64)
+    yield Result("native pool", "bytes/block", size, bar=100)
 
 
 def _lives(pool: BlockPool, size: int, num_requests: int) -> Callable[[], None]:
@@ -102,9 +98,11 @@ def eviction() -> Iterator[Result]:
         name = f"{name}, of {num_blocks:,}: learned"
         yield Result(name, "ns", learned, lru, "lru", lru + 60)
         more = (pools[0].num_bytes - pools[1].num_bytes - fixed) / num_blocks
-        yield Result("  memory beyond that of lru, without the fixed", "bytes/block", more, bar=18)
+        name = f"learned: memory beyond that of lru, without the fixed, of {num_blocks:,}"
+        yield Result(name, "bytes/block", more, bar=18)
     wide = (extra_bytes(1_000_002) - fixed) / 1_000_000
-    yield Result("  the same of 1 million, unused", "bytes/block", wide, bar=16)
+    name = "learned: memory beyond that of lru, without the fixed, of 1 million unused"
+    yield Result(name, "bytes/block", wide, bar=16)
 
     def decode_step(eviction: str) -> Callable[[], object]:
         manager = KVCacheManager(16, 65_537, 2**20, num_preallocate_tokens=0, eviction=eviction)
@@ -170,78 +168,9 @@ def decode(num_rows: int, with_tokens: bool) -> Iterator[Result]:
     # Both must have allocated the same number of blocks.
     assert manager.pool.num_free == len(cache.free_blocks)
     what = "tokens and hashes too" if with_tokens else "allocation only"
-    bar, goal = (0.6, 0.15) if with_tokens else (0.5, 0.1)
-    name = f"decode step, {num_rows:,} rows, {what}"
+    name, bar = f"decode step, {num_rows:,} rows, {what}", 0.6 if with_tokens else 0.5
     to_us = 1e6 / num_rows
-    yield Result(name, "us/row", ours * to_us, peer * to_us, "Python, row by row", bar, goal)
-
-
-def decode_calls(num_rows: int, bar: float) -> Iterator[Result]:
-    """Measure all calls of a decode step, in the control plane and in the data plane, with one
-    token per row and no new blocks.
-
-    The baseline is a row-by-row allocator in Python with slot mapping in NumPy.
-    """
-    from benchmarks.tables import NumpyTables
-    from kvcache import BlockTables, KVStorage, TableShape, Worker
-
-    num_steps = 65
-    num_blocks = num_rows * 16 + 1
-    manager = KVCacheManager(16, num_blocks, 256, num_preallocate_tokens=100, max_num_reqs=num_rows)
-    tables = BlockTables(
-        [TableShape(16, 16)], max_num_reqs=num_rows, max_num_tokens=max(num_rows, 512)
-    )[0]
-    worker = Worker(KVStorage(num_blocks, 16, 1, 8), tables)
-    new = [Request(str(i), np.arange(20, dtype=np.int32) + i) for i in range(num_rows)]
-    plan = manager.step(new=new)
-    worker.apply(plan)
-    rows, ones = plan.rows, np.ones(num_rows, np.int32)
-    positions = np.full(num_rows, 20)
-    cache = peers.PrefixCache(num_blocks)
-    prompts = [np.arange(20) + i for i in range(num_rows)]
-    running = [peers.Sequence(cache, each.tolist(), 16) for each in prompts]
-    peer_tables, wide, as_list = (
-        NumpyTables(1, num_rows, 16, 512),
-        rows.astype(np.int64),
-        [1] * num_rows,
-    )
-    for row, sequence in enumerate(running):
-        peer_tables.append_row(0, sequence.table, row)
-
-    def step_of_peer() -> None:
-        new = peers.decode_step(cache, running, 16, as_list)
-        for row, blocks in enumerate(new):
-            if blocks:
-                peer_tables.append_row(0, blocks, row)
-        peer_tables.slot_mapping(wide, positions, 16)
-
-    names = ("peer", "step", "apply", "slots", "report")
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(num_steps):
-        marks = [perf_counter()]
-        step_of_peer()
-        marks.append(perf_counter())
-        plan = manager.step(rows, ones, token_ids=ones)
-        marks.append(perf_counter())
-        report = worker.apply(plan)
-        marks.append(perf_counter())
-        tables.compute_slot_mapping(rows, positions)
-        tables.commit_slot_mapping(num_rows)
-        marks.append(perf_counter())
-        manager.report(report)
-        marks.append(perf_counter())
-        positions += 1
-        for name, start, end in zip(times, marks, marks[1:], strict=False):
-            times[name].append(end - start)
-        assert plan.is_empty and report.completed
-    us = {name: statistics.median(taken) * 1e6 for name, taken in times.items()}
-    peer, ours = us.pop("peer"), sum(us.values())
-    against = "Python, row by row; numpy slot mapping"
-    yield Result(f"all calls of a decode step, {num_rows} rows", "us", ours, peer, against, bar)
-    yield Result("  manager.step", "us", us["step"])
-    yield Result("  worker.apply of a plan that changes nothing", "us", us["apply"], bar=3)
-    yield Result("  slot mapping, computed and committed", "us", us["slots"])
-    yield Result("  manager.report", "us", us["report"])
+    yield Result(name, "us/row", ours * to_us, peer * to_us, "Python, row by row", bar)
 
 
 def cold_lookup() -> Iterator[Result]:
@@ -258,13 +187,11 @@ def cold_lookup() -> Iterator[Result]:
     )
     name = "look-up of a cold prompt of 131,072 tokens"
     yield Result(name, "us", cold * 1e6, hashing_alone * 1e6, "its hashing alone")
-    yield Result("  with its hashes given: one miss", "us", miss * 1e6)
+    yield Result(f"{name}, with its hashes given: one miss", "us", miss * 1e6)
 
 
 def replay(block_size: int, num_requests: int, rounds: int) -> Iterator[Result]:
-    """Measure lookup, allocation and release per request of the trace, with a pool of 5.12 M
-    tokens.
-    """
+    """Measure lookup, allocation and release per request of the trace, with a pool of 5.12 M tokens."""
     from kvcache_lab import read_mooncake
 
     num_blocks = 10_000 * (512 // block_size) + 1
@@ -285,33 +212,24 @@ def replay(block_size: int, num_requests: int, rounds: int) -> Iterator[Result]:
         requests = [Request(str(item.index), item.token_ids) for item in items]
         hashes = timed("hash", _hashes_of, manager(), requests)
         as_bytes = [[row.tobytes() for row in each] for each in hashes]
-        dictionaries = peers.PrefixCache(num_blocks)
-        objects = peers.RequestCache(num_blocks, block_size)
+        cache = peers.PrefixCache(num_blocks)
         hits = {
-            name: timed(name, call, cache, *arguments)
-            for name, call, cache, *arguments in (
-                ("ours", _replay_ours, manager(), requests, 1),
-                ("16 at a time", _replay_ours, manager(), requests, 16),
-                ("dictionaries", _replay_dictionaries, dictionaries, as_bytes, lengths, block_size),
-                ("objects", _replay_objects, objects, as_bytes, lengths),
-            )
+            "ours": timed("ours", _replay_ours, manager(), requests, 1),
+            "16 at a time": timed("16 at a time", _replay_ours, manager(), requests, 16),
+            "peer": timed("peer", _replay_peer, cache, as_bytes, lengths, block_size),
         }
-        # The comparison is meaningful only if all caches have about the same number of hits. Hits
-        # differ slightly, because engines may evict cached blocks while uncached blocks are free,
-        # and because a batch can evict blocks that its own requests would have hit.
-        assert hits["dictionaries"] == hits["ours"], hits
-        assert abs(hits["objects"] - hits["ours"]) <= 0.03 * hits["ours"], hits
+        # The comparison is meaningful only if all caches have the same hits. A batch can evict blocks
+        # that its own requests would have hit.
+        assert hits["peer"] == hits["ours"], hits
         assert abs(hits["16 at a time"] - hits["ours"]) <= 0.1 * hits["ours"], hits
     us = {name: min(taken) / len(items) * 1e6 for name, taken in times.items()}
     blocks = round(sum(lengths) / len(items) / block_size)
     name = f"trace replay, {block_size}-token blocks ({blocks} per request)"
-    bar, goal = {512: (6, 2), 16: (60, 20)}[block_size]
-    unit, engine = "us/request", "an object per block, as in engines"
-    yield Result(name, unit, us["ours"], us["dictionaries"], "Python dictionaries", bar, goal)
-    yield Result("  the same", unit, us["ours"], us["objects"], engine, bar, goal)
-    yield Result("  16 requests a call", unit, us["16 at a time"], us["objects"], engine, bar, goal)
+    unit, peer, bar = "us/request", "Python dictionaries", {512: 6, 16: 60}[block_size]
+    yield Result(name, unit, us["ours"], us["peer"], peer, bar)
+    yield Result(f"{name}, 16 requests a call", unit, us["16 at a time"], us["peer"], peer, bar)
     if block_size == 16:
-        yield Result("  hashing its prompts", unit, us["hash"], bar=200, goal=100)
+        yield Result(f"{name}, hashing its prompts", unit, us["hash"], bar=200)
 
 
 def _hashes_of(manager: KVCacheManager, requests: list[Request]) -> list[np.ndarray]:
@@ -331,7 +249,7 @@ def _replay_ours(manager: KVCacheManager, requests: list[Request], num_at_a_time
     return manager.cache.stats.hit_tokens // manager.block_sizes[0]
 
 
-def _replay_dictionaries(
+def _replay_peer(
     cache: peers.PrefixCache, hashes: list[list[bytes]], lengths: list[int], block_size: int
 ) -> int:
     num_hits = 0
@@ -343,19 +261,6 @@ def _replay_dictionaries(
     return num_hits
 
 
-def _replay_objects(
-    cache: peers.RequestCache, hashes: list[list[bytes]], lengths: list[int]
-) -> int:
-    num_hits = 0
-    for i, (each, length) in enumerate(zip(hashes, lengths, strict=True)):
-        name = str(i)
-        hits = cache.lookup(each, length)
-        cache.allocate(name, each, length, hits)
-        cache.free(name)
-        num_hits += len(hits[0])
-    return num_hits
-
-
 def all_results() -> Iterator[Result]:
     yield from hashing()
     yield from pool()
@@ -364,8 +269,6 @@ def all_results() -> Iterator[Result]:
     for num_rows in (64, 1024, 8192):
         yield from decode(num_rows, with_tokens=False)
         yield from decode(num_rows, with_tokens=True)
-    yield from decode_calls(8, bar=30)
-    yield from decode_calls(256, bar=100)
     yield from cold_lookup()
     if not TRACE.exists():
         print("trace replay: SKIPPED, no ../shared/traces beside the project")

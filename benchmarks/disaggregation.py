@@ -2,7 +2,7 @@
 """Serves requests with prefill and decode processes that are randomly killed, paused and restarted.
 
     python -m benchmarks.disaggregation                  # 1,000 requests, 32 kills, 32 stops
-    python -m benchmarks.disaggregation --seed 7 --json benchmarks/results/disaggregation.json
+    python -m benchmarks.disaggregation --seed 7 --json benchmarks/results/cpu.json
 
 Both processes check every byte that they read. The run fails if an answer is wrong, if a request waits
 more than a second longer than its deadline (not counting time without CPU), or if a pool is not empty
@@ -12,13 +12,11 @@ at the end.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import time
-from pathlib import Path
 
-from benchmarks.gpu.machine import commit, processor, write_results
+from benchmarks.measure import add_json, save
 from tests.machinery.disaggregation_faults import LEASE_S, MARGIN_S, Faults
 
 
@@ -29,7 +27,7 @@ def main() -> int:
     parser.add_argument("--stops", type=int, default=32)
     parser.add_argument("--transport", default="tcp", choices=("tcp", "nixl"))
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
-    parser.add_argument("--json", type=Path)
+    add_json(parser)
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
     begun = time.monotonic()
@@ -46,18 +44,9 @@ def main() -> int:
         print(f"{name:14} {value}")
     for reason, count in sorted(reasons.items(), key=lambda each: -each[1]):
         print(f"{count:14} {reason}")
-    if args.json is not None:
-        result = {
-            "machine": {"processor": processor(), "cores": os.cpu_count()},
-            "commit": commit(),
-            "transport": args.transport,
-            "lease_s": LEASE_S,
-            "margin_s": MARGIN_S,
-            "duration_s": round(time.monotonic() - begun),
-            **found,
-            "reasons": reasons,
-        }
-        write_results(args.json, result)
+    figures = {"lease_s": LEASE_S, "margin_s": MARGIN_S, **found, "reasons": reasons}
+    figures["duration_s"] = round(time.monotonic() - begun)
+    save(args.json, f"disaggregation, {args.transport}", figures)
     return 1 if found["wrong"] or found["hanging"] or found["leaked"] else 0
 
 

@@ -10,21 +10,16 @@ its prompt; `ends_turn` is True for each request that no other one continues wit
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.eviction import rate_table
+from benchmarks.trace_forms import read
 from kvcache import KVCacheManager, Request, Status
 
 BLOCK, NEVER = 512, float("inf")
 LIMITS_S = {"not given": None, "not within 30 s": 30.0, "not within 120 s": 120.0, "never": NEVER}
-
-
-def loaded(path: Path) -> list[dict]:
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        return [json.loads(line) for line in file]
 
 
 def continued_after_s(rows: list[dict]) -> list[float]:
@@ -65,13 +60,13 @@ def main() -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--blocks", type=int, nargs="+", default=[1_000, 3_000])
     options = parser.parse_args()
-    rows = loaded(options.trace)
+    rows = read(options.trace)
     gaps = continued_after_s(rows)
-    print(f"| `ends_turn` | {' | '.join(f'{n:,}' for n in options.blocks)} |")
-    print("| --- |" + " --- |" * len(options.blocks))
-    for name, limit_s in LIMITS_S.items():
-        rates = (hit_rate(rows, gaps, n, limit_s) for n in options.blocks)
-        print(f"| {name} | {' | '.join(f'{rate:.4f}' for rate in rates)} |", flush=True)
+    rates = {
+        (name,): [hit_rate(rows, gaps, n, limit_s) for n in options.blocks]
+        for name, limit_s in LIMITS_S.items()
+    }
+    print(rate_table(("`ends_turn`",), rates, options.blocks), end="")
 
 
 if __name__ == "__main__":

@@ -21,12 +21,7 @@ TRACE = Path(__file__).resolve().parents[2] / "shared/traces/mooncake_conversati
 AGENTS = TRACE.with_name("agents_claude_code.jsonl.gz")
 BLOCK_SIZE = 512  # tokens
 CAPACITIES = (1_000, 3_000, 5_859, 10_000, 30_000, 50_000, 100_000)  # blocks, without a host tier
-POLICIES = (
-    "lru",
-    "last_access",
-    "learned",
-    "priority",
-)
+POLICIES = ("lru", "last_access", "learned", "priority")
 AGENT_CAPACITIES = (500, 1_000, 2_000, 3_000, 6_000, 10_000)
 AGENT_POLICIES = ("lru", "learned")
 DEVICE_CAPACITIES, HOST_CAPACITIES = (1_000, 10_000), (10_000, 30_000, 100_000)

@@ -33,7 +33,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.gpu.machine import processor
+from benchmarks.measure import add_json, save
 from kvcache_lab import WorkloadRequest
 from kvcache_lab.content import prefix_keys
 from kvcache_lab.fleet import Fleet, Hardware
@@ -229,6 +229,7 @@ def main() -> int:
         "--gap", type=float, default=400.0, help="mean milliseconds between arrivals; default 400"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the chats; default 0")
+    add_json(parser)
     args = parser.parse_args()
     rng = random.Random(args.seed)
     with contextlib.ExitStack() as stack:
@@ -260,17 +261,19 @@ def main() -> int:
         ]
     )
     hits = np.array([each.num_hit for each in served])
-    print(f"{processor()}, {args.replicas} engines, {args.requests} requests")
-    print(
-        f"measured: a prefill takes {hardware.prefill_ms:.1f} ms, {1000 / hardware.prefill_speed:.3f} ms "
-        f"per token and {hardware.attention_ns:,.0f} ns per pair of tokens; "
-        f"{hardware.decode_speed:,.0f} tokens/s per answer with "
-        f"{num_answers:.1f} running (1 to {MOST_ANSWERS}: "
-        f"{', '.join(f'{1000 / ms:.0f}' for ms in steps)})"
-    )
-    print(f"prefills take {simulation.report.busy_share:.0%} of the time")
-    print(f"hits: {hits.sum():,} planned, {int(real[:, 2].sum()):,} real, ", end="")
-    print(f"{(hits != real[:, 2]).sum()} requests differ")
+    found: dict = {
+        "options": f"--requests {args.requests} --seed {args.seed} --gap {args.gap:g}",
+        "measured": f"a prefill takes {hardware.prefill_ms:.1f} ms, "
+        f"{1000 / hardware.prefill_speed:.3f} ms per token and {hardware.attention_ns:,.0f} ns per "
+        f"pair of tokens; {hardware.decode_speed:,.0f} tokens/s per answer with {num_answers:.1f} "
+        f"running (1 to {MOST_ANSWERS}: {', '.join(f'{1000 / ms:.0f}' for ms in steps)})",
+        "prefills": f"{simulation.report.busy_share:.0%} of the time",
+        "hits": f"{hits.sum():,} planned, {int(real[:, 2].sum()):,} real, "
+        f"{(hits != real[:, 2]).sum()} requests differ",
+        "times": {},
+    }
+    for name in ("options", "measured", "prefills", "hits"):
+        print(f"{name}: {found[name]}")
     print("milliseconds                    planned      real   difference")
     for column, token in enumerate(("first", "last")):
         for name, of in (
@@ -280,7 +283,10 @@ def main() -> int:
             ("p99", lambda x: np.percentile(x, 99)),
         ):
             a, b = (float(of(each[:, column])) for each in (planned, real))
-            print(f"{f'to the {token} token, {name}':29} {a:9.1f} {b:9.1f}   {a / b - 1:+10.1%}")
+            what = f"to the {token} token, {name}"
+            found["times"][what] = {"planned_ms": a, "real_ms": b}
+            print(f"{what:29} {a:9.1f} {b:9.1f}   {a / b - 1:+10.1%}")
+    save(args.json, f"fleet times, seed {args.seed}", {"results": [found]})
     return 0
 
 

@@ -48,10 +48,7 @@ def empty_kernel_us() -> float:
 
 
 def repeated_us(call: Callable[[], None]) -> float:
-    """Time calls on the same memory.
-
-    Used for tables, which are also in the L2 cache in an engine.
-    """
+    """Time calls on the same memory. Used for tables, which are also in the L2 cache in an engine."""
     return graph_us([call] * sizes.repeats(_LAUNCHES))
 
 
@@ -87,9 +84,7 @@ def tables_of_a_step(num_groups: int, num_requests: int) -> Iterator[dict]:
 
 
 def attention_metadata(name: str, num_requests: int, query_len: int) -> Iterator[dict]:
-    """Build the attention metadata of a batch in one launch, with 4 groups and lengths on the
-    device.
-    """
+    """Build the attention metadata of a batch in one launch, with 4 groups and lengths on the device."""
     rows, query_lens, seq_lens = metadata.batch_of(num_requests, query_len)
     there = [torch.from_numpy(each).cuda() for each in (rows, query_lens, seq_lens)]
     builder = AttentionMetadataBuilder(metadata.tables_of(num_requests, "cuda"))

@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes medians on a shared machine. Alternatives are measured in turn in one process."""
+"""Figures, their bars, and the files of results. Alternatives are measured in turn in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 
-from kvcache_lab.bandwidth import (
-    median_times as median_times,
-)
+import torch
+
+from benchmarks.gpu.machine import commit, processor, write_results
+from kvcache_lab.bandwidth import median_times as median_times
+
+# On shared machines, the ratio of two times that were measured in turn varies by up to this factor.
+TOLERANCE = 1.5
+_COLUMNS = ("name", "unit", "ours", "peer", "peer_name")  # bars are declared in the code only
 
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the report. `bar` and `goal` are targets from PEER_FIGURES, in `unit`."""
+    """A figure. `bar` is its limit in `unit`, which assumes an idle machine."""
 
     name: str
     unit: str
@@ -21,7 +33,6 @@ class Result:
     peer: float | None = None
     peer_name: str = ""
     bar: float | None = None
-    goal: float | None = None
     higher_is_better: bool = False
 
     @property
@@ -31,11 +42,47 @@ class Result:
             return None
         return self.ours / self.peer if self.higher_is_better else self.peer / self.ours
 
-    @property
-    def reaches_bar(self) -> bool | None:
-        if self.bar is None:
-            return None
-        return self.ours >= self.bar if self.higher_is_better else self.ours <= self.bar
+    def row(self) -> dict:
+        """Return the figure as a row of a file of results."""
+        row = {name: value for name, value in vars(self).items() if name in _COLUMNS}
+        return {**row, "ratio": self.ratio}
+
+    def fell_behind(self, committed: Mapping[str, float | None]) -> str:
+        """Return what the figure fell behind, or an empty string.
+
+        `committed`: the committed ratios by name. Times are not compared with committed times, because
+        machines are shared.
+        """
+        if self.bar is not None:
+            reaches = self.ours >= self.bar if self.higher_is_better else self.ours <= self.bar
+            if not reaches:
+                return f"behind its bar, {self.bar:.3g} {self.unit}"
+        before = committed.get(self.name)
+        if before is None or self.ratio is None or self.ratio * TOLERANCE >= before:
+            return ""
+        return f"behind the committed ratio, {before:.3g}x"
+
+    def line(self) -> str:
+        cells = [
+            "-" if each is None else f"{each:.3g}" for each in (self.ours, self.peer, self.bar)
+        ]
+        ratio = "-" if self.ratio is None else f"{self.ratio:.1f}x"
+        against = f" (peer: {self.peer_name})" if self.peer_name else ""
+        return f"{cells[0]:>9} {cells[1]:>9} {ratio:>8} {cells[2]:>9} {self.unit:11} {self.name}{against}"
+
+
+HEADER = f"{'ours':>9} {'peer':>9} {'ratio':>8} {'bar':>9} {'unit':11} figure"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread. On a busy machine, threads of small operations wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def seconds_per_call(function: Callable[[], object], calls: int) -> Callable[[], None]:
@@ -48,16 +95,21 @@ def seconds_per_call(function: Callable[[], object], calls: int) -> Callable[[],
     return repeated
 
 
-def lines_of(r: Result) -> Iterator[str]:
-    """Yield the lines of the report for one result."""
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option for `save`."""
+    text = "also put the figures into this file, in a section of their own"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=text)
 
-    def cell(value: float | None, width: int) -> str:
-        return f"{'-' if value is None else f'{value:.3g}':>{width}}"
 
-    mark = {True: "", False: "  MISSED", None: ""}[r.reaches_bar]
-    ratio = "-" if r.ratio is None else f"{r.ratio:.1f}x"
-    yield (
-        f"{r.name[:57]:58}{cell(r.ours, 12)}{cell(r.peer, 12)}{ratio:>8}"
-        f"{cell(r.bar, 9)}{cell(r.goal, 8)}  {r.unit}{mark}"
-        + (f"  (peer: {r.peer_name})" if r.peer_name else "")
-    )
+def save(path: Path | None, section: str, figures: Mapping[str, object]) -> None:
+    """Write a benchmark's figures, the machine and the commit to a section of a file, if one is given."""
+    if path is None:
+        return
+    contents = json.loads(path.read_text()) if path.exists() else {}
+    about = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {processor()}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "commit": commit(),
+    }
+    write_results(path, {**contents, section: {**about, **figures}})

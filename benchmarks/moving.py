@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures page copies on the CPU, compared with torch indexing and with a memcpy on the same
-number of threads.
-"""
+"""Measures page copies on the CPU, beside torch indexing and a memcpy on as many threads."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from kvcache_lab.bandwidth import host_rates
 NUM_BYTES = 256 << 20
 
 
-def indexing(fragment: int) -> Iterator[Result]:
+def indexing(fragment: int, threads: int) -> Iterator[Result]:
     """Compare `copy_blocks` on pages of 16 layers with index_select and index_copy_ per layer."""
     layers = 16
     num_blocks = NUM_BYTES // (2 * layers * fragment)
@@ -40,8 +38,8 @@ def indexing(fragment: int) -> Iterator[Result]:
 
     seconds, peer = median_times(lambda: page_copy.copy(pairs), by_indexing)
     rates = [num_blocks * source.page_bytes / s / 1e9 for s in (seconds, peer)]
-    name = f"  beside torch indexing, pages of {2 * fragment // 1024} KiB per layer"
-    yield Result(name, "GB/s", *rates, "index_select, index_copy_", rates[1], None, True)
+    name = f"copy_blocks, pages of {2 * fragment // 1024} KiB per layer, {threads} threads"
+    yield Result(name, "GB/s", *rates, "index_select, index_copy_", rates[1], True)
 
 
 def host_cost() -> Iterator[Result]:
@@ -52,7 +50,7 @@ def host_cost() -> Iterator[Result]:
     other = Pages.allocate(1001, [[0, 0]] * 80)
     page_copy = PageCopy(pages, other)
     (seconds,) = median_times(lambda: page_copy.copy(pairs), rounds=51)
-    yield Result("  checks of 1,000 page pairs, 80 layers", "us", seconds * 1e6)
+    yield Result("copy_blocks, checks of 1,000 page pairs, 80 layers", "us", seconds * 1e6)
 
 
 def all_results() -> Iterator[Result]:
@@ -63,8 +61,7 @@ def all_results() -> Iterator[Result]:
             kib = rate.fragment // 1024
             name = f"copy_blocks, host to host, {kib} KiB scattered, {count} threads"
             bar = 0.8 * rate.contiguous_gb_per_s if kib == 16 else None
-            yield Result(
-                name, "GB/s", rate.gb_per_s, rate.contiguous_gb_per_s, "one memcpy", bar, None, True
-            )
-        yield from indexing(16 * 1024)
+            rates = rate.gb_per_s, rate.contiguous_gb_per_s
+            yield Result(name, "GB/s", *rates, "one memcpy", bar, True)
+        yield from indexing(16 * 1024, count)
     yield from host_cost()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict, deque
-from itertools import pairwise
 
 import cbor2
 
@@ -15,10 +14,13 @@ def hash_blocks(token_ids: list[int], block_size: int, seed: str = "vllm-none-ha
     parent = hashlib.sha256(cbor2.dumps(seed, canonical=True)).digest()
     hashes = []
     for start in range(0, len(token_ids) - block_size + 1, block_size):
-        content = [parent, token_ids[start : start + block_size], None]
-        parent = hashlib.sha256(cbor2.dumps(content, canonical=True)).digest()
+        parent = hash_block(parent, token_ids[start : start + block_size])
         hashes.append(parent)
     return hashes
+
+
+def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
+    return hashlib.sha256(cbor2.dumps([parent, token_ids, None], canonical=True)).digest()
 
 
 class PrefixCache:
@@ -71,178 +73,6 @@ class PrefixCache:
                     self.free_blocks.move_to_end(block, last=False)
 
 
-class PoolBlock:
-    """A block object as used in engines, linked into the free queue."""
-
-    __slots__ = ("after", "before", "block_id", "key", "ref_count")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.key: bytes | None = None
-        self.before: PoolBlock | None = None
-        self.after: PoolBlock | None = None
-
-
-class FreeQueue:
-    """A linked list of the free blocks. The least recently freed block comes first."""
-
-    def __init__(self, blocks: list[PoolBlock]) -> None:
-        self.num_free = len(blocks)
-        self.head, self.tail = PoolBlock(-1), PoolBlock(-1)
-        chain = [self.head, *blocks, self.tail]
-        for before, after in pairwise(chain):
-            before.after, after.before = after, before
-
-    def pop(self, n: int) -> list[PoolBlock]:
-        self.num_free -= n
-        popped, block = [], self.head.after
-        for _ in range(n):
-            popped.append(block)
-            after = block.after
-            block.before = block.after = None
-            block = after
-        self.head.after, block.before = block, self.head
-        return popped
-
-    def remove(self, block: PoolBlock) -> None:
-        block.before.after, block.after.before = block.after, block.before
-        block.before = block.after = None
-        self.num_free -= 1
-
-    def append(self, blocks: list[PoolBlock]) -> None:
-        self.num_free += len(blocks)
-        last = self.tail.before
-        for block in blocks:
-            last.after, block.before = block, last
-            last = block
-        last.after, self.tail.before = self.tail, last
-
-
-class BlockObjects:
-    """A block pool as used in engines.
-
-    Blocks are objects, which are looked up by hash and cache group.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        blocks = [PoolBlock(i) for i in range(num_blocks)]
-        self.queue = FreeQueue(blocks[1:])
-        self.cached: dict[bytes, dict[int, PoolBlock]] = {}
-
-    def find(self, block_hash: bytes, group: int) -> PoolBlock | None:
-        blocks = self.cached.get(block_hash + group.to_bytes(4, "big"))
-        return next(iter(blocks.values())) if blocks else None
-
-    def touch(self, blocks: list[PoolBlock]) -> None:
-        for block in blocks:
-            if block.ref_count == 0:
-                self.queue.remove(block)
-            block.ref_count += 1
-
-    def take(self, n: int) -> list[PoolBlock]:
-        blocks = self.queue.pop(n)
-        for block in blocks:
-            self.evict(block)
-            block.ref_count += 1
-        return blocks
-
-    def evict(self, block: PoolBlock) -> None:
-        if block.key is None:
-            return
-        blocks = self.cached[block.key]
-        del blocks[block.block_id]
-        if not blocks:
-            del self.cached[block.key]
-        block.key = None
-
-    def cache(self, blocks: list[PoolBlock], hashes: list[bytes], group: int) -> None:
-        for block, block_hash in zip(blocks, hashes):
-            block.key = block_hash + group.to_bytes(4, "big")
-            self.cached.setdefault(block.key, {})[block.block_id] = block
-
-    def free(self, blocks: list[PoolBlock]) -> None:
-        for block in blocks:
-            block.ref_count -= 1
-        self.queue.append([block for block in blocks if block.ref_count == 0])
-
-
-class GroupOfRequests:
-    """The blocks of each request in one cache group."""
-
-    def __init__(self, pool: BlockObjects, block_size: int, group: int) -> None:
-        self.pool, self.block_size, self.group = pool, block_size, group
-        self.tables: dict[str, list[PoolBlock]] = {}
-        self.num_cached: dict[str, int] = {}
-
-    def find(self, hashes: list[bytes], num_tokens: int) -> list[PoolBlock]:
-        hits = []
-        for block_hash in hashes[: num_tokens // self.block_size]:
-            block = self.pool.find(block_hash, self.group)
-            if block is None:
-                break
-            hits.append(block)
-        return hits
-
-    def num_needed(self, request_id: str, num_tokens: int, hits: list[PoolBlock]) -> int:
-        num_held = len(self.tables.get(request_id, ())) + len(hits)
-        num_free_hits = sum(block.ref_count == 0 for block in hits)
-        return -(-num_tokens // self.block_size) - num_held + num_free_hits
-
-    def take_hits(self, request_id: str, hits: list[PoolBlock]) -> None:
-        self.pool.touch(hits)
-        self.tables.setdefault(request_id, []).extend(hits)
-        self.num_cached[request_id] = len(hits)
-
-    def grow(self, request_id: str, num_tokens: int) -> list[PoolBlock]:
-        table = self.tables[request_id]
-        new = self.pool.take(-(-num_tokens // self.block_size) - len(table))
-        table.extend(new)
-        return new
-
-    def cache(self, request_id: str, hashes: list[bytes], num_tokens: int) -> None:
-        first, stop = self.num_cached[request_id], num_tokens // self.block_size
-        self.pool.cache(self.tables[request_id][first:stop], hashes[first:stop], self.group)
-        self.num_cached[request_id] = stop
-
-    def free(self, request_id: str) -> None:
-        self.pool.free(self.tables.pop(request_id)[::-1])
-        del self.num_cached[request_id]
-
-
-class RequestCache:
-    """A request manager as used in engines, with one pool for all groups and one object per block."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.pool = BlockObjects(num_blocks)
-        self.groups = [GroupOfRequests(self.pool, block_size, 0)]
-
-    def lookup(self, hashes: list[bytes], num_tokens: int) -> tuple[list[PoolBlock], ...]:
-        return tuple(group.find(hashes, num_tokens - 1) for group in self.groups)
-
-    def allocate(
-        self,
-        request_id: str,
-        hashes: list[bytes],
-        num_tokens: int,
-        hits: tuple[list[PoolBlock], ...],
-    ) -> tuple[list[PoolBlock], ...] | None:
-        pairs = list(zip(self.groups, hits))
-        needed = sum(group.num_needed(request_id, num_tokens, each) for group, each in pairs)
-        if needed > self.pool.queue.num_free:
-            return None
-        for group, each in pairs:
-            group.take_hits(request_id, each)
-        new = tuple(group.grow(request_id, num_tokens) for group in self.groups)
-        for group in self.groups:
-            group.cache(request_id, hashes, num_tokens)
-        return new
-
-    def free(self, request_id: str) -> None:
-        for group in self.groups:
-            group.free(request_id)
-
-
 class Sequence:
     """A running request, as in an engine written in Python."""
 
@@ -273,8 +103,8 @@ def decode_step(
         full = len(sequence.tokens) // block_size
         if full > len(sequence.hashes):
             start = (full - 1) * block_size
-            content = [sequence.hashes[-1], sequence.tokens[start : start + block_size], None]
-            block_hash = hashlib.sha256(cbor2.dumps(content, canonical=True)).digest()
+            tokens = sequence.tokens[start : start + block_size]
+            block_hash = hash_block(sequence.hashes[-1], tokens)
             sequence.hashes.append(block_hash)
             block = sequence.table[full - 1]
             cache.block_of.setdefault(block_hash, block)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the conversion of received bf16 blocks to the local layout on the CPU with one thread.
-
-Blocks have 8 heads of 128 elements.
-"""
+"""Measures the conversion of received bf16 blocks to the local layout on the CPU with one thread."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.measure import Result, median_times
+from benchmarks.measure import Result, median_times, one_thread
 from kvcache import transfer
 
 BLOCKS, HEADS, HEAD_SIZE = 512, 8, 128
@@ -47,25 +44,17 @@ def scattered_blocks(block_size: int, layout: str, ratio: int) -> Iterator[Resul
     assert torch.equal(cache, same)
     taken, peer, memcpy = median_times(ours, theirs, lambda: target.copy_(copied))
     payload = copied.numel() * copied.element_size() / 1e9
-    what = f"{layout}, block {block_size}, remote {size} HND"
-    yield Result(
-        f"received {what}", "GB/s", payload / taken, payload / peer,
-        "index_select, permute, index_copy_", 4, higher_is_better=True,
-    )  # fmt: skip
-    yield Result(
-        "  beside one copy of as many bytes", "GB/s", payload / taken, payload / memcpy,
-        "torch copy_", higher_is_better=True,
-    )  # fmt: skip
+    name, rate = f"received {layout}, block {block_size}, remote {size} HND", payload / taken
+    plainly = "index_select, permute, index_copy_"
+    yield Result(name, "GB/s", rate, payload / peer, plainly, 4, True)
+    name = f"{name}, beside one copy of as many bytes"
+    yield Result(name, "GB/s", rate, payload / memcpy, "torch copy_", None, True)
 
 
 def all_results() -> Iterator[Result]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     torch.manual_seed(0)
-    try:
+    with one_thread():
         for block_size in (16, 32, 64, 128):
             yield from scattered_blocks(block_size, "HND", 2)
             yield from scattered_blocks(block_size, "NHD", 2)
             yield from scattered_blocks(block_size, "NHD", 1)
-    finally:
-        torch.set_num_threads(threads)

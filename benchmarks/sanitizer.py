@@ -69,9 +69,7 @@ class Decoding:
 
 
 def all_results() -> Iterator[Result]:
-    """Measure the observation of a step's tokens, and of its writes and reads for each kind of
-    group.
-    """
+    """Measure the observation of a step's tokens, and of its writes and reads for each kind of group."""
     shape = f"{ROWS} rows of {TOKENS:,} tokens"
     for kind in GROUPS:
         run = Decoding(kind, ROWS, TOKENS)
@@ -82,9 +80,8 @@ def all_results() -> Iterator[Result]:
         _, begin, group = median_times(run.prepare, run.begin, run.group, rounds=400)
         if kind == "full":
             yield Result(f"sanitizer, tokens of a decode step, {shape}", "us", begin * 1e6)
-            yield Result(
-                f"sanitizer, step with one group, {shape}", "us", (begin + group) * 1e6, goal=50
-            )
+            name = f"sanitizer, step with one group, {shape}"
+            yield Result(name, "us", (begin + group) * 1e6, bar=50)
         yield Result(f"sanitizer, {kind} group, {shape}", "us", group * 1e6)
         _, _, group = median_times(run.prepare_with_free, run.begin, run.group, rounds=400)
         yield Result(f"sanitizer, {kind} group after a free, {shape}", "us", group * 1e6)

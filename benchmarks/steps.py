@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the cost of a decode step.
-
-Each call is measured in a step that allocates a block for every row. In addition, `Engine.step` is
-compared with a loop over the same public calls.
-"""
+"""Measures each call of a decode step, and `Engine.step` beside a loop over the same public calls."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
-from benchmarks.measure import Result, median_times, seconds_per_call
+from benchmarks import peers
+from benchmarks.measure import Result, median_times, one_thread, seconds_per_call
+from benchmarks.tables import NumpyTables
 from kvcache import (
     BlockTables,
     KVCacheManager,
@@ -29,29 +28,33 @@ from kvcache import (
 from kvcache_serve.engine import Engine, SamplingParams
 from kvcache_serve.engine.batch import Batch
 
-_STEPS, _PROMPT = 400, 16
-_IN_A_ROW = (
-    16  # number of consecutive steps of the engine, and of the loop, that are timed together
-)
-# Number of rows -> upper bounds in us for `Worker.apply` and for the whole step.
-_BARS = {8: (3.0, 8.0), 256: (None, 25.0), 1024: (None, None)}
+_IN_A_ROW = 16  # steps of the engine, and of the loop, that are timed together
+_CALLS = ("step", "apply", "slots", "report")
+# (rows, does each row need a block?) -> limits in us of `Worker.apply` and of the whole step.
+_BARS = {
+    (8, False): (3, 30),
+    (256, False): (3, 100),
+    (8, True): (3, 8),
+    (256, True): (None, 25),
+    (1024, True): (None, None),
+}
 
 
 def all_results() -> Iterator[Result]:
-    for num_rows, (apply_bar, step_bar) in _BARS.items():
-        parts = _seconds(num_rows)
-        label = f"decode step that allocates a block per row, {num_rows} rows"
-        yield Result(label, "us", sum(parts.values()) * 1e6, bar=step_bar)
-        for name, seconds in parts.items():
-            bar = apply_bar if name == "apply" else None
-            yield Result(f"  {name}", "us", seconds * 1e6, bar=bar)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # on a busy machine, the threads of small operations would wait for each other
-    for num_requests in (8, 64, 256):
-        yield _engine_result(num_requests)
-    torch.set_num_threads(num_threads)
+    for (num_rows, allocates), (apply_bar, step_bar) in _BARS.items():
+        us = _calls(num_rows, allocates)
+        peer, whole = us.pop("peer", None), sum(us[name] for name in _CALLS)
+        name = f"all calls of a decode step, {num_rows} rows"
+        name += ", a block per row" if allocates else ""
+        against = "" if peer is None else "Python, row by row; numpy slot mapping"
+        yield Result(name, "us", whole, peer, against, step_bar)
+        for call in _CALLS:
+            yield Result(
+                f"{name}: {call}", "us", us[call], bar=apply_bar if call == "apply" else None
+            )
+    with one_thread():
+        for num_requests in (8, 64, 256):
+            yield _engine_result(num_requests)
 
 
 class _FreeModel:
@@ -81,14 +84,8 @@ def _engine_result(num_requests: int) -> Result:
         next(loop)
     turns = [seconds_per_call(call, _IN_A_ROW) for call in (engine.step, lambda: next(loop))]
     ours, peer = (taken / _IN_A_ROW for taken in median_times(*turns, rounds=60))
-    return Result(
-        f"Engine.step, greedy decode of {num_requests} requests, free model",
-        "us",
-        ours * 1e6,
-        peer * 1e6,
-        "loop by hand",
-        bar=2 * peer * 1e6,
-    )
+    name = f"Engine.step, greedy decode of {num_requests} requests, free model"
+    return Result(name, "us", ours * 1e6, peer * 1e6, "loop by hand", 2 * peer * 1e6)
 
 
 def _loop_by_hand(model: _FreeModel, prompts: list[np.ndarray]) -> Iterator[None]:
@@ -111,36 +108,70 @@ def _loop_by_hand(model: _FreeModel, prompts: list[np.ndarray]) -> Iterator[None
         yield
 
 
-def _seconds(num_rows: int) -> dict[str, float]:
-    """Return the median time of each call. Blocks have one token, so each token needs a block."""
-    num_blocks = num_rows * (_PROMPT + _STEPS) + 1
+def _calls(num_rows: int, allocates: bool) -> dict[str, float]:
+    """Return the median microseconds of each call of a decode step, and of the baseline's step.
+
+    If the step allocates, blocks have one token, so that every row needs a block. Otherwise, no row
+    does. Tokens are appended and hashed, and the baseline, Python code with NumPy tables, runs in turn.
+    """
+    num_steps, size, prompt = (400, 1, 16) if allocates else (64, 16, 20)
+    longest = prompt + num_steps
+    num_blocks = num_rows * (-(-longest // size) + 1) + 1
     manager = KVCacheManager(
-        1, num_blocks, _PROMPT + _STEPS, enable_caching=False, num_preallocate_tokens=0
+        size,
+        num_blocks,
+        longest + size,
+        enable_caching=not allocates,
+        num_preallocate_tokens=0 if allocates else num_steps,
+        max_num_reqs=num_rows,
     )
-    storage = KVStorage(num_blocks=num_blocks, block_size=1, num_kv_heads=1, head_size=1)
-    shape = TableShape(block_size=1, max_num_blocks=_PROMPT + _STEPS)
-    tables = BlockTables([shape], max_num_reqs=num_rows, max_num_tokens=num_rows * _PROMPT)
-    worker = Worker(storage, tables)
-    plan = manager.step(new=[Request(f"r{i}", np.arange(_PROMPT)) for i in range(num_rows)])
+    shape = TableShape(size, -(-longest // size) + 1)
+    tables = BlockTables([shape], max_num_reqs=num_rows, max_num_tokens=num_rows * prompt)
+    worker = Worker(KVStorage(num_blocks, size, 1, 1), tables)
+    prompts = [np.arange(prompt, dtype=np.int32) + i for i in range(num_rows)]
+    plan = manager.step(new=[Request(f"r{i}", each) for i, each in enumerate(prompts)])
     manager.report(worker.apply(plan))
-    rows, counts = plan.rows, np.ones(num_rows, np.int64)
-    positions = np.full(num_rows, _PROMPT, np.int64)
-    taken: dict[str, list[int]] = {"step": [], "apply": [], "slots": [], "commit": [], "report": []}
-    now = time.perf_counter_ns
-    for _ in range(_STEPS):
-        at = [now()]
-        plan = manager.step(rows=rows, num_tokens=counts)
-        at.append(now())
+    rows, ones = plan.rows, np.ones(num_rows, np.int32)
+    positions = np.full(num_rows, prompt, np.int64)
+    peer = None if allocates else _python_step(prompts, size, num_blocks)
+    taken = defaultdict(list)
+    for _ in range(num_steps):
+        if peer:
+            start = time.perf_counter_ns()
+            peer(positions)
+            taken["peer"].append(time.perf_counter_ns() - start)
+        at = [time.perf_counter_ns()]
+        plan = manager.step(rows, ones, token_ids=None if allocates else ones)
+        at.append(time.perf_counter_ns())
         report = worker.apply(plan)
-        at.append(now())
+        at.append(time.perf_counter_ns())
         tables.compute_slot_mapping(rows, positions)
-        at.append(now())
         tables.commit_slot_mapping(num_rows)
-        at.append(now())
+        at.append(time.perf_counter_ns())
         manager.report(report)
-        at.append(now())
-        assert len(plan.append_ids[0]) == num_rows
+        at.append(time.perf_counter_ns())
+        assert len(plan.append_ids[0]) == (num_rows if allocates else 0) and report.completed
         positions += 1
-        for times, start, stop in zip(taken.values(), at, at[1:]):
-            times.append(stop - start)
-    return {name: statistics.median(times) / 1e9 for name, times in taken.items()}
+        for name, start, stop in zip(_CALLS, at, at[1:]):
+            taken[name].append(stop - start)
+    return {name: statistics.median(times) / 1e3 for name, times in taken.items()}
+
+
+def _python_step(
+    prompts: list[np.ndarray], size: int, num_blocks: int
+) -> Callable[[np.ndarray], None]:
+    """Return a decode step in Python, row by row, with slot mapping in NumPy."""
+    cache, num_rows = peers.PrefixCache(num_blocks), len(prompts)
+    running = [peers.Sequence(cache, each.tolist(), size) for each in prompts]
+    tables, rows = NumpyTables(1, num_rows, 64, num_rows), np.arange(num_rows)
+    for row, sequence in enumerate(running):
+        tables.append_row(0, sequence.table, row)
+
+    def step(positions: np.ndarray) -> None:
+        new = peers.decode_step(cache, running, size, [1] * num_rows)
+        for row, blocks in enumerate(new):
+            if blocks:
+                tables.append_row(0, blocks, row)
+        tables.slot_mapping(rows, positions, size)
+
+    return step

@@ -2,7 +2,7 @@
 """Measures puts and gets of blocks, with the storage engines alone and through a `StoreTier`.
 
     python -m benchmarks.store                  # every engine that is installed
-    python -m benchmarks.store --only disk --folder /mnt/nvme/x --json benchmarks/results/store.json
+    python -m benchmarks.store --only disk --folder /mnt/nvme/x --json benchmarks/results/cpu.json
 
 "raw" passes all blocks to the storage engine in one call, using memory registered with that engine.
 "tier" is the latency seen by an inference engine. A put lasts from the end of the step that filled
@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -29,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.gpu.machine import commit, processor, write_results
+from benchmarks.measure import add_json, save
 from kvcache import Admit, External, KVCacheManager, Pages, Request, StepReport
 from kvcache_exchange.store import BlockStore, DiskStore, MooncakeStore, StoreTier
 from kvcache_exchange.store.value_format import BlockKey, key_text
@@ -64,7 +62,7 @@ def measure(store: BlockStore, num_blocks: int, block_bytes: int) -> dict:
             "raw put": timed(lambda k=tuple(keys): check(all(store.put([*k], values)), "raw put")),
             "tier put": put(manager, pages, tier, tokens, rng),
             "raw get": timed(
-                lambda k=tuple(keys): check(min(store.get([*k], values)) > 0, "raw get"),
+                lambda k=tuple(keys): check(min(store.get([*k], values)) > 0, "raw get")
             ),
             "tier get": get(manager, pages, tier, tokens),
         }
@@ -183,9 +181,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.store")
     parser.add_argument("--only", choices=("disk", "mooncake"))
     parser.add_argument("--folder", type=Path, help="folder of the disk store; default: temporary")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the results to this file"
-    )
+    add_json(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
     installed = ["disk"] if importlib.util.find_spec("nixl") else []
@@ -210,14 +206,7 @@ def main() -> int:
                 print(
                     f"{name:9}{num_blocks:>6} x {block_bytes >> 10:>4} KiB      {cells}", flush=True
                 )
-    if args.json:
-        told = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, {processor()}",
-            "torch": torch.__version__,
-            "commit": commit(),
-            "results": results,
-        }
-        write_results(args.json, told)
+    save(args.json, "store", {"results": results})
     return 0
 
 

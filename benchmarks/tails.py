@@ -1,31 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures percentiles of the times of decode steps and admissions, in pools of up to ten million
-blocks.
+"""Measures percentiles of the CPU times of decode steps and admissions, including page faults.
 
-On a shared machine, another process may occupy the core for milliseconds, which causes latency
-spikes. Therefore, all times are CPU times of the call, including page faults. For comparison, each
-call is followed by a busy loop of about the same duration. Delays that also occur in this loop are
-caused by the machine.
-
-`python -m benchmarks.tails` measures 100,000 steps per pool and takes minutes. `make bench` runs a short
-version.
+Each call is followed by a busy loop of about the same duration. Delays that also occur in this loop
+are caused by the machine. `python -m benchmarks.tails` measures 100,000 steps per pool, of up to ten
+million blocks, and takes minutes. `make bench` runs a short version.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import os
 import resource
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from time import perf_counter_ns, thread_time_ns
+from time import thread_time_ns
 
 import numpy as np
 
-from benchmarks.measure import Result, lines_of
+from benchmarks.measure import HEADER, Result
 from kvcache import KVCacheManager, Request
 
 BLOCK, PROMPT_BLOCKS, LONG = 16, 1024, 1_000_000
@@ -45,13 +37,11 @@ def results(pools: dict[int, int], num_steps: int) -> Iterator[Result]:
     gc.disable()  # a garbage collection takes milliseconds, and can start in any call
     try:
         for num_blocks, num_rows in pools.items():
-            yield from _memory(num_blocks)
             yield from _pool(num_blocks, num_rows, num_steps)
         yield from _first_steps(1, LONG, f"a context of {LONG:,} tokens")
         yield from _first_steps(256, PROMPT_BLOCKS, f"256 contexts of {PROMPT_BLOCKS:,} tokens")
     finally:
         gc.enable()
-    yield Result("load average of the last minute", "", os.getloadavg()[0])
 
 
 class Times:
@@ -67,25 +57,19 @@ class Times:
         self._are_short = are_short
         self.core: list[int] = []
         self.busy: list[int] = []
-        self.elapsed: list[int] = []
-        self.num_disturbed = 0
         self._loops = 0
         self._switches = -1
 
     def call(self, function: Callable[[], object]) -> None:
         switches = _num_switches()
-        core, start = thread_time_ns(), perf_counter_ns()
+        core = thread_time_ns()
         function()
-        stop = perf_counter_ns()
         core = thread_time_ns() - core
         busy = self._busy()
-        self.elapsed.append(stop - start)
         before, self._switches = self._switches, _num_switches()
         if before == switches or not self._are_short:
             self.core.append(core)
             self.busy.append(busy)
-        else:
-            self.num_disturbed += 1
 
     def _busy(self) -> int:
         """Run the busy loop, and return its CPU time.
@@ -101,46 +85,22 @@ class Times:
 
     def results(self, name: str) -> Iterator[Result]:
         core, busy = np.array(self.core) / 1e3, np.array(self.busy[8:]) / 1e3
-        middle = float(np.median(core))
-        yield Result(f"{name}: p50", "us", middle, float(np.median(busy)), "busy loop")
         for what, q, bar in (
+            ("p50", 0.5, None),
             ("p99", 0.99, None),
-            ("p99.9", 0.999, MOST_RATIO * middle),
+            ("p99.9", 0.999, MOST_RATIO * float(np.median(core))),
             ("slowest", 1, MOST_US),
         ):
             ours, peer = float(np.quantile(core, q)), float(np.quantile(busy, q))
-            yield Result(f"  {what}", "us", ours, peer, "busy loop", bar)
-        yield Result("  slowest of all, elapsed time", "us", max(self.elapsed) / 1e3)
-        num = len(self.elapsed)
-        yield Result(f"  left out of {num:,}: the core was taken away", "calls", self.num_disturbed)
+            yield Result(f"{name}: {what}", "us", ours, peer, "busy loop", bar)
 
 
 def _num_switches() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
-def _resident() -> float:
-    """Return the resident memory in MB."""
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize() / 1e6
-
-
-def _manager(num_blocks: int, prefault: bool = True) -> KVCacheManager:
-    return KVCacheManager(BLOCK, num_blocks + 1, 2**21, num_preallocate_tokens=0, prefault=prefault)
-
-
-def _memory(num_blocks: int) -> Iterator[Result]:
-    """Measure the memory that `prefault` commits."""
-    before = _resident()
-    lazy = _manager(num_blocks, prefault=False)
-    without = _resident() - before
-    del lazy
-    before = _resident()
-    manager = _manager(num_blocks)
-    added = _resident() - before
-    del manager
-    name = f"pool of {num_blocks:,} blocks: resident memory"
-    yield Result(name, "MB", added, without, "prefault=False")
+def _manager(num_blocks: int) -> KVCacheManager:
+    return KVCacheManager(BLOCK, num_blocks + 1, 2**21, num_preallocate_tokens=0, prefault=True)
 
 
 def _pool(num_blocks: int, num_rows: int, num_steps: int) -> Iterator[Result]:
@@ -161,12 +121,13 @@ def _pool(num_blocks: int, num_rows: int, num_steps: int) -> Iterator[Result]:
     name = f"admission of {PROMPT_BLOCKS:,} blocks, pool of {num_blocks:,}"
     yield from first.results(name)
     admit(largest, max(num_steps // 50, 60), MOST_BLOCKS)
-    yield from largest.results(f"  the same of {MOST_BLOCKS:,} blocks")
+    yield from largest.results(f"admission of {MOST_BLOCKS:,} blocks, pool of {num_blocks:,}")
     start = thread_time_ns()
     assert manager.cache.reset()
-    yield Result("  reset of the prefix cache", "us", (thread_time_ns() - start) / 1e3, bar=MOST_US)
+    reset = f"reset of the prefix cache, pool of {num_blocks:,}"
+    yield Result(reset, "us", (thread_time_ns() - start) / 1e3, bar=MOST_US)
     admit(after_reset, max(num_steps // 10, 100))
-    yield from after_reset.results("  the same after the reset")
+    yield from after_reset.results(f"{name}, after the reset")
 
     # Every few steps, the oldest row ends and a new row starts. The rows have different lengths, so
     # that they need their next blocks in different steps.
@@ -207,18 +168,11 @@ def _first_steps(num_rows: int, num_tokens: int, what: str) -> Iterator[Result]:
     yield from times.results(f"first decode steps of {what}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tails", description=__doc__)
-    parser.add_argument("--steps", type=int, default=100_000, help="decode steps per pool")
-    parser.add_argument("--blocks", type=int, choices=FULL, help="one pool (default: all)")
-    args = parser.parse_args()
-    if args.steps < 100:
-        parser.error(f"--steps is {args.steps}: expected 100 or more, for percentiles")
-    pools = FULL if args.blocks is None else {args.blocks: FULL[args.blocks]}
-    for result in results(pools, args.steps):
-        print("\n".join(lines_of(result)), flush=True)
-    return 0
+def main() -> None:
+    print(HEADER)
+    for result in results(FULL, 100_000):
+        print(result.line(), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures writing and gathering tokens on the CPU with one thread, compared with indexing in
-torch.
-"""
+"""Measures writing and gathering tokens on the CPU with one thread, beside indexing in torch."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.measure import Result, median_times
+from benchmarks.measure import Result, median_times, one_thread
 from kvcache import ops
 
 NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE = 1024, 16, 8, 128
@@ -33,93 +31,59 @@ def written_slots(generator: torch.Generator) -> torch.Tensor:
     )
 
 
-def plain(layout: str) -> Iterator[Result]:
-    """Measure writing and gathering bfloat16 tokens without conversion."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (NUM_TOKENS, HEADS, HEAD_SIZE)
-    tokens = [torch.randn(shape, generator=generator).bfloat16() for _ in "kv"]
-    caches, theirs = make_caches(layout, torch.bfloat16), make_caches(layout, torch.bfloat16)
-    slots = written_slots(generator)
-    blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-    back, answer = ([torch.empty_like(t) for t in tokens] for _ in range(2))
-
-    def peer_write() -> None:
-        for cache, token in zip(theirs, tokens, strict=True):
-            if layout == "NHD":
-                cache.view(-1, HEADS, HEAD_SIZE)[slots] = token
-            else:
-                cache[blocks, offsets] = token
-
-    def peer_gather() -> None:
-        for cache, out in zip(theirs, answer, strict=True):
-            if layout == "NHD":
-                torch.index_select(cache.view(-1, HEADS, HEAD_SIZE), 0, slots, out=out)
-            else:
-                out.copy_(cache[blocks, offsets])
-
-    write, written, gather, gathered = median_times(
-        lambda: ops.write_kv(*tokens, *caches, slots),
-        peer_write,
-        lambda: ops.gather_kv(*caches, slots, *back),
-        peer_gather,
-    )
-    assert all(torch.equal(a, b) for a, b in zip(caches, theirs, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(back, answer, strict=True))
-    yield from lines(f"{layout}, bf16", tokens, write, written, gather, gathered)
-
-
-def fp8(layout: str, dtype: torch.dtype) -> Iterator[Result]:
-    """Measure the conversion from bfloat16 to fp8 and back, with one scale for all heads."""
+def one_case(layout: str, dtype: torch.dtype) -> Iterator[Result]:
+    """Measure writing and gathering bfloat16 tokens, fp8 caches with one scale for all heads."""
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_TOKENS, HEADS, HEAD_SIZE)
     tokens = [torch.randn(shape, generator=generator).bfloat16() for _ in "kv"]
     caches, theirs = make_caches(layout, dtype), make_caches(layout, dtype)
     slots = written_slots(generator)
-    blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-    scale, largest = torch.tensor([0.37]), torch.finfo(dtype).max
-    back = [torch.empty_like(t) for t in tokens]
-    answer = []
+    back, answer = ([torch.empty_like(t) for t in tokens] for _ in range(2))
+    is_fp8, largest = dtype != torch.bfloat16, torch.finfo(dtype).max
+    scale = torch.tensor([0.37])
+    scales = (scale, scale) if is_fp8 else ()
+    # The peer indexes slots or, in the layout HND, blocks and offsets. It indexes bytes of fp8 caches.
+    at = (slots,) if layout == "NHD" else (slots // BLOCK_SIZE, slots % BLOCK_SIZE)
+    flat = [cache.view(-1, HEADS, HEAD_SIZE) if layout == "NHD" else cache for cache in theirs]
+    flat = [each.view(torch.uint8) if is_fp8 else each for each in flat]
 
     def peer_write() -> None:
-        for cache, token in zip(theirs, tokens, strict=True):
-            scaled = (token.float() / scale).clamp(-largest, largest)
-            cache.view(torch.uint8)[blocks, offsets] = scaled.to(dtype).view(torch.uint8)
+        for cache, token in zip(flat, tokens, strict=True):
+            if is_fp8:
+                scaled = (token.float() / scale).clamp(-largest, largest)
+                token = scaled.to(dtype).view(torch.uint8)
+            cache[at] = token
 
     def peer_gather() -> None:
-        answer.clear()
-        for cache in theirs:
-            found = cache.view(torch.uint8)[blocks, offsets].view(dtype)
-            answer.append((found.float() * scale).bfloat16())
+        for cache, out in zip(flat, answer, strict=True):
+            if is_fp8:
+                out.copy_(cache[at].view(dtype).float() * scale)
+            elif layout == "NHD":
+                torch.index_select(cache, 0, slots, out=out)
+            else:
+                out.copy_(cache[at])
 
-    write, written, gather, gathered = median_times(
-        lambda: ops.write_kv(*tokens, *caches, slots, scale, scale),
+    seconds = median_times(
+        lambda: ops.write_kv(*tokens, *caches, slots, *scales),
         peer_write,
-        lambda: ops.gather_kv(*caches, slots, *back, scale, scale),
+        lambda: ops.gather_kv(*caches, slots, *back, *scales),
         peer_gather,
     )
     for ours, wanted in zip([*caches, *back], [*theirs, *answer], strict=True):
         assert torch.equal(ours.view(torch.uint8), wanted.view(torch.uint8))
-    name = str(dtype).removeprefix("torch.")
-    yield from lines(f"{layout}, bf16 in {name}", tokens, write, written, gather, gathered)
-
-
-def lines(case: str, tokens: list[torch.Tensor], *seconds: float) -> Iterator[Result]:
-    """Convert the seconds of both writes and both gathers (kvcache, baseline) to GB/s of K and V."""
     payload = sum(token.numel() * token.element_size() for token in tokens)
-    write, peer_write, gather, peer_gather = (payload / s / 1e9 for s in seconds)
-    name = f"of {NUM_TOKENS} tokens, {case}"
-    yield Result(f"write {name}", "GB/s", write, peer_write, PEER, higher_is_better=True)
-    yield Result(f"gather {name}", "GB/s", gather, peer_gather, PEER, higher_is_better=True)
+    write, peer_write_rate, gather, peer_gather_rate = (payload / s / 1e9 for s in seconds)
+    case = f"of {NUM_TOKENS} tokens, {layout}, bf16"
+    case += f" in {str(dtype).removeprefix('torch.')}" if is_fp8 else ""
+    yield Result(f"write {case}", "GB/s", write, peer_write_rate, PEER, higher_is_better=True)
+    yield Result(f"gather {case}", "GB/s", gather, peer_gather_rate, PEER, higher_is_better=True)
 
 
 def all_results() -> Iterator[Result]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for layout in ("NHD", "HND"):
-            yield from plain(layout)
-        yield from fp8("NHD", torch.float8_e4m3fn)
-        yield from fp8("HND", torch.float8_e4m3fn)
-        yield from fp8("NHD", torch.float8_e5m2)
-    finally:
-        torch.set_num_threads(threads)
+    bf16, e4m3, e5m2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+    with one_thread():
+        for layout, dtype in (
+            *(("NHD", bf16), ("HND", bf16)),
+            *(("NHD", e4m3), ("HND", e4m3), ("NHD", e5m2)),
+        ):
+            yield from one_case(layout, dtype)

@@ -23,13 +23,10 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
+from benchmarks.eviction import read as read_requests
 from benchmarks.eviction import replayed
-from kvcache_lab import WorkloadRequest, read_mooncake
 
 BLOCK = 512  # tokens
 CAPACITIES = (1_000, 3_000, 5_859, 10_000, 30_000, 50_000)  # blocks
@@ -205,14 +202,9 @@ def read(path: Path) -> Trace:
         return [json.loads(line) for line in file]
 
 
-def requests_of(path: Path) -> list[WorkloadRequest]:
-    no_content = np.empty(0, np.int64)  # token contents are needed only for verification
-    return [replace(each, content=no_content) for each in read_mooncake(path)]
-
-
 def ratios(path: Path, policy: str, capacities: Sequence[int] = CAPACITIES) -> list[float]:
     """Return the ratio of the policy's hit tokens to LRU's hit tokens, by capacity in blocks."""
-    requests = requests_of(path)
+    requests = read_requests(path)
     return [
         replayed(requests, size, policy).hit_tokens / replayed(requests, size, "lru").hit_tokens
         for size in capacities

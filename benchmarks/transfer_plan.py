@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures planning and applying a transfer of 10,000 blocks with 80 layers between engines with
-different parallel sizes.
-"""
+"""Measures planning and applying a transfer of 10,000 blocks of 80 layers between unequal engines."""
 
 from __future__ import annotations
 
@@ -84,7 +82,8 @@ def one_transfer(
     yield Result(
         f"plan + apply, {name}", "ms", both * 1e3, loop * 1e3 * len(mine) / PEER_GROUPS, how, BAR
     )
-    yield Result(f"  planning alone ({count / 1e6:.1f} M fragments)", "ms", planning * 1e3)
+    name = f"planning alone, {name} ({count / 1e6:.1f} M fragments)"
+    yield Result(name, "ms", planning * 1e3)
 
 
 def all_results() -> Iterator[Result]:

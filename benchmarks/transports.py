@@ -5,15 +5,14 @@ Contiguous and scattered reads are measured with the plain library, and scattere
 kvcache.
 
     python -m benchmarks.transports                   # every transport that is installed
-    python -m benchmarks.transports --only nixl --json benchmarks/results/transports.json
+    python -m benchmarks.transports --only nixl --json benchmarks/results/cpu.json
     UCX_TLS=tcp python -m benchmarks.transports --only nixl       # NIXL without shared memory
 
 Each method moves the same bytes from one process into the memory of another. The plain library and
 kvcache use separate pairs of processes. Only one pair runs at a time, because the thread of a NIXL
 agent with default settings never sleeps and would compete with the measured method for a core. All
 methods are measured in alternating rounds, so that other load on the machine affects them equally.
-With the method "own agent", the plain library moves scattered blocks between agents that were
-configured by kvcache. The received bytes are verified. `benchmarks.gpu.device_transfers` measures
+The received bytes are verified. `benchmarks.gpu.device_transfers` measures
 device memory with the same pairs of processes.
 """
 
@@ -21,9 +20,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
-import platform
 import signal
 import socket
 import sys
@@ -33,14 +30,13 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from benchmarks.gpu.costs import counted
-from benchmarks.gpu.machine import commit, processor, write_results
+from benchmarks.measure import add_json, save
 from kvcache.worker.pages.pages import Pages
 from kvcache_exchange.transport.factory import make_transport
 from kvcache_exchange.transport.nixl_agent import nixl_kind
@@ -50,10 +46,7 @@ POOL_BYTES = 128 << 20
 ROUNDS = 15
 SETTLE_S = 0.01  # seconds to wait after resuming processes
 ANSWER_S = 60  # time limit for starting a process, and for a move
-WAYS = {
-    "tcp": ("contiguous", "scattered", "kvcache"),
-    "nixl": ("contiguous", "scattered", "own agent", "kvcache"),
-}
+WAYS = ("contiguous", "scattered", "kvcache")
 # An object to keep alive, and one function per method. Each function accepts local offsets, remote
 # offsets, and the number of bytes per block.
 Moves = tuple[object, dict[str, Callable[[np.ndarray, np.ndarray, int], None]]]
@@ -147,9 +140,7 @@ def kvcache_moves(
     exchange: Callable,
     options: Mapping[str, object],
 ) -> Moves:
-    """Return the functions that move bytes with kvcache, and with the plain library over kvcache's
-    agent.
-    """
+    """Return the function that moves bytes with kvcache."""
     transport = make_transport("server" if is_server else "client", name, **options)
     transport.register(Pages.over([pool[None]]))
     metadata, remote = exchange((transport.metadata(), pool.data_ptr()))
@@ -161,11 +152,7 @@ def kvcache_moves(
         here, there = pool.data_ptr() + mine, remote + their
         transport.read(peer, here, there, np.full(len(mine), size)).wait(60)
 
-    moves = {"kvcache": move}
-    if name == "nixl":
-        agent, theirs = transport._agent._agent, json.loads(metadata)["incarnation"]
-        moves["own agent"] = NixlPeer(agent, pool, theirs, remote).read
-    return transport, moves
+    return transport, {"kvcache": move}
 
 
 def work(
@@ -323,9 +310,9 @@ def measure_pairs(name: str, plain: Pair, ours: Pair) -> list[dict]:
     results = []
     for count, size in SIZES:
         total, rng = count * size, np.random.default_rng(2)
-        seconds: dict[str, list[float]] = {way: [] for way in WAYS[name]}
+        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         for number in range(ROUNDS + 2):
-            for way in WAYS[name]:
+            for way in WAYS:
                 pair = plain if way in ("contiguous", "scattered") else ours
                 took = pair.move(way, count, size, rng).seconds
                 if number >= 2:  # the first rounds establish connections and touch the memory
@@ -349,34 +336,24 @@ def measure_pairs(name: str, plain: Pair, ours: Pair) -> list[dict]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transports")
     parser.add_argument("--only", choices=("tcp", "nixl"))
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the results to this file"
-    )
+    add_json(parser)
     args = parser.parse_args()
     installed = ["tcp"] + (["nixl"] if importlib.util.find_spec("nixl") else [])
     results = []
     for name in [args.only] if args.only else installed:
-        print(f"{'GB/s, median (best)':28}" + "".join(f"{way:>16}" for way in WAYS[name]))
+        print(f"{'GB/s, median (best)':28}" + "".join(f"{way:>16}" for way in WAYS))
         for r in measure(name):
             results.append(r)
             cells = "".join(
-                f"{r['GB_per_s'][way]:>8.2f} ({r['best_GB_per_s'][way]:5.2f})" for way in WAYS[name]
+                f"{r['GB_per_s'][way]:>8.2f} ({r['best_GB_per_s'][way]:5.2f})" for way in WAYS
             )
             print(
                 f"{name:5}{r['blocks']:>6} x {r['block_bytes'] >> 10:>2} KiB       {cells}  "
                 f"{r['to_scattered']:.1f}x scattered, {r['to_contiguous']:.2f}x contiguous",
                 flush=True,
             )
-    if args.json:
-        told = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, {processor()}",
-            "torch": torch.__version__,
-            "load": os.getloadavg()[0],
-            "UCX_TLS": os.environ.get("UCX_TLS"),
-            "commit": commit(),
-            "results": results,
-        }
-        write_results(args.json, told)
+    with_tls = f", UCX_TLS={os.environ['UCX_TLS']}" if "UCX_TLS" in os.environ else ""
+    save(args.json, f"transports{with_tls}", {"load": os.getloadavg()[0], "results": results})
     return 0
 
 

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.gpu.machine import write_results
+from benchmarks.measure import add_json, save
 from tests.machinery.vllm_chats import chats
 from tests.machinery.vllm_models import MODELS
 
@@ -33,7 +33,7 @@ NUM_BLOCKS = {"llama": 100, "gemma3": 160}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    add_json(parser)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     results: dict[str, dict] = {}
@@ -62,8 +62,7 @@ def main() -> None:
                 f"loaded {row['loaded_bytes'] / 1e6:.1f} MB, CPU {row['cpu_s']:.2f} s, same answers",
                 flush=True,
             )
-    if options.json:
-        write_results(options.json, results)
+    save(options.json, "vllm_offloading", results)
 
 
 if __name__ == "__main__":

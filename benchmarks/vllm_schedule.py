@@ -22,11 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import vllm
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 
 import kvcache_vllm as ours
-from benchmarks.gpu.machine import write_results
+from benchmarks.measure import add_json, save
 from tests.machinery.vllm_schedulers import (
     TINY_LLAMA,
     answer,
@@ -62,23 +63,6 @@ class NoManager(KVCacheManager):
         return super().allocate_slots(request, *args, **options)
 
 
-class ShortCut(KVCacheManager):
-    """vLLM's manager with a ten-line shortcut that skips the manager in steps that change no block."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._quiet_until: dict[str, int] = {}
-
-    def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **options: Any) -> Any:
-        stop = request.num_computed_tokens + num_new_tokens
-        if stop <= self._quiet_until.get(request.request_id, -1):
-            return self.empty_kv_cache_blocks
-        blocks = super().allocate_slots(request, num_new_tokens, *args, **options)
-        if blocks is not None:
-            self._quiet_until[request.request_id] = -(-(stop + 1) // 16) * 16 - 1
-        return blocks
-
-
 def scheduler_with(manager: type, *args: Any) -> Any:
     """Create vLLM's scheduler with another manager class."""
     theirs = vllm_scheduler.KVCacheManager
@@ -97,7 +81,6 @@ def without_steady_steps(scheduler: Any) -> Any:
 
 SCHEDULERS: dict[str, Callable[..., Any]] = {
     "vLLM": lambda *args: scheduler_with(KVCacheManager, *args),
-    "vLLM behind a short cut": lambda *args: scheduler_with(ShortCut, *args),
     "kvcache": lambda *args: without_steady_steps(make_scheduler(ours.VllmScheduler, *args)),
     STEADY: lambda *args: make_scheduler(ours.VllmScheduler, *args),
     "no manager": lambda *args: scheduler_with(NoManager, *args),
@@ -245,7 +228,7 @@ def _conversations(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="?", choices=("decode", "prompts"))
-    parser.add_argument("--json", type=Path)
+    add_json(parser)
     options = parser.parse_args()
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -282,8 +265,7 @@ def main() -> None:
                         line += f" ({all_of / row[3]:.1f}x less"
                         line += f"; the manager's part {part / (row[3] - floor):.1f}x less)"
                     print(line)
-    if options.json:
-        write_results(options.json, results)
+    save(options.json, f"vllm_schedule, vLLM {vllm.__version__}", results)
 
 
 if __name__ == "__main__":

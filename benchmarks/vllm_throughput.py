@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves a tiny model in vLLM with vLLM's manager and with kvcache's manager.
-
-Also measures both managers' memory per block.
+"""Serves a tiny model in vLLM with vLLM's and with kvcache's manager, and measures their memory.
 
 `python -m tests.machinery.vllm_environment -m benchmarks.vllm_throughput [--rounds N] [--json
 FILE]`. The two managers alternate, and each run has its own process. The scheduling share is the
@@ -20,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.gpu.machine import write_results
+from benchmarks.measure import add_json, save
 from tests.machinery import roots
 from tests.machinery.shared import REPO
 from tests.machinery.vllm_models import MODELS
@@ -94,7 +92,7 @@ def program(text: str, argument: str) -> list:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path)
+    add_json(parser)
     options = parser.parse_args()
     results: dict[str, dict] = {}
     for name in ("llama", "gemma3"):
@@ -122,8 +120,7 @@ def main() -> None:
         print(
             f"{case}: {results[f'memory, {case}']['bytes_per_block']:.0f} bytes per block of a pool"
         )
-    if options.json:
-        write_results(options.json, results)
+    save(options.json, "vllm_throughput", results)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 import kvcache_vllm as ours
-from benchmarks.gpu.machine import write_results
+from benchmarks.measure import add_json, save
 from benchmarks.vllm_schedule import scheduler_with
 from tests.machinery import vllm_schedulers
 from tests.machinery.vllm_schedulers import (
@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path)
     parser.add_argument("--requests", type=int, default=2_000)
-    parser.add_argument("--json", type=Path)
+    add_json(parser)
     options = parser.parse_args()
     vllm_schedulers.BLOCK = BLOCK  # the block size of all schedulers created later
     vllm_schedulers.SHAPE["block_size"] = BLOCK
@@ -99,8 +99,7 @@ def main() -> None:
                 f"{case} {hits} ({hits / total:.1%})" for case, hits in found.items()
             )
             print(f"{num_blocks} blocks, hits of {total}: {shares}", flush=True)
-    if options.json:
-        write_results(options.json, results)
+    save(options.json, "vllm_trace", results)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.gpu import machine, process, rehearsal, workspace
+from benchmarks.gpu.report import SECOND as SECOND_NAME
 from benchmarks.gpu.report import Outcome, Report
 from benchmarks.gpu.run import Run, printed
 from benchmarks.gpu.stages import FIRST, SECOND, STAGES, TOTAL_S, Stage, of_lease
@@ -26,7 +27,6 @@ from tests.machinery import roots
 # time limits of stages, and the time limit of a run in seconds.
 LIBRARIES = Path("build/gpu-libraries")
 REHEARSAL_SLOWNESS, REHEARSAL_TOTAL_S = 6.0, 1800.0
-_SECOND = "-second"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,9 +73,7 @@ def has_libraries(args: argparse.Namespace) -> bool:
 
 
 def look_at(facts: Outcome, started: float) -> tuple[list[str], str]:
-    """Run the first stage, whose results are recorded later, because the report does not exist
-    yet.
-    """
+    """Run the first stage, whose results are recorded later, because the report does not exist yet."""
     lines: list[str] = []
 
     def take(line: str) -> None:
@@ -240,9 +238,9 @@ def of_first(report: Report, ending: str) -> Path:
     """Return the path of a result of the first lease, in the folder for results or, if it is not there,
     among the committed results.
     """
-    name = report.name.removesuffix(_SECOND) + ending
+    name = report.name.removesuffix(SECOND_NAME) + ending
     path, committed = report.folder / name, machine.REPO / "benchmarks" / "results" / name
-    is_known = report.name.endswith(_SECOND) and not path.exists() and committed.exists()
+    is_known = report.name.endswith(SECOND_NAME) and not path.exists() and committed.exists()
     return committed if is_known else path
 
 
@@ -253,11 +251,9 @@ def results_of(args: argparse.Namespace) -> Path:
 
 
 def report_name(args: argparse.Namespace, device: str | None) -> str:
-    """Return the name of the report, which contains the device's name in letters, digits and
-    hyphens.
-    """
+    """Return the name of the report, which contains the device's name in letters, digits and hyphens."""
     name = re.sub(r"[^a-z0-9]+", "-", (device or "unknown").lower()).strip("-")
-    return ("rehearsal" if args.rehearse else f"gpu-{name}") + _SECOND * (args.lease == SECOND)
+    return ("rehearsal" if args.rehearse else f"gpu-{name}") + SECOND_NAME * (args.lease == SECOND)
 
 
 def _interrupted(number: int, frame: object) -> None:

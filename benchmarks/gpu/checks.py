@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu import machine, process, say
+from benchmarks.gpu.report import FIRST_SECTION
 from benchmarks.gpu.sizes import REHEARSAL
 from benchmarks.gpu.stages import module
 
@@ -75,7 +76,7 @@ def again() -> int:
     """Run the tests that failed in the first lease, which $KVCACHE_FIRST_RESULTS describes."""
     path = Path(os.environ.get("KVCACHE_FIRST_RESULTS", ""))
     try:
-        rows = json.loads(path.read_text())["stages"]["checks"]["rows"]
+        rows = json.loads(path.read_text())[FIRST_SECTION]["stages"]["checks"]["rows"]
     except (OSError, ValueError, KeyError) as error:
         say.skipped(f"no results of the first lease in {path}: {type(error).__name__}: {error}")
         return say.exit_code()
@@ -137,12 +138,10 @@ def counts(lines: list[str]) -> dict:
     last = next((x for x in reversed(lines) if re.search(r"\b\d+ \w+.* in [\d.]+s", x)), None)
     if last is None:
         letters = "".join(found[1] for x in lines if (found := _PROGRESS.fullmatch(x)))
-        return {
-            "passed": letters.count("."),
-            "broken": letters.count("F") + letters.count("E"),
-            "skipped": letters.count("s"),
-        }
-    number = {word: int(count) for count, word in re.findall(r"(\d+) (\w+)", last)}
+        kinds = {"passed": ".", "failed": "F", "errors": "E", "skipped": "s"}
+        number = {word: letters.count(letter) for word, letter in kinds.items()}
+    else:
+        number = {word: int(count) for count, word in re.findall(r"(\d+) (\w+)", last)}
     broken = sum(number.get(word, 0) for word in ("failed", "error", "errors"))
     return {
         "passed": number.get("passed", 0),

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 from benchmarks.gpu import machine, say, sizes
 
@@ -83,10 +81,6 @@ def of_host() -> dict[str, Callable[[], object]]:
         "processor": machine.processor,
         "cores": os.cpu_count,
         "memory_free_bytes": sizes.available_host_bytes,
-        "huge_pages": lambda: _read("/sys/kernel/mm/transparent_hugepage/enabled"),
-        "memory_limit_of_container": lambda: _read("/sys/fs/cgroup/memory.max"),
-        "locked_memory_limit": lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "numa_nodes": lambda: len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
     }
 
 
@@ -94,6 +88,7 @@ def of_tools() -> dict[str, Callable[[], object]]:
     import torch
 
     nvcc = machine.find_tool("nvcc")
+    packages = ("pybind11", "setuptools", "pytest", "hypothesis", "ninja")
     tools = ("git", "make", "nvidia-smi", "nvcc", "g++", "ninja", "compute-sanitizer", "ncu")
     return {
         "python": lambda: sys.version.split()[0],
@@ -101,18 +96,8 @@ def of_tools() -> dict[str, Callable[[], object]]:
         "cuda_of_torch": lambda: torch.version.cuda,
         "nvcc": lambda: machine.output_of([nvcc, "--version"]).splitlines()[-1] if nvcc else None,
         "tools": lambda: {name: machine.find_tool(name) is not None for name in tools},
-        "packages": lambda: {
-            name: machine.has_module(name)
-            for name in ("pybind11", "setuptools", "pytest", "hypothesis", "ninja")
-        },
+        "packages": lambda: {name: machine.has_module(name) for name in packages},
     }
-
-
-def _read(path: str) -> str | None:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage: runs each op once on the GPU, compares it with the CPU op, and checks pinned host memory.
-
-The checks stage uses this as its smoke test, and the counters stage runs larger single cases.
+The checks stage uses this as its smoke test.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.gpu import say
-from benchmarks.gpu.op_cases import CASES, Case, size_for
+from benchmarks.gpu.op_cases import CASES, Case
 from kvcache.worker.pages.pages import Pages
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", help="run only cases with one of these in their name")
-    parser.add_argument(
-        "--bytes", type=int, default=0, help="bytes that a case should read and write"
-    )
     parser.add_argument("--no-compare", action="store_true", help="run the cases only on the GPU")
     args = parser.parse_args()
     parts = args.only or [""]
@@ -30,7 +26,7 @@ def main() -> int:
     if args.no_compare:
         for name in chosen:
             with say.attempt(name):
-                CASES[name]("cuda", size_for(name, args.bytes))
+                CASES[name]("cuda", 1)
                 torch.cuda.synchronize()
         say.learned(f"ran {len(chosen)} op cases")
         return say.exit_code()

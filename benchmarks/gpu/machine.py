@@ -116,15 +116,15 @@ def processor() -> str:
 
 
 def write_results(path: Path, contents: Mapping[str, object]) -> None:
-    """Write JSON with one line per key and, in lists of rows, one line per row. Dictionaries that
-    contain such lists are written in the same way.
+    """Write JSON with one line per key of the file and of its sections and, in lists of rows, one line
+    per row. Dictionaries that contain such lists are written in the same way.
     """
     path.write_text(_text(contents, 0) + "\n")
 
 
 def _text(value: object, depth: int) -> str:
     inner, outer = "\n" + " " * (depth + 1), "\n" + " " * depth
-    if isinstance(value, Mapping) and (depth == 0 or _has_rows(value)):
+    if isinstance(value, Mapping) and (depth < 2 or _has_rows(value)):
         lines = [f"{json.dumps(key)}: {_text(each, depth + 1)}" for key, each in value.items()]
         return "{" + inner + ("," + inner).join(lines) + outer + "}"
     if _is_rows(value):

@@ -2,7 +2,7 @@
 """Calls each op once on seeded random inputs, so that results can be compared between devices.
 
 A case takes a device and a size factor relative to the smallest case, and returns tensors on the CPU.
-The stages first-contact, checks and counters share these cases.
+The stages first-contact and checks share these cases.
 """
 
 from __future__ import annotations
@@ -21,23 +21,8 @@ Case = Callable[[str, int], list[torch.Tensor]]
 _HEADS, _HEAD_SIZE, _BLOCK_SIZE = 8, 128, 16
 
 
-# Cases up to this size have the same inputs on every device, generated on the CPU.
-MOST_COMPARED = 16
-
-
-def _seeded(device: str = "cpu") -> torch.Generator:
-    return torch.Generator(device).manual_seed(0)
-
-
-def draw(
-    function: Callable[..., torch.Tensor], *args: object, device: str, size: int
-) -> torch.Tensor:
-    """Return random numbers.
-
-    Large cases generate them on the device, because the CPU would take seconds.
-    """
-    where = device if size > MOST_COMPARED else "cpu"
-    return function(*args, generator=_seeded(where), device=where)
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 def _int32(values: object) -> torch.Tensor:
@@ -73,14 +58,13 @@ def slot_mapping(device: str, size: int) -> list[torch.Tensor]:
 def update_block_tables(device: str, size: int) -> list[torch.Tensor]:
     """Write segments of 1 to 5 entries. Segments start 8 entries apart."""
     count = 64 * size
-    lengths = draw(torch.randint, 1, 6, (count,), device=device, size=size)
-    with torch.device(lengths.device):
-        starts = torch.arange(count) * 8
-        at = 1 + 3 * count + torch.cumsum(lengths, 0) - lengths
-        places = torch.stack([starts, lengths, at], 1).flatten()
-        values = torch.arange(int(lengths.sum())) + 10_000
-        packed = _int32(torch.cat([torch.tensor([count]), places, values])).to(device)
-        tables = _int32(torch.arange(8 * count)).to(device)
+    lengths = torch.randint(1, 6, (count,), generator=_seeded())
+    starts = torch.arange(count) * 8
+    at = 1 + 3 * count + torch.cumsum(lengths, 0) - lengths
+    places = torch.stack([starts, lengths, at], 1).flatten()
+    values = torch.arange(int(lengths.sum())) + 10_000
+    packed = _int32(torch.cat([torch.tensor([count]), places, values])).to(device)
+    tables = _int32(torch.arange(8 * count)).to(device)
     ops.update_block_tables(tables, packed)
     return [tables.cpu()]
 
@@ -130,13 +114,12 @@ def token_io(
     caches = []
     for sign in (1, -1):  # K and V differ
         shape = (num_blocks, *order, _HEAD_SIZE)
-        drawn = draw(torch.randn, shape, device=device, size=size).mul(sign).bfloat16()
+        drawn = torch.randn(shape, generator=_seeded()).mul(sign).bfloat16()
         cache = drawn.to(dtype).to(device)
         caches.append(cache if layout == "NHD" else cache.transpose(1, 2))
     shape = (num_tokens, _HEADS, _HEAD_SIZE)
     tokens = [
-        draw(torch.randn, shape, device=device, size=size).mul(sign).bfloat16().to(device)
-        for sign in (1, -1)
+        torch.randn(shape, generator=_seeded()).mul(sign).bfloat16().to(device) for sign in (1, -1)
     ]
     slots = torch.randperm(num_blocks * _BLOCK_SIZE, generator=_seeded())[:num_tokens]
     slots[::7] = -1
@@ -152,7 +135,7 @@ def token_io(
 def _filled(device: str, size: int, fragment: int) -> Pages:
     pages = Pages.allocate(16 * size + 1, [[fragment, fragment]] * 2, device=device)
     shape = (pages.memory.numel() // 8,)
-    drawn = draw(torch.randint, -(2**63), 2**63 - 1, shape, device=device, size=size)
+    drawn = torch.randint(-(2**63), 2**63 - 1, shape, generator=_seeded())
     pages.memory.copy_(drawn.view(torch.uint8))
     return pages
 
@@ -196,7 +179,7 @@ def permute_blocks(layout: str, ratio: int, device: str, size: int) -> list[torc
     num_blocks, block_size = 8 * size, 32
     order = (_HEADS, block_size) if layout == "HND" else (block_size, _HEADS)
     shape = (num_blocks, *order, _HEAD_SIZE)
-    drawn = draw(torch.randn, shape, device=device, size=size).bfloat16().to(device)
+    drawn = torch.randn(shape, generator=_seeded()).bfloat16().to(device)
     cache = drawn.transpose(1, 2) if layout == "HND" else drawn
     remote = block_size // ratio if ratio > 0 else block_size * -ratio
     ids = torch.randperm(num_blocks, generator=_seeded())[: num_blocks // 2].int()
@@ -230,20 +213,3 @@ CASES: dict[str, Case] = {
     "permute_blocks_ NHD of 64": partial(permute_blocks, "NHD", -2),
     "permute_blocks_ NHD of 128": partial(permute_blocks, "NHD", -4),
 }
-
-# Bytes moved by a case of size 1, per byte of element size.
-_TOKEN_BYTES = 24 * 2 * _HEADS * _HEAD_SIZE
-# Bytes that a case of size 1 reads and writes, for cases measured by their memory traffic.
-TOUCHED = {
-    "copy_blocks 4 KiB, ids on the device": 8 * 4 * 2 * 4096,
-    "permute_blocks_ HND of 16": 4 * 2 * 32 * _HEADS * _HEAD_SIZE * 2,
-    "write_kv bf16 NHD": _TOKEN_BYTES * (2 + 2),
-    "write_kv e4m3 NHD": _TOKEN_BYTES * (2 + 1),
-    "gather_kv e4m3 NHD": _TOKEN_BYTES * (1 + 2),
-    "update_block_tables": 64 * 3 * 2 * 4,
-}
-
-
-def size_for(name: str, num_bytes: int) -> int:
-    """Return the size at which a case moves this many bytes; 1 for cases not in `TOUCHED`."""
-    return max(-(-num_bytes // TOUCHED[name]), 1) if name in TOUCHED else 1

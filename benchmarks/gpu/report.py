@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -17,28 +18,34 @@ _LOG_HEAD, _LOG_TAIL = 1 << 20, 1 << 18
 _MAX_ROWS = 20_000
 
 
-class Report:
-    """The results so far, written by each `save`.
+SECOND = "-second"  # the end of the name of a second lease's report
+FIRST_SECTION, SECOND_SECTION = "lease 1", "lease 2"
 
-    `path`: the JSON file. Logs are written next to it.
+
+class Report:
+    """The results so far, which each `save` writes to a section of a file.
+
+    `path`: the JSON file, which both leases share. Logs are written next to it.
     """
 
     def __init__(self, folder: Path, name: str, facts: dict, adds: bool = False) -> None:
-        """`adds`: whether the stages of an existing file are kept unless they are run again.
-        Otherwise, an existing file is kept as `NAME-before.json`.
+        """`adds`: whether the stages of an existing section are kept unless they are run again.
+        Otherwise, a file with such a section is kept as `NAME-before.json`.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.name, self._adds = folder, name, adds
-        self.path = folder / f"{name}.json"
+        self.path = folder / f"{name.removesuffix(SECOND)}.json"
+        self.section = SECOND_SECTION if name.endswith(SECOND) else FIRST_SECTION
         self.contents: dict = {**facts, "stages": {}}
+        self._sections: dict = {}
         self._logs_begun: set[str] = set()
-        if not self.path.exists():
-            return
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            self._sections = dict(json.loads(self.path.read_text()))
         if adds:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                self.contents["stages"] = dict(json.loads(self.path.read_text())["stages"])
-        else:
-            self.path.replace(folder / f"{name}-before.json")
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                self.contents["stages"] = dict(self._sections[self.section]["stages"])
+        elif self.path.exists() and (self.section in self._sections or not self._sections):
+            shutil.copyfile(self.path, folder / f"{name}-before.json")
 
     def log(self, section: str, stage: str, command: str) -> StageLog:
         """Create a stage's log, which becomes a part of the section's file."""
@@ -53,7 +60,7 @@ class Report:
         """Write the JSON file atomically."""
         draft = self.path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            machine.write_results(draft, self.contents)
+            machine.write_results(draft, {**self._sections, self.section: self.contents})
             draft.replace(self.path)
         finally:  # if the disk is full, the earlier file stays
             draft.unlink(missing_ok=True)

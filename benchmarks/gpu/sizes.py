@@ -49,10 +49,7 @@ def available_host_bytes() -> int:
 
 @functools.cache
 def pinning() -> ModuleType:
-    """Load only pinning.py.
-
-    Importing the package requires its libraries, which may not be built yet.
-    """
+    """Load only pinning.py. Importing the package requires its libraries, which may not be built yet."""
     path = machine.REPO / "kvcache" / "worker" / "pages" / "pinning.py"
     spec = importlib.util.spec_from_file_location("_pinning", path)
     module = importlib.util.module_from_spec(spec)

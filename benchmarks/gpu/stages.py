@@ -86,14 +86,10 @@ STAGES = (
     ),
     Stage(
         "endurance", 30, module("benchmarks.gpu.endurance"), "tools",
-        "do repeated batches, graph capture, and polling during a capture work",
+        "do repeated and very large batches of the copy engine work",
     ),
     Stage(
-        "counters", 40, module("benchmarks.gpu.counters"), "tools",
-        "what are the hardware counters of six kernels",
-    ),
-    Stage(
-        "replay", 40, module("benchmarks.gpu.jit_and_replay", "replay"), "tools",
+        "replay", 40, module("benchmarks.gpu.replay"), "tools",
         "does the replay verify every block on the GPU",
     ),
     # The second lease: what failed in the first, alone; what was measured once, again.
@@ -106,11 +102,7 @@ STAGES = (
         "swaps-again", 60, module("benchmarks.gpu.swaps", "--again"), "rates",
         "how much do the bandwidths of swaps vary between two more runs", leases=(SECOND,),
     ),
-    # Stages that need packages or minutes that a lease does not have.
-    Stage(
-        "jit", 250, module("benchmarks.gpu.jit_and_replay", "jit"), "tools",
-        "does the build at first use work", leases=(),
-    ),
+    # A stage that needs a package that a lease does not have.
     Stage(
         "nixl", 110, module("benchmarks.gpu.device_transfers", "nixl"), "transfers",
         "does NIXL move device memory between processes correctly; how fast, directly and packed",

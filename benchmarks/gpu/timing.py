@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -55,21 +54,6 @@ def graph_us(calls: Sequence[Callable[[], None]], rounds: int = 20) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1000 / len(calls))
     return max(statistics.median(times), 1e-6)
-
-
-@contextmanager
-def captured_beside(graph: torch.cuda.CUDAGraph, mode: str = "global") -> Iterator[None]:
-    """Capture the launches in the block on a separate stream without waiting for earlier work.
-
-    `torch.cuda.graph` would first synchronize the device.
-    """
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode=mode)
-        try:
-            yield
-        finally:
-            graph.capture_end()
 
 
 def num_rotated(num_bytes: int, most: int = 256) -> int:

@@ -20,7 +20,7 @@ import pytest
 import kvcache
 from kvcache.cli import doctor, main
 from kvcache_lab.cli.replay import _num_expected
-from tests.machinery.shared import REPO, sampled, shared_file
+from tests.machinery.shared import REPO, sampled
 
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
 TOTALS = {
@@ -98,10 +98,12 @@ def test_table_shows_the_totals(capsys, trace):
 
 
 @pytest.mark.slow
-def test_plot_option_writes_a_figure(capsys, trace, tmp_path):
+@pytest.mark.parametrize("options", [[], ["--timed"]])
+def test_plot_option_writes_a_figure(capsys, trace, tmp_path, options):
     pytest.importorskip("matplotlib")
-    run_json(capsys, trace, "--plot", str(tmp_path / "figure.png"))
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    run_json(capsys, trace, *options, "--plot", str(tmp_path / "figure.png"))
+    content = (tmp_path / "figure.png").read_bytes()
+    assert content.startswith(b"\x89PNG") and len(content) > 10_000
 
 
 @pytest.mark.slow
@@ -121,12 +123,7 @@ def test_reasons_of_misses_are_printed(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [
-        ["plan"],
-        ["replay", "--timed"],
-        ["replay", "--timed", "--compare", "lru"],
-    ],
+    "argv", [["plan"], ["replay", "--timed"], ["replay", "--timed", "--compare", "lru"]]
 )
 def test_unordered_trace_prints_one_line(capsys, tmp_path, argv):
     path = tmp_path / "back.jsonl"
@@ -151,49 +148,29 @@ def test_reasons_of_misses_are_rejected_for_comparisons(capsys):
     assert "--why is given with" in error_of(capsys, "replay", "--compare", "--why")
 
 
-@pytest.mark.slow
-def test_timed_replays_are_drawn(capsys, trace, tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "timed.png"
-    run_json(capsys, trace, "--timed", "--plot", str(path))
-    assert path.read_bytes().startswith(b"\x89PNG")
+def arriving_each_second(tmp_path, output_length) -> str:
+    """Write a trace of 20 prompts of one block, and return its path."""
+    path = tmp_path / "each_second.jsonl"
+    lines = ({**LINE, "timestamp": 1000 * i, "input_length": 512, "hash_ids": [i],
+              "output_length": output_length} for i in range(20))  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
 
 
 def test_warning_reports_an_overloaded_engine(capsys, tmp_path):
-    path = tmp_path / "fast.jsonl"
-    lines = [
-        {"timestamp": 1000 * i, "input_length": 512, "output_length": 1, "hash_ids": [i]}
-        for i in range(20)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = run_json(capsys, str(path), "--timed", "100,50")
-    assert found["overload"] == (
-        "requests arrive within 19 s, but their prefill takes 5.4 times as long"
-    )
-    assert main(["replay", str(path), "--timed", "100,50"]) == 0
+    path = arriving_each_second(tmp_path, 1)
+    found = run_json(capsys, path, "--timed", "100,50")
+    says = "requests arrive within 19 s, but their prefill takes 5.4 times as long"
+    assert found["overload"] == says
+    assert main(["replay", path, "--timed", "100,50"]) == 0
     assert "overloaded" in capsys.readouterr().out
-    assert run_json(capsys, str(path), "--timed", "10000,50").get("overload") is None
+    assert run_json(capsys, path, "--timed", "10000,50").get("overload") is None
 
 
 def test_waiting_for_blocks_is_reported_as_overload(capsys, tmp_path):
-    path = tmp_path / "long.jsonl"
-    lines = [
-        {"timestamp": 1000 * i, "input_length": 512, "output_length": 100, "hash_ids": [i]}
-        for i in range(20)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = run_json(capsys, str(path), "--timed", "10000,20", "--num-blocks", "3")
+    path = arriving_each_second(tmp_path, 100)
+    found = run_json(capsys, path, "--timed", "10000,20", "--num-blocks", "3")
     assert found["overload"].startswith("requests arrive within 19 s, and the last request waited ")
-
-
-@pytest.mark.exhaustive
-def test_five_hundred_requests_of_the_published_trace_verify(capsys):
-    path = str(shared_file("traces/mooncake_conversation.jsonl"))
-    found = run_json(capsys, path, "--limit", "500", "--num-blocks", "3001", "--verify")
-    assert (found["requests"], found["rejected_requests"]) == (500, 0)
-    assert (found["capacity_blocks"], found["hit_blocks"]) == (3_000, 780)
-    assert found["verified_tokens"] == found["prompt_tokens"] == 7_124_855
-    assert (found["mismatches"], found["mismatched_requests"]) == (0, [])
 
 
 # --- groups ---------------------------------------------------------------------------------------
@@ -245,54 +222,25 @@ def test_table_has_one_row_per_group(capsys):
         assert text in out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_requests", "num_tokens"), sampled([(40, 506_280), (300, 4_269_971)]))
-def test_requests_of_the_published_trace_verify_with_a_window(capsys, num_requests, num_tokens):
-    path = str(shared_file("traces/mooncake_conversation.jsonl"))
-    found = run_json(
-        capsys, path, "--groups", "full_attention,sliding_window:window=2048", "--verify",
-        "--limit", str(num_requests), "--num-blocks", "10001", "--chunk-tokens", "4096",
-    )  # fmt: skip
-    assert (found["requests"], found["rejected_requests"], found["mismatches"]) == (
-        num_requests,
-        0,
-        0,
-    )
-    assert found["verified_tokens"] == found["prompt_tokens"] == num_tokens
-    assert all(group["hit_blocks"] > 0.9 * num_requests for group in found["groups"])
-
-
-@pytest.mark.parametrize(
-    ("groups", "says"),
-    [
-        (
-            "fast_attention",
-            "'fast_attention': its kind is 'fast_attention': expected one of chunked",
-        ),
-        ("", "'': its kind is '': expected one of"),
-        ("full_attention,", "'': its kind is ''"),
-        (
-            "sliding_window:block_size=8",
-            "'sliding_window:block_size=8': options of kind 'sliding_window' are {}: expected window=N",
-        ),
-        ("chunked_local:size=3", "'chunked_local' are {'size': 3}: expected chunk_size=N"),
-        (
-            "recurrent:window=3",
-            "'recurrent' are {'window': 3}: expected [num_speculative_blocks=N]",
-        ),
-        ("sliding_window:window=0", "'sliding_window:window=0': window is 0: expected 1 to"),
-        (
-            "sliding_window:window=x",
-            "'window' is 'x': expected a whole number of at most 2147483647",
-        ),
-        ("sliding_window:window=" + "9" * 5000, "...': expected a whole number of at most"),
-        ("sliding_window:window", "'window' is not an option: expected option=value"),
-        ("sliding_window:window=1:window=2", "'window' is given twice: expected it once"),
-        ("full_attention:block_size=0", "block_size is 0: expected 1 to 2147483647"),
-        ("full_attention,cross_attention", "in a replay, whose prompts have no encoder tokens"),
-        (",".join(["full_attention"] * 33), "33 groups: expected at most 32"),
-    ],
-)
+@pytest.mark.parametrize(("groups", "says"), [
+    ("fast_attention", "'fast_attention': its kind is 'fast_attention': expected one of chunked"),
+    ("", "'': its kind is '': expected one of"),
+    ("full_attention,", "'': its kind is ''"),
+    (
+        "sliding_window:block_size=8",
+        "'sliding_window:block_size=8': options of kind 'sliding_window' are {}: expected window=N",
+    ),
+    ("chunked_local:size=3", "'chunked_local' are {'size': 3}: expected chunk_size=N"),
+    ("recurrent:window=3", "'recurrent' are {'window': 3}: expected [num_speculative_blocks=N]"),
+    ("sliding_window:window=0", "'sliding_window:window=0': window is 0: expected 1 to"),
+    ("sliding_window:window=x", "'window' is 'x': expected a whole number of at most 2147483647"),
+    ("sliding_window:window=" + "9" * 5000, "...': expected a whole number of at most"),
+    ("sliding_window:window", "'window' is not an option: expected option=value"),
+    ("sliding_window:window=1:window=2", "'window' is given twice: expected it once"),
+    ("full_attention:block_size=0", "block_size is 0: expected 1 to 2147483647"),
+    ("full_attention,cross_attention", "in a replay, whose prompts have no encoder tokens"),
+    (",".join(["full_attention"] * 33), "33 groups: expected at most 32"),
+])  # fmt: skip
 def test_invalid_groups_print_one_line(capsys, groups, says):
     error = error_of(capsys, "replay", "--groups", groups, "--json")
     assert error.startswith("kvcache: --groups has ") and says in error
@@ -320,20 +268,17 @@ def test_imported_attention_kind_is_replayed_and_verified(capsys):
     assert "'segment_local' are {'lookback': 2}: expected segment=N [lookback=N]" in error
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (None, "expected an existing file, FILE.py"),
-        ("x = 1\n1 / 0\n", "it raised ZeroDivisionError: division by zero, line 2"),
-        ("def", "it raised SyntaxError: "),
-        ("raise SystemExit(3)", "it raised SystemExit: 3, line 1"),
-        (
-            "from kvcache.kinds import AttentionKind, register\n"
-            "register('full_attention')(AttentionKind)\n",
-            "ValueError: name is 'full_attention': expected a name that is not in use, line 2",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "says"), [
+    (None, "expected an existing file, FILE.py"),
+    ("x = 1\n1 / 0\n", "it raised ZeroDivisionError: division by zero, line 2"),
+    ("def", "it raised SyntaxError: "),
+    ("raise SystemExit(3)", "it raised SystemExit: 3, line 1"),
+    (
+        "from kvcache.kinds import AttentionKind, register\n"
+        "register('full_attention')(AttentionKind)\n",
+        "ValueError: name is 'full_attention': expected a name that is not in use, line 2",
+    ),
+])  # fmt: skip
 def test_failed_import_prints_one_line(capsys, tmp_path, text, says):
     path = tmp_path / "kind.py"
     if text is not None:
@@ -597,45 +542,36 @@ def test_zero_is_not_a_valid_count(capsys, option):
     assert f"{option} is '0': expected" in error_of(capsys, "replay", option, "0", "--json")
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        ([], "COMMAND"),
-        (["fly"], "'fly'"),
-        (
-            ["replay", "--fly"],
-            "'--fly' is unknown: expected an option that `kvcache replay --help`",
-        ),
-        (["replay", "--lim", "3"], "'--lim' is unknown"),
-        (["demo", "--fly"], "'--fly' is unknown"),
-        (["demo", "--replay", "--json"], "--json cannot be combined with --replay"),
-        (["demo", "--replay", "--users", "2"], "--users cannot be combined with --replay"),
-        (["demo", "--users", "0"], "--users is '0': expected a whole number from 1 to 1000"),
-        (["demo", "--plot", "no/such/a.png"], "--plot is 'no/such/a.png': expected an existing"),
-        (["replay", "--limit"], "--limit: expected one argument"),
-        (["replay", "--seed", "-1"], "--seed is '-1': expected a whole number from 0 to"),
-        (["replay", "--num-blocks", "1"], "--num-blocks is '1': expected a whole number from 2"),
-        (["replay", "no/such.jsonl"], "TRACE is 'no/such.jsonl': expected an existing file"),
-        (["replay", "."], "TRACE is '.': expected a file, not a directory"),
-        (["replay", "--device", "abacus"], "--device is 'abacus': expected cpu, cuda or cuda:N"),
-        (["replay", "--plot", "no/such/a.png"], "--plot is 'no/such/a.png': expected an existing"),
-        (["replay", "--plot", "a.jpeg"], "--plot is 'a.jpeg': expected a file name that ends in"),
-        (
-            ["replay", "--verify", "--block-size", "2147483647", "--num-blocks", "2"],
-            "--block-size 2147483647 with --num-blocks 2 and --concurrency 1 is too much to verify",
-        ),
-        (
-            ["replay", "--verify", "--num-blocks", "2147483647"],
-            "--block-size 16 with --num-blocks 2147483647 and --concurrency 1 is too much to verify",
-        ),
-        (["replay", "--fly" * 99], "'--fly--fly--fly--fly--fly--fly--fly--...' is unknown"),
-        (
-            ["replay", "--device", "9" * 99],
-            "--device is '9999999999999999999999999999999999999...'",
-        ),
-        (["replay", "--plot", "a" * 9999 + "/a.png"], "expected an existing folder"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "says"), [
+    ([], "COMMAND"),
+    (["fly"], "'fly'"),
+    (["replay", "--fly"], "'--fly' is unknown: expected an option that `kvcache replay --help`"),
+    (["replay", "--lim", "3"], "'--lim' is unknown"),
+    (["demo", "--fly"], "'--fly' is unknown"),
+    (["demo", "--replay", "--json"], "--json cannot be combined with --replay"),
+    (["demo", "--replay", "--users", "2"], "--users cannot be combined with --replay"),
+    (["demo", "--users", "0"], "--users is '0': expected a whole number from 1 to 1000"),
+    (["demo", "--plot", "no/such/a.png"], "--plot is 'no/such/a.png': expected an existing"),
+    (["replay", "--limit"], "--limit: expected one argument"),
+    (["replay", "--seed", "-1"], "--seed is '-1': expected a whole number from 0 to"),
+    (["replay", "--num-blocks", "1"], "--num-blocks is '1': expected a whole number from 2"),
+    (["replay", "no/such.jsonl"], "TRACE is 'no/such.jsonl': expected an existing file"),
+    (["replay", "."], "TRACE is '.': expected a file, not a directory"),
+    (["replay", "--device", "abacus"], "--device is 'abacus': expected cpu, cuda or cuda:N"),
+    (["replay", "--plot", "no/such/a.png"], "--plot is 'no/such/a.png': expected an existing"),
+    (["replay", "--plot", "a.jpeg"], "--plot is 'a.jpeg': expected a file name that ends in"),
+    (
+        ["replay", "--verify", "--block-size", "2147483647", "--num-blocks", "2"],
+        "--block-size 2147483647 with --num-blocks 2 and --concurrency 1 is too much to verify",
+    ),
+    (
+        ["replay", "--verify", "--num-blocks", "2147483647"],
+        "--block-size 16 with --num-blocks 2147483647 and --concurrency 1 is too much to verify",
+    ),
+    (["replay", "--fly" * 99], "'--fly--fly--fly--fly--fly--fly--fly--...' is unknown"),
+    (["replay", "--device", "9" * 99], "--device is '9999999999999999999999999999999999999...'"),
+    (["replay", "--plot", "a" * 9999 + "/a.png"], "expected an existing folder"),
+])  # fmt: skip
 def test_invalid_usage_prints_one_line(capsys, argv, says):
     assert says in error_of(capsys, *argv)
 
@@ -709,14 +645,11 @@ def test_plot_needs_matplotlib(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("argv", "unwanted"),
-    [
-        (["--help"], ["torch", "numpy", "rich", "matplotlib", "kvcache._core"]),
-        (["replay", "--help"], ["torch", "numpy", "rich", "matplotlib", "kvcache._core"]),
-        (["replay", "--requests", "5", "--json"], ["torch", "rich", "matplotlib"]),
-    ],
-)
+@pytest.mark.parametrize(("argv", "unwanted"), [
+    (["--help"], ["torch", "numpy", "rich", "matplotlib", "kvcache._core"]),
+    (["replay", "--help"], ["torch", "numpy", "rich", "matplotlib", "kvcache._core"]),
+    (["replay", "--requests", "5", "--json"], ["torch", "rich", "matplotlib"]),
+])  # fmt: skip
 def test_heavy_modules_are_imported_lazily(argv, unwanted):
     script = (
         "import sys; from kvcache.cli import main; code = main(sys.argv[1:]); "

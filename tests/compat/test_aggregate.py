@@ -66,6 +66,13 @@ def recving(*req_ids, **report):
 NOTHING = KVConnectorOutput()
 
 
+def merged_field(name, own):
+    """Let each worker report one value of a field, and return the merged value."""
+    outputs = [output(**{name: value}) for value in own]
+    report = KVOutputAggregator(len(own)).aggregate(outputs).kv_connector_output
+    return getattr(report, name)
+
+
 def state(aggregator):
     return (
         aggregator.expected_finished_count,
@@ -191,23 +198,18 @@ def test_last_worker_that_changes_the_count_prevails():
 
 
 def test_invalid_block_ids_are_united():
-    outputs = [output(invalid_block_ids={1, 2}), output(), output(invalid_block_ids={2, 3})]
-    merged = KVOutputAggregator(3).aggregate(outputs)
-    assert merged.kv_connector_output.invalid_block_ids == {1, 2, 3}
+    assert merged_field("invalid_block_ids", [{1, 2}, None, {2, 3}]) == {1, 2, 3}
 
 
 def test_equal_statistics_are_summed_without_changing_workers():
     own = [Stats(bytes=1), None, Stats(bytes=2, reads=1), Stats()]
-    outputs = [output(kv_connector_stats=stats) for stats in own]
-    merged = KVOutputAggregator(4).aggregate(outputs)
-    assert merged.kv_connector_output.kv_connector_stats == Stats(bytes=3, reads=1)
+    assert merged_field("kv_connector_stats", own) == Stats(bytes=3, reads=1)
     assert own == [Stats(bytes=1), None, Stats(bytes=2, reads=1), Stats()]
 
 
 def test_statistics_are_summed_by_type():
     own = [Stats(bytes=1), OtherStats(loads=1), Stats(bytes=2), OtherStats(loads=4)]
-    outputs = [output(kv_connector_stats=stats) for stats in own]
-    stats = KVOutputAggregator(4).aggregate(outputs).kv_connector_output.kv_connector_stats
+    stats = merged_field("kv_connector_stats", own)
     assert stats == {Stats: Stats(bytes=3), OtherStats: OtherStats(loads=5)}
 
 
@@ -237,9 +239,8 @@ def nested_stats():
 
 def test_sums_do_not_alias_worker_statistics():
     own = nested_stats()
-    outputs = [output(kv_connector_stats=stats) for stats in own]
-    merged = KVOutputAggregator(3).aggregate(outputs).kv_connector_output.kv_connector_stats
-    assert merged == MultiStats(a=Stats(n=1), b=Stats(n=5))
+    found = merged_field("kv_connector_stats", own)
+    assert found == MultiStats(a=Stats(n=1), b=Stats(n=5))
     assert own == nested_stats()
 
 
@@ -263,8 +264,7 @@ def test_pending_nested_sums_do_not_alias_workers():
 
 
 def test_empty_statistics_become_none():
-    merged = KVOutputAggregator(1).aggregate([output(kv_connector_stats=Stats())])
-    assert merged.kv_connector_output.kv_connector_stats is None
+    assert merged_field("kv_connector_stats", [Stats()]) is None
 
 
 def stored(first, group=0):
@@ -285,8 +285,7 @@ def test_cache_events_of_all_workers_are_combined_and_counted():
         KVCacheEvents([stored(2), removed(1), stored(3)]),
         [stored(3), removed(1), stored(2), stored(2, group=1)],
     ]
-    outputs = [output(kv_cache_events=events) for events in own]
-    events = KVOutputAggregator(3).aggregate(outputs).kv_connector_output.kv_cache_events
+    events = merged_field("kv_cache_events", own)
     assert events.get_number_of_workers() == 3
     assert len(events.get_all_events()) == 11
     assert events.get_common_events() == [own[0][1], own[0][2]]
@@ -314,17 +313,14 @@ def test_events_are_common_once_all_workers_reported_them():
 def test_worker_without_events_has_no_common_events(worker, nothing):
     own = [["a"], ["a"]]
     own.insert(worker, nothing())
-    outputs = [output(kv_cache_events=events) for events in own]
-    events = KVOutputAggregator(3).aggregate(outputs).kv_connector_output.kv_cache_events
+    events = merged_field("kv_cache_events", own)
     assert events.get_number_of_workers() == 3
     assert events.get_common_events() == []
 
 
 def test_missing_events_become_none():
-    empty = [output(kv_cache_events=[]), output(kv_cache_events=KVCacheEvents())]
-    assert KVOutputAggregator(2).aggregate(empty).kv_connector_output.kv_cache_events is None
-    some = [output(), output(kv_cache_events=["a"]), output(kv_cache_events=["a"])]
-    events = KVOutputAggregator(3).aggregate(some).kv_connector_output.kv_cache_events
+    assert merged_field("kv_cache_events", [[], KVCacheEvents()]) is None
+    events = merged_field("kv_cache_events", [None, ["a"], ["a"]])
     assert events.get_number_of_workers() == 2 and events.get_common_events() == ["a"]
 
 
@@ -349,8 +345,7 @@ class CountedEvents:
 
 def test_engine_events_use_their_own_methods():
     own = [CountedEvents("a", "b"), CountedEvents("b"), CountedEvents("b", "c")]
-    outputs = [output(kv_cache_events=events) for events in own]
-    events = KVOutputAggregator(3).aggregate(outputs).kv_connector_output.kv_cache_events
+    events = merged_field("kv_cache_events", own)
     assert type(events) is CountedEvents and events.workers == 3
     assert events.counter == {"a": 1, "b": 3, "c": 1}
     assert own[0].counter == {"a": 1, "b": 1} and own[0].workers == 1
@@ -361,8 +356,7 @@ def test_engine_events_may_cover_several_workers(workers):
     own = [CountedEvents("a"), CountedEvents("a", "b"), CountedEvents()]
     for events, count in zip(own, workers, strict=True):
         events.workers = count
-    outputs = [output(kv_cache_events=events) for events in own]
-    events = KVOutputAggregator(3).aggregate(outputs).kv_connector_output.kv_cache_events
+    events = merged_field("kv_cache_events", own)
     assert events.get_number_of_workers() == sum(workers)
     assert events.counter == {"a": 2, "b": 1}
     assert tuple(events.workers for events in own) == workers
@@ -370,8 +364,7 @@ def test_engine_events_may_cover_several_workers(workers):
 
 def test_events_may_cover_several_workers():
     several = KVCacheEvents(["a"]).merge(KVCacheEvents(["a", "b"]))
-    outputs = [output(kv_cache_events=events) for events in (["a", "b"], several)]
-    events = KVOutputAggregator(2).aggregate(outputs).kv_connector_output.kv_cache_events
+    events = merged_field("kv_cache_events", (["a", "b"], several))
     assert events.get_number_of_workers() == 3
     assert events.get_common_events() == ["a"]
 
@@ -529,8 +522,7 @@ def test_report_lacking_merged_fields_raises():
 
 
 def test_engine_events_without_entries_are_kept_if_truthy():
-    outputs = [output(kv_cache_events=CountedEvents()) for _ in range(2)]
-    events = KVOutputAggregator(2).aggregate(outputs).kv_connector_output.kv_cache_events
+    events = merged_field("kv_cache_events", [CountedEvents() for _ in range(2)])
     assert type(events) is CountedEvents and events.workers == 2 and not events.get_all_events()
     assert not KVCacheEvents() and not KVCacheEvents([]).merge(KVCacheEvents())
     assert KVCacheEvents().merge(KVCacheEvents(["a"]))

@@ -196,33 +196,30 @@ def test_arguments_are_in_the_order_of_the_original(name):
 # --- names in the wrong place ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("of", "name", "module"),
-    [
-        *((kvcache, name, "kv_transfer") for name in kv_transfer.__all__),
-        *((kvcache, name, "block_space_manager") for name in block_space_manager.__all__),
-        (kvcache.worker, "BlockTable", "vllm_block_table or kvcache.compat.ascend_block_table"),
-        (kvcache.transfer, "KVTopology", "kv_transfer"),
-        (kvcache.allocator, "BlockSpaceManager", "block_space_manager"),
-        (kv_transfer, "MultiGroupBlockTable", "vllm_block_table"),
-        (kvcache, "BlockTable", "vllm_block_table or kvcache.compat.ascend_block_table"),
-        (kvcache, "MultiGroupBlockTable", "vllm_block_table"),
-        (compat, "BlockTable", "vllm_block_table or kvcache.compat.ascend_block_table"),
-        (compat, "MultiGroupBlockTable", "ascend_block_table"),
-        (kvcache.KVCacheManager, "allocate_slots", "kv_cache_manager"),
-        (kvcache.KVCacheManager(16, 9, 128), "allocate_slots", "kv_cache_manager"),
-        (kvcache.KVCacheManager(16, 9, 128), "append_slots", "kv_cache_manager"),
-        (kvcache.KVCacheManager(16, 9, 128), "get_computed_blocks", "kv_cache_manager"),
-        (kvcache.KVCacheManager, "get_num_common_prefix_blocks", "kv_cache_manager"),
-        (kvcache.KVCacheManager, "reset_prefix_cache", "kv_cache_manager"),
-        *(
-            (kvcache.KVCacheManager(16, 9, 128), name, "block_space_manager")
-            for line in ("E2", "E5", "E7")
-            for name in WALK[line][2].split()
-            if name not in ("free", "reset_prefix_cache", "watermark_blocks")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("of", "name", "module"), [
+    *((kvcache, name, "kv_transfer") for name in kv_transfer.__all__),
+    *((kvcache, name, "block_space_manager") for name in block_space_manager.__all__),
+    (kvcache.worker, "BlockTable", "vllm_block_table or kvcache.compat.ascend_block_table"),
+    (kvcache.transfer, "KVTopology", "kv_transfer"),
+    (kvcache.allocator, "BlockSpaceManager", "block_space_manager"),
+    (kv_transfer, "MultiGroupBlockTable", "vllm_block_table"),
+    (kvcache, "BlockTable", "vllm_block_table or kvcache.compat.ascend_block_table"),
+    (kvcache, "MultiGroupBlockTable", "vllm_block_table"),
+    (compat, "BlockTable", "vllm_block_table or kvcache.compat.ascend_block_table"),
+    (compat, "MultiGroupBlockTable", "ascend_block_table"),
+    (kvcache.KVCacheManager, "allocate_slots", "kv_cache_manager"),
+    (kvcache.KVCacheManager(16, 9, 128), "allocate_slots", "kv_cache_manager"),
+    (kvcache.KVCacheManager(16, 9, 128), "append_slots", "kv_cache_manager"),
+    (kvcache.KVCacheManager(16, 9, 128), "get_computed_blocks", "kv_cache_manager"),
+    (kvcache.KVCacheManager, "get_num_common_prefix_blocks", "kv_cache_manager"),
+    (kvcache.KVCacheManager, "reset_prefix_cache", "kv_cache_manager"),
+    *(
+        (kvcache.KVCacheManager(16, 9, 128), name, "block_space_manager")
+        for line in ("E2", "E5", "E7")
+        for name in WALK[line][2].split()
+        if name not in ("free", "reset_prefix_cache", "watermark_blocks")
+    ),
+])  # fmt: skip
 def test_a_name_in_the_wrong_place_raises_an_error_that_names_its_module(of, name, module):
     with pytest.raises(AttributeError, match=f"no attribute '{name}': .*kvcache.compat.{module}"):
         getattr(of, name)
@@ -266,12 +263,8 @@ def test_names_without_torch_and_with_it_are_those_of_the_modules():
 
 FILES = sorted((REPO / "kvcache" / "compat").rglob("*.py"))
 INTERFACES = [
-    vllm_block_table,
-    ascend_block_table,
-    kv_transfer,
-    kv_cache_manager,
-    block_space_manager,
-]
+    vllm_block_table, ascend_block_table, kv_transfer, kv_cache_manager, block_space_manager,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("module", INTERFACES, ids=lambda module: module.__name__)
@@ -358,13 +351,8 @@ def names_here(packages):
 
 
 KERNEL = (
-    kvcache,
-    kvcache.allocator,
-    kvcache.transfer,
-    kvcache.layouts,
-    kvcache.worker,
-    kvcache.step,
-)
+    kvcache, kvcache.allocator, kvcache.transfer, kvcache.layouts, kvcache.worker, kvcache.step,
+)  # fmt: skip
 
 
 def is_known(name, known):

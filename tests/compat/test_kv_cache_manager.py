@@ -213,17 +213,13 @@ def test_requests_read_and_write_the_cache_as_they_say():
 IMAGE = {"mm_hashes": ["cat"], "mm_positions": [{"offset": 4, "length": 20}]}
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"lora_request": Some(lora_name="a", lora_path="/a")},
-        {"cache_salt": "s"},
-        {"mm_features": [Some(identifier="cat", mm_position=Some(offset=4, length=20))]},
-        {"prompt_embeds": np.ones((40, 2), np.float16)},
-        IMAGE,
-    ],
-    ids=["lora", "salt", "image", "embeddings", "older image"],
-)
+@pytest.mark.parametrize("extra", [
+    {"lora_request": Some(lora_name="a", lora_path="/a")},
+    {"cache_salt": "s"},
+    {"mm_features": [Some(identifier="cat", mm_position=Some(offset=4, length=20))]},
+    {"prompt_embeds": np.ones((40, 2), np.float16)},
+    IMAGE,
+], ids=["lora", "salt", "image", "embeddings", "older image"])  # fmt: skip
 def test_inputs_other_than_tokens_are_part_of_the_hashes(extra):
     m = manager()
     admitted(m, "r1", **extra)
@@ -320,36 +316,29 @@ def test_a_request_that_does_not_fit_changes_nothing():
     assert m.get_computed_blocks(third)[0] == computed
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda m, r: m.allocate_slots(r, 0, ()), ValueError, "num_tokens is 0"),
-        (lambda m, r: m.allocate_slots(r, 1.5, ()), TypeError, "num_tokens is 1.5"),
-        (lambda m, r: m.allocate_slots(r, 8, (), -1), ValueError, "num_lookahead_tokens is -1"),
-        (lambda m, r: m.allocate_slots(r, 8, 3), TypeError, "computed_blocks is 3"),
-        (lambda m, r: m.allocate_slots(r, 8, [77]), ValueError, "computed_blocks"),
-        (lambda m, r: m.append_slots(r, 1), ValueError, "request 'r9' has no blocks"),
-        (
-            lambda m, r: m.get_num_common_prefix_blocks(r, 1),
-            ValueError,
-            "request 'r9' has no blocks",
-        ),
-        (lambda m, r: m.get_computed_blocks(3), TypeError, "request is 3: expected .* request_id"),
-        (lambda m, r: m.get_computed_blocks(Some(request_id="a")), TypeError, "with all_token_ids"),
-        (lambda m, r: m.free(3), TypeError, "request is 3: expected .* request_id"),
-        (lambda m, r: m.append_slots(m.own, 0), ValueError, "num_tokens is 0"),
-        (lambda m, r: m.append_slots(m.own, 200), ValueError, "max_model_len"),
-        (lambda m, r: m.get_num_common_prefix_blocks(m.own, 0), ValueError, "num_running_requests"),
-        (
-            lambda m, r: KVCacheManager(16, 9, 128, enable_caching=False).allocate_slots(r, 8, [1]),
-            ValueError,
-            "computed_blocks",
-        ),
-        (lambda m, r: KVCacheManager(0, 9, 128), ValueError, "block_size is 0"),
-        (lambda m, r: KVCacheManager(16, 9, 128, 0), ValueError, "window"),
-        (lambda m, r: KVCacheManager(16, 9, 128, None, 1), TypeError, "enable_caching is 1"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda m, r: m.allocate_slots(r, 0, ()), ValueError, "num_tokens is 0"),
+    (lambda m, r: m.allocate_slots(r, 1.5, ()), TypeError, "num_tokens is 1.5"),
+    (lambda m, r: m.allocate_slots(r, 8, (), -1), ValueError, "num_lookahead_tokens is -1"),
+    (lambda m, r: m.allocate_slots(r, 8, 3), TypeError, "computed_blocks is 3"),
+    (lambda m, r: m.allocate_slots(r, 8, [77]), ValueError, "computed_blocks"),
+    (lambda m, r: m.append_slots(r, 1), ValueError, "request 'r9' has no blocks"),
+    (lambda m, r: m.get_num_common_prefix_blocks(r, 1), ValueError, "request 'r9' has no blocks"),
+    (lambda m, r: m.get_computed_blocks(3), TypeError, "request is 3: expected .* request_id"),
+    (lambda m, r: m.get_computed_blocks(Some(request_id="a")), TypeError, "with all_token_ids"),
+    (lambda m, r: m.free(3), TypeError, "request is 3: expected .* request_id"),
+    (lambda m, r: m.append_slots(m.own, 0), ValueError, "num_tokens is 0"),
+    (lambda m, r: m.append_slots(m.own, 200), ValueError, "max_model_len"),
+    (lambda m, r: m.get_num_common_prefix_blocks(m.own, 0), ValueError, "num_running_requests"),
+    (
+        lambda m, r: KVCacheManager(16, 9, 128, enable_caching=False).allocate_slots(r, 8, [1]),
+        ValueError,
+        "computed_blocks",
+    ),
+    (lambda m, r: KVCacheManager(0, 9, 128), ValueError, "block_size is 0"),
+    (lambda m, r: KVCacheManager(16, 9, 128, 0), ValueError, "window"),
+    (lambda m, r: KVCacheManager(16, 9, 128, None, 1), TypeError, "enable_caching is 1"),
+])  # fmt: skip
 def test_bad_arguments_are_named_and_change_nothing(call, error, message):
     m = manager()
     m.own = admitted(m)
@@ -385,28 +374,25 @@ def place(offset, length):
     return SimpleNamespace(offset=offset, length=length)
 
 
-@pytest.mark.parametrize(
-    ("attributes", "error", "message"),
-    [
-        ({"mm_positions": [place(0, 4)]}, ValueError, "mm_positions has 1 entries, but mm_hashes"),
-        ({"mm_hashes": ["a"]}, ValueError, "mm_positions has 0 entries, but mm_hashes has 1"),
-        ({"mm_hashes": 3}, TypeError, "mm_hashes is 3"),
-        ({"mm_features": [3]}, TypeError, r"mm_features\[0\] is 3: expected .* identifier"),
-        (
-            {"mm_features": [SimpleNamespace(identifier="a", mm_position=3)]},
-            TypeError,
-            r"mm_features\[0\].mm_position is 3: expected .* offset",
-        ),
-        (
-            {"mm_hashes": ["a"], "mm_positions": [{"offset": 0}]},
-            ValueError,
-            r"mm_positions\[0\] is {'offset': 0}: expected a key 'length'",
-        ),
-        ({"lora_request": 3}, TypeError, "lora_request is 3: expected .* lora_name"),
-        ({"request_id": 3}, TypeError, "request_id is 3: expected a string"),
-        ({"request_id": []}, TypeError, r"request_id is \[\]: expected a string"),
-    ],
-)
+@pytest.mark.parametrize(("attributes", "error", "message"), [
+    ({"mm_positions": [place(0, 4)]}, ValueError, "mm_positions has 1 entries, but mm_hashes"),
+    ({"mm_hashes": ["a"]}, ValueError, "mm_positions has 0 entries, but mm_hashes has 1"),
+    ({"mm_hashes": 3}, TypeError, "mm_hashes is 3"),
+    ({"mm_features": [3]}, TypeError, r"mm_features\[0\] is 3: expected .* identifier"),
+    (
+        {"mm_features": [SimpleNamespace(identifier="a", mm_position=3)]},
+        TypeError,
+        r"mm_features\[0\].mm_position is 3: expected .* offset",
+    ),
+    (
+        {"mm_hashes": ["a"], "mm_positions": [{"offset": 0}]},
+        ValueError,
+        r"mm_positions\[0\] is {'offset': 0}: expected a key 'length'",
+    ),
+    ({"lora_request": 3}, TypeError, "lora_request is 3: expected .* lora_name"),
+    ({"request_id": 3}, TypeError, "request_id is 3: expected a string"),
+    ({"request_id": []}, TypeError, r"request_id is \[\]: expected a string"),
+])  # fmt: skip
 def test_attributes_that_the_hashes_cannot_use_are_named(attributes, error, message):
     each = request()
     vars(each).update(attributes)

@@ -133,21 +133,18 @@ SIZES = {"a": 2, "b": 4}
 BLOCKS = {"a": 16, "b": 32}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((2, SIZES, False, 8, "FLASH_ATTN", "a", BLOCKS), ValueError, "tp_rank is 2"),
-        ((0, SIZES, False, 8, "FLASH_ATTN", "c", BLOCKS), ValueError, "remote_tp_size .* 'c'"),
-        ((0, SIZES, False, 8, "FLASH_ATTN", "a", {}), ValueError, "remote_block_size .* 'a'"),
-        ((0, [2], False, 8, "FLASH_ATTN", "a", BLOCKS), TypeError, "remote_tp_size is"),
-        ((0, SIZES, 1, 8, "FLASH_ATTN", "a", BLOCKS), TypeError, "is_mla is 1"),
-        ((0, SIZES, True, 8, "FLASH_ATTN", "a", BLOCKS), ValueError, "is_mla is True"),
-        ((0, SIZES, False, 7, "FLASH_ATTN", "a", BLOCKS), ValueError, "7"),
-        ((0, SIZES, False, 8, "NONE", "a", BLOCKS), ValueError, "NONE"),
-        ((0, SIZES, False, 8, [], "a", BLOCKS), ValueError, "attn_backend is empty"),
-        ((0, SIZES, False, 8, "FLASH_ATTN", "a", BLOCKS, (2, 3)), ValueError, "tensor_shape is"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    ((2, SIZES, False, 8, "FLASH_ATTN", "a", BLOCKS), ValueError, "tp_rank is 2"),
+    ((0, SIZES, False, 8, "FLASH_ATTN", "c", BLOCKS), ValueError, "remote_tp_size .* 'c'"),
+    ((0, SIZES, False, 8, "FLASH_ATTN", "a", {}), ValueError, "remote_block_size .* 'a'"),
+    ((0, [2], False, 8, "FLASH_ATTN", "a", BLOCKS), TypeError, "remote_tp_size is"),
+    ((0, SIZES, 1, 8, "FLASH_ATTN", "a", BLOCKS), TypeError, "is_mla is 1"),
+    ((0, SIZES, True, 8, "FLASH_ATTN", "a", BLOCKS), ValueError, "is_mla is True"),
+    ((0, SIZES, False, 7, "FLASH_ATTN", "a", BLOCKS), ValueError, "7"),
+    ((0, SIZES, False, 8, "NONE", "a", BLOCKS), ValueError, "NONE"),
+    ((0, SIZES, False, 8, [], "a", BLOCKS), ValueError, "attn_backend is empty"),
+    ((0, SIZES, False, 8, "FLASH_ATTN", "a", BLOCKS, (2, 3)), ValueError, "tensor_shape is"),
+])  # fmt: skip
 def test_bad_arguments_of_the_topology_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
         TpKVTopology(*arguments)

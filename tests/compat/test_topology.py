@@ -318,17 +318,14 @@ def test_a_topology_pickles():
     assert again.get_target_remote_ranks(4) == [(2, 0, 2), (3, 0, 3)]
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        "engine",
-        "tp_ratio_from_engine_id",
-        "block_size_ratio_from_engine_id",
-        "is_kv_replicated",
-        "replicates_kv_cache",
-        "get_target_remote_ranks_from_engine_id",
-    ],
-)
+@pytest.mark.parametrize("ask", [
+    "engine",
+    "tp_ratio_from_engine_id",
+    "block_size_ratio_from_engine_id",
+    "is_kv_replicated",
+    "replicates_kv_cache",
+    "get_target_remote_ranks_from_engine_id",
+])  # fmt: skip
 def test_unknown_engine_error_lists_known_engines(ask):
     asked = topology(remotes={"a": RemoteEngine(1)})
     with pytest.raises(ValueError, match="engine_id is 'b': expected one of 'local', 'a'"):
@@ -383,14 +380,11 @@ def test_invalid_arguments_are_reported(call, message):
         call()
 
 
-@pytest.mark.parametrize(
-    ("ask", "message"),
-    [
-        ("tp_ratio_from_engine_id", "local tp_size is 4, remote tp_size is 6"),
-        ("block_size_ratio_from_engine_id", "local block_size is 32, remote block_size is 48"),
-        ("get_target_remote_ranks_from_engine_id", "local pp_size is 2, remote pp_size is 3"),
-    ],
-)
+@pytest.mark.parametrize(("ask", "message"), [
+    ("tp_ratio_from_engine_id", "local tp_size is 4, remote tp_size is 6"),
+    ("block_size_ratio_from_engine_id", "local block_size is 32, remote block_size is 48"),
+    ("get_target_remote_ranks_from_engine_id", "local pp_size is 2, remote pp_size is 3"),
+])  # fmt: skip
 def test_errors_name_the_engine_and_the_side(ask, message):
     asked = topology(0, 4, pp_size=2, block_size=32, total_num_kv_heads=12)
     asked = asked.with_remote("pre", RemoteEngine(6, 3, 48))

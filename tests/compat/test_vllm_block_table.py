@@ -148,69 +148,66 @@ def slots(*given, **named):
     table.compute_slot_mapping(*given, **named)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: GPU.BlockTable(*FIRST, 48), ValueError, "kernel_block_size 48 .* block_size 64"),
-        (lambda: NPU.BlockTable(*FIRST, [48, 96]), ValueError, r"kernel_sizes \[48, 96\] divides"),
-        (lambda: NPU.BlockTable(*FIRST, 16), TypeError, "kernel_sizes is 16: expected a list"),
-        (
-            lambda: NPU.BlockTable(*FIRST, [16], kernel_block_size=16),
-            ValueError,
-            "kernel_block_size is 16 and kernel_sizes",
-        ),
-        (lambda: NPU.BlockTable(*FIRST, [16], 1, -1), ValueError, "num_speculative_tokens is -1"),
-        (
-            lambda: NPU.MultiGroupBlockTable(*MULTI, 0, [4]),
-            ValueError,
-            "max_num_blocks has 1 entries, but block_sizes has 2",
-        ),
-        (
-            lambda: NPU.MultiGroupBlockTable(*MULTI, 0, None, [[16]] * 3),
-            ValueError,
-            "kernel_sizes has 3 entries, but block_sizes has 2",
-        ),
-        (
-            lambda: NPU.MultiGroupBlockTable(*MULTI, kv_cache_groups=[SimpleNamespace()]),
-            ValueError,
-            "kv_cache_groups has 1 entries, but block_sizes has 2",
-        ),
-        (
-            lambda: NPU.MultiGroupBlockTable(*MULTI, kv_cache_groups=3),
-            TypeError,
-            "kv_cache_groups is 3",
-        ),
-        (
-            lambda: GPU.MultiGroupBlockTable(*MULTI, [16]),
-            ValueError,
-            "kernel_block_sizes has 1 entries, but block_sizes has 2",
-        ),
-        (
-            lambda: slots(2, np.array([0, 1]), np.array([1])),
-            ValueError,
-            "query_start_loc .* num_reqs is 2",
-        ),
-        (lambda: slots(True, np.array([0, 1]), np.array([1])), TypeError, "num_reqs is True"),
-        (lambda: slots(1, np.array([0, 1]), np.array([1]), 4), TypeError, "4 positional arguments"),
-        (lambda: slots(1, 5, np.array([1])), ValueError, "query_start_loc is 5"),
-        (
-            lambda: slots(1, np.array([0, 1]), np.array([1]), num_reqs=1),
-            TypeError,
-            "num_reqs is 1: expected it once",
-        ),
-        (
-            lambda: slots(1, np.array([0, 1]), np.array([1]), query_start_loc=np.array([0, 1])),
-            TypeError,
-            "query_start_loc .* once",
-        ),
-        (lambda: slots(np.array([0])), TypeError, "positions is missing"),
-        (
-            lambda: slots(np.array([0]), np.array([1]), positions=np.array([1])),
-            TypeError,
-            "positions once",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda: GPU.BlockTable(*FIRST, 48), ValueError, "kernel_block_size 48 .* block_size 64"),
+    (lambda: NPU.BlockTable(*FIRST, [48, 96]), ValueError, r"kernel_sizes \[48, 96\] divides"),
+    (lambda: NPU.BlockTable(*FIRST, 16), TypeError, "kernel_sizes is 16: expected a list"),
+    (
+        lambda: NPU.BlockTable(*FIRST, [16], kernel_block_size=16),
+        ValueError,
+        "kernel_block_size is 16 and kernel_sizes",
+    ),
+    (lambda: NPU.BlockTable(*FIRST, [16], 1, -1), ValueError, "num_speculative_tokens is -1"),
+    (
+        lambda: NPU.MultiGroupBlockTable(*MULTI, 0, [4]),
+        ValueError,
+        "max_num_blocks has 1 entries, but block_sizes has 2",
+    ),
+    (
+        lambda: NPU.MultiGroupBlockTable(*MULTI, 0, None, [[16]] * 3),
+        ValueError,
+        "kernel_sizes has 3 entries, but block_sizes has 2",
+    ),
+    (
+        lambda: NPU.MultiGroupBlockTable(*MULTI, kv_cache_groups=[SimpleNamespace()]),
+        ValueError,
+        "kv_cache_groups has 1 entries, but block_sizes has 2",
+    ),
+    (
+        lambda: NPU.MultiGroupBlockTable(*MULTI, kv_cache_groups=3),
+        TypeError,
+        "kv_cache_groups is 3",
+    ),
+    (
+        lambda: GPU.MultiGroupBlockTable(*MULTI, [16]),
+        ValueError,
+        "kernel_block_sizes has 1 entries, but block_sizes has 2",
+    ),
+    (
+        lambda: slots(2, np.array([0, 1]), np.array([1])),
+        ValueError,
+        "query_start_loc .* num_reqs is 2",
+    ),
+    (lambda: slots(True, np.array([0, 1]), np.array([1])), TypeError, "num_reqs is True"),
+    (lambda: slots(1, np.array([0, 1]), np.array([1]), 4), TypeError, "4 positional arguments"),
+    (lambda: slots(1, 5, np.array([1])), ValueError, "query_start_loc is 5"),
+    (
+        lambda: slots(1, np.array([0, 1]), np.array([1]), num_reqs=1),
+        TypeError,
+        "num_reqs is 1: expected it once",
+    ),
+    (
+        lambda: slots(1, np.array([0, 1]), np.array([1]), query_start_loc=np.array([0, 1])),
+        TypeError,
+        "query_start_loc .* once",
+    ),
+    (lambda: slots(np.array([0])), TypeError, "positions is missing"),
+    (
+        lambda: slots(np.array([0]), np.array([1]), positions=np.array([1])),
+        TypeError,
+        "positions once",
+    ),
+])  # fmt: skip
 def test_bad_arguments_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import random
 import signal
 import subprocess
@@ -32,7 +31,7 @@ from pathlib import Path
 import torch
 import zmq
 
-from benchmarks.gpu.machine import commit, processor, write_results
+from benchmarks.measure import add_json, save
 from kvcache import KVCacheManager, Request
 from kvcache_exchange.router_events import EventPublisher, EventSubscriber
 from kvcache_serve.engine.transformers.tiny_models import tiny_model
@@ -653,7 +652,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scenarios", nargs="*", default=SCENARIOS, choices=SCENARIOS)
     parser.add_argument("--no-store", action="store_true", help="run the replicas without a store")
-    parser.add_argument("--json", type=Path, help="write the results to this JSON file")
+    add_json(parser)
     options = parser.parse_args()
     if reason := why_not():
         print(f"SKIPPED: {reason}")
@@ -667,16 +666,9 @@ def main() -> int:
             print(json.dumps(getattr(fleet, name)()), file=sys.stderr, flush=True)
     rows = fleet.rows
     print(table(rows))
-    if options.json is not None:
-        found = {
-            "machine": {"processor": processor(), "cores": os.cpu_count()},
-            "commit": commit(),
-            **{"replicas": options.replicas, "seconds": options.seconds, "seed": options.seed},
-            "store": has_store,
-            "delay and loss": asdict(BAD),
-            "scenarios": rows,
-        }
-        write_results(options.json, found)
+    found = {"replicas": options.replicas, "seconds": options.seconds, "seed": options.seed}
+    found |= {"store": has_store, "delay and loss": asdict(BAD), "scenarios": rows}
+    save(options.json, "fleet faults" + ("" if has_store else ", no store"), found)
     is_good = all(
         not (row["wrong"] or row["lost"] or row["leaks"] or row["index_differs"]) for row in rows
     )

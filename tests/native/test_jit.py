@@ -14,7 +14,6 @@ import zipfile
 
 import pytest
 
-from benchmarks.gpu.jit_and_replay import jit_check
 from kvcache.native import build, jit
 from tests.machinery.shared import REPO, sampled
 
@@ -32,10 +31,20 @@ if [ -n "$compiles" ]; then : >"$out"; else cp "{REPO}/kvcache/$(basename "$out"
 """
 COMPILES = '#!/bin/sh\nexec g++ "$@" -O0\n'
 COMPILERS = {"copies": COPIES, "compiles": COMPILES}
-USE = f"""
+USE = """
 import kvcache
 assert kvcache.hash_blocks(range(32), 16).shape == (2, 32)
-{jit_check(("cpu",), ("_core", "libkvcache_cpu"))}
+import torch
+from kvcache.native import load
+table = kvcache.BlockTables([kvcache.TableShape(16, 8)], max_num_reqs=4, max_num_tokens=64)[0]
+table.add_row([1, 2, 3, 4], 0)
+table.add_row([5, 6, 7, 8], 1)
+table.commit_block_table(2)
+rows = torch.tensor([0, 1, -1], dtype=torch.int32)
+table.compute_slot_mapping(rows, torch.tensor([0, 63, 5]))
+assert table.slot_mapping.gpu[:5].tolist() == [16, 143, -1, -1, -1]
+how = load.describe()
+assert all(how[name].startswith("JIT") for name in ("_core", "libkvcache_cpu")), how
 print("works")
 """
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Swaps during graph captures, and the streams of an engine."""
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu.timing import captured_beside
 from kvcache import Pages, SwapEngine, ops
 from kvcache.worker.pages.page_copy import PageCopy
 from kvcache_lab.bandwidth import hold
@@ -65,6 +65,21 @@ def test_warm_up_of_a_missing_device_fails(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"device is cuda:7: expected cuda:0 to cuda:0"):
         ops.warm_up("cuda:7")
+
+
+@contextlib.contextmanager
+def captured_beside(graph):
+    """Capture the launches in the block on a separate stream without waiting for earlier work.
+
+    `torch.cuda.graph` would first synchronize the device.
+    """
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="global")
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 @pytest.mark.gpu

@@ -107,7 +107,7 @@ def _last_up_to(steps: tuple, number: float) -> object:
     return steps[max(bisect_right([start for start, _ in steps], number) - 1, 0)][1]
 
 
-# Measured on an H200 (PCIe Gen5), benchmarks/results/gpu-nvidia-h200-*.json. A kernel with 2 or more
+# Measured on an H200 (PCIe Gen5), benchmarks/results/gpu-nvidia-h200.json. A kernel with 2 or more
 # thread blocks reaches 93 to 95 % of the bus with fragments of any size, and its submission takes a
 # constant time. The copy engine reaches 99 %, but its submission takes 0.8 to 1 us per fragment and, from
 # host to device, up to 5 us for fragments of 16 KiB. Two kernels that swap in

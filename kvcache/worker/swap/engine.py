@@ -42,7 +42,7 @@ _NAMES = {OUT: "swap-out", IN: "swap-in", _EXPEDITED: "expedited swap-in"}
 # Number of thread blocks that gather pages into staging memory or scatter them from it. The engine's
 # streams have the highest priority, so a grid that fills the device would stop the model's kernels.
 # With 16 thread blocks, an eighth of an H200, staged swaps reached 94 to 99 % of the bus
-# (benchmarks/results/gpu-nvidia-h200-copies.json).
+# (benchmarks/results/gpu-nvidia-h200.json).
 _STAGING_THREAD_BLOCKS = 16
 
 

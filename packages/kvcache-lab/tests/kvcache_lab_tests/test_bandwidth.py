@@ -12,10 +12,7 @@ import torch
 
 from kvcache import Pages, SwapEngine
 from kvcache.cli import main
-from kvcache.worker.swap.calibration import (
-    calibration_of,
-    load,
-)
+from kvcache.worker.swap.calibration import calibration_of, load
 from kvcache_lab import bandwidth
 from kvcache_lab.bandwidth import steps_of
 
@@ -83,17 +80,14 @@ def test_bench_prints_a_table_or_json(capsys):
     assert "4,096 KiB" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("argv", "code", "message"),
-    [
-        (["bench", "--mib", "3"], 2, "--mib is '3': expected a whole number from 8 to 65536"),
-        (["bench", "--device", "tpu"], 2, "--device is 'tpu': expected cpu, cuda or cuda:N"),
-        (["bench", "--device", "cuda:99999999999"], 2, "--device is 'cuda:99999999999': expected"),
-        (["bench", "--device", "cuda:\u0663"], 2, "--device is 'cuda:\u0663': expected cpu, cuda"),
-        (["bench", "--mib", "65536"], 2, "--mib is 65536: expected less, this needs 256.2 GiB"),
-        (["bench", "--device", "cpu", "--calibrate"], 1, "there is no CUDA device: nothing to cal"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "code", "message"), [
+    (["bench", "--mib", "3"], 2, "--mib is '3': expected a whole number from 8 to 65536"),
+    (["bench", "--device", "tpu"], 2, "--device is 'tpu': expected cpu, cuda or cuda:N"),
+    (["bench", "--device", "cuda:99999999999"], 2, "--device is 'cuda:99999999999': expected"),
+    (["bench", "--device", "cuda:\u0663"], 2, "--device is 'cuda:\u0663': expected cpu, cuda"),
+    (["bench", "--mib", "65536"], 2, "--mib is 65536: expected less, this needs 256.2 GiB"),
+    (["bench", "--device", "cpu", "--calibrate"], 1, "there is no CUDA device: nothing to cal"),
+])  # fmt: skip
 def test_bench_reports_invalid_arguments(capsys, argv, code, message):
     assert main(argv) == code
     assert message in capsys.readouterr().err

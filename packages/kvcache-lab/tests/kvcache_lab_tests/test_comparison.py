@@ -81,19 +81,16 @@ def test_hit_rates_equal_single_replays():
         compare(requests, ["x"], [50], block_size=16)
 
 
-@pytest.mark.parametrize(
-    ("rates", "says"),
-    [
-        ({"lru": [0.2, 0.5], "a": [0.2, 0.504]}, "lru: no other policy has 1% more hits at any"),
-        (
-            {"lru": [0.2, 0.5], "a": [0.3, 0.4]},
-            "a: most hits at 1 of 2 sizes, at the others at most 20.0 %",
-        ),
-        ({"lru": [0.0, 0.0], "a": [0.0, 0.1]}, "a: most hits at 2 of 2 sizes"),
-        ({"a": [0.1], "b": [0.2]}, "b: most hits at 1 of 1 sizes"),
-        ({"lru": [0.0], "a": [0.0]}, "none: no policy has a hit"),
-    ],
-)
+@pytest.mark.parametrize(("rates", "says"), [
+    ({"lru": [0.2, 0.5], "a": [0.2, 0.504]}, "lru: no other policy has 1% more hits at any"),
+    (
+        {"lru": [0.2, 0.5], "a": [0.3, 0.4]},
+        "a: most hits at 1 of 2 sizes, at the others at most 20.0 %",
+    ),
+    ({"lru": [0.0, 0.0], "a": [0.0, 0.1]}, "a: most hits at 2 of 2 sizes"),
+    ({"a": [0.1], "b": [0.2]}, "b: most hits at 1 of 1 sizes"),
+    ({"lru": [0.0], "a": [0.0]}, "none: no policy has a hit"),
+])  # fmt: skip
 def test_summary_recommends_a_policy(rates, says):
     sizes = tuple(range(1, 1 + len(next(iter(rates.values())))))
     assert Comparison("", 1, 16, sizes, rates).choice.startswith(says)

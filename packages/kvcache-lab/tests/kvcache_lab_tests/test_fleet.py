@@ -70,8 +70,12 @@ def test_replicas_are_independent_replays_of_the_requests_that_they_receive():
     assert report.mean_ms_to_first_token == pytest.approx(mean, abs=1e-3)
 
 
+def sessions_of(block_size, prompts):
+    sessions = Sessions(block_size)
+    return [sessions.of(request(i, tokens)) for i, tokens in enumerate(prompts)]
+
+
 def test_requests_continue_the_session_whose_last_prompt_they_extend():
-    sessions = Sessions(block_size=4)
     system = [*range(8)]
     turns = {
         "a1": [*system, *range(100, 110)],
@@ -82,15 +86,8 @@ def test_requests_continue_the_session_whose_last_prompt_they_extend():
         "a3": [*system, *range(100, 150)],
         "short": [1, 2],
     }
-    found = {
-        name: sessions.of(request(i, tokens)) for i, (name, tokens) in enumerate(turns.items())
-    }
+    found = dict(zip(turns, sessions_of(4, turns.values())))
     assert found == {"a1": 0, "b1": 1, "a2": 0, "b2": 1, "edit of a1": 2, "a3": 0, "short": 3}
-
-
-def sessions_of(block_size, prompts):
-    sessions = Sessions(block_size)
-    return [sessions.of(request(i, tokens)) for i, tokens in enumerate(prompts)]
 
 
 @pytest.mark.parametrize("block_size", [16, 512])
@@ -169,9 +166,7 @@ def test_blocks_in_the_store_are_found_once_their_prefill_has_ended():
 
 
 def test_prefills_delay_the_answers_of_their_replica():
-    """With one running request per replica, a request waits for the delayed end of another
-    request.
-    """
+    """With one running request per replica, a request waits for the delayed end of another request."""
     first, second = request(0, range(40), 0, 10), request(1, range(100, 140), 50, 10)
     third = request(2, range(200, 240), 60, 0)
     fleet = Fleet(1, 201, concurrency=2)
@@ -293,9 +288,7 @@ def test_the_search_goes_on_while_a_replica_is_overloaded():
     def simulate(count):
         is_fast = count > 8
         return FleetReport(
-            {},
-            p99_ms_to_first_token=1.0 if is_fast else 9.0,
-            busiest_share=0.5 if is_fast else 2.5,
+            {}, p99_ms_to_first_token=1.0 if is_fast else 9.0, busiest_share=0.5 if is_fast else 2.5
         )
 
     assert _smallest(simulate, 5.0, 1, 1024) == 9
@@ -325,15 +318,12 @@ def test_plans_without_a_sufficient_fleet_report_the_reason():
     assert plan.recommended is None and "the fastest fleet, 3 replicas" in plan.reason
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"replicas": 0}, "replicas is 0: expected 1 to 2147483647"),
-        ({"router": "random"}, "router is 'random': expected one of round_robin, "),
-        ({"num_blocks": 1}, "num_blocks is 1: expected 2 to 2147483647"),
-        ({"host_blocks": -1}, "host_blocks is -1: expected 0 to 2147483647"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"replicas": 0}, "replicas is 0: expected 1 to 2147483647"),
+    ({"router": "random"}, "router is 'random': expected one of round_robin, "),
+    ({"num_blocks": 1}, "num_blocks is 1: expected 2 to 2147483647"),
+    ({"host_blocks": -1}, "host_blocks is -1: expected 0 to 2147483647"),
+])  # fmt: skip
 def test_invalid_fleets_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         Fleet(**{"replicas": 1, "num_blocks": 100} | options)
@@ -354,18 +344,15 @@ def test_traces_without_times_or_order_are_rejected():
         plan_fleet(same, Fleet(1, 100), p99_ms=1.0, routers=[])
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"prefill_speed": 1, "speed": 2}', "'speed' is unknown: expected one of prefill_speed"),
-        ('{"host_gb_per_s": 0}', "host_gb_per_s is 0.0: expected more than 0"),
-        ('{"prefill_ms": -1.0}', "prefill_ms is -1.0: expected 0 to 1e"),
-        ('{"prefill_ms": "much"}', "prefill_ms is 'much': expected a number"),
-        ('{"prefill_ms": Infinity}', "prefill_ms is inf: expected 0 to 1e"),
-        ("prefill_ms", "expected a JSON object"),
-        ("[1]", "expected a JSON object"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ('{"prefill_speed": 1, "speed": 2}', "'speed' is unknown: expected one of prefill_speed"),
+    ('{"host_gb_per_s": 0}', "host_gb_per_s is 0.0: expected more than 0"),
+    ('{"prefill_ms": -1.0}', "prefill_ms is -1.0: expected 0 to 1e"),
+    ('{"prefill_ms": "much"}', "prefill_ms is 'much': expected a number"),
+    ('{"prefill_ms": Infinity}', "prefill_ms is inf: expected 0 to 1e"),
+    ("prefill_ms", "expected a JSON object"),
+    ("[1]", "expected a JSON object"),
+])  # fmt: skip
 def test_hardware_files_are_checked(text, message, tmp_path):
     path = tmp_path / "hardware.json"
     path.write_text(text)
@@ -392,17 +379,14 @@ def test_the_command_writes_an_example_that_it_reads(tmp_path, capsys):
     assert len(json.loads(capsys.readouterr().out)["reports"]) == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--router", "random"], 2, "--router has 'random': expected names of round_robin"),
-        (["--p99", "0"], 2, "--p99 is '0': expected more than 0 milliseconds"),
-        (["--hardware", "none.json"], 2, "--hardware is 'none.json': expected a readable file"),
-        (["--num-blocks", "5"], 1, "no fleet is recommended: 100 of 100 requests do not fit"),
-        (["--eviction", "random"], 2, "eviction"),
-        (["none.jsonl"], 2, "TRACE is 'none.jsonl': expected an existing file"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code", "message"), [
+    (["--router", "random"], 2, "--router has 'random': expected names of round_robin"),
+    (["--p99", "0"], 2, "--p99 is '0': expected more than 0 milliseconds"),
+    (["--hardware", "none.json"], 2, "--hardware is 'none.json': expected a readable file"),
+    (["--num-blocks", "5"], 1, "no fleet is recommended: 100 of 100 requests do not fit"),
+    (["--eviction", "random"], 2, "eviction"),
+    (["none.jsonl"], 2, "TRACE is 'none.jsonl': expected an existing file"),
+])  # fmt: skip
 def test_the_command_reports_invalid_input_in_one_line(arguments, code, message, capsys):
     if "none.jsonl" not in arguments:
         arguments = [*arguments, "--requests", "100"]

@@ -57,8 +57,7 @@ def test_loads_move_only_the_blocks_that_the_next_token_attends_to():
 
 def test_loads_of_groups_take_the_time_of_their_blocks():
     hardware = Hardware(
-        *(1000.0, 10.0),
-        **{"store_gb_per_s": 1.0, "peer_gb_per_s": 1.0, "transfer_gb_per_s": 1.0},
+        *(1000.0, 10.0), **{"store_gb_per_s": 1.0, "peer_gb_per_s": 1.0, "transfer_gb_per_s": 1.0}
     )
     pair = [request(0, range(160), 0), request(1, range(160), 1000)]
     for options in ({"store_blocks": 100}, {"peers": True}):
@@ -93,17 +92,11 @@ def test_groups_round_trip_through_text():
     assert parse_groups(groups_text(groups), 1) == groups
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"groups": HYBRID},
-            "page_bytes is 0 with groups 'sliding_window:window=64,full_attention'",
-        ),
-        ({"groups": "fast"}, "groups has 'fast': its kind is 'fast': expected one of"),
-        ({"page_bytes": -1}, "page_bytes is -1: expected 0 to"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"groups": HYBRID}, "page_bytes is 0 with groups 'sliding_window:window=64,full_attention'"),
+    ({"groups": "fast"}, "groups has 'fast': its kind is 'fast': expected one of"),
+    ({"page_bytes": -1}, "page_bytes is -1: expected 0 to"),
+])  # fmt: skip
 def test_invalid_groups_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         Fleet(1, 100, **options)

@@ -60,19 +60,16 @@ def hybrid(groups, num_blocks, concurrency=1, verified=None, **options) -> Repla
 @pytest.mark.parametrize(
     ("concurrency", "chunk_tokens"), spread([(4, 100), (1, None), (1, 100), (4, None)], 1)
 )
-@pytest.mark.parametrize(
-    ("groups", "hash_block_size"),
-    [
-        (WINDOWED, None),
-        (LOCAL, None),
-        (RECURRENT, None),
-        (UNEQUAL, 4),
-        ("full_attention:block_size=8", 4),
-        (UNCACHED, 4),
-        (ALL, 2),
-        (CHECKPOINTS, 4),
-    ],
-)
+@pytest.mark.parametrize(("groups", "hash_block_size"), [
+    (WINDOWED, None),
+    (LOCAL, None),
+    (RECURRENT, None),
+    (UNEQUAL, 4),
+    ("full_attention:block_size=8", 4),
+    (UNCACHED, 4),
+    (ALL, 2),
+    (CHECKPOINTS, 4),
+])  # fmt: skip
 def test_chats_verify_and_have_hits(groups, hash_block_size, chunk_tokens, concurrency):
     specs = parse_groups(groups, 16)
     replayer = hybrid(

@@ -54,35 +54,32 @@ def test_trace_line_becomes_a_request(tmp_path):
     assert first.token_ids.min() >= 0 and first.token_ids.max() < VOCABULARY
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("{", "not JSON"),
-        ("\ufffe", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ([1, 2], "is [1, 2]: expected a JSON object"),
-        ("7", "is 7: expected a JSON object"),
-        *(({k: v for k, v in GOOD.items() if k != name}, f"{name} is missing") for name in GOOD),
-        ({**GOOD, "timestamp": -1}, "timestamp is -1: expected a whole number of 0 or more"),
-        ({**GOOD, "timestamp": 1.5}, "timestamp is 1.5: expected a whole number"),
-        ({**GOOD, "input_length": True}, "input_length is true: expected a whole number"),
-        ({**GOOD, "input_length": 0}, "input_length is 0: expected a whole number of 1 or more"),
-        ({**GOOD, "input_length": 1025.0}, "input_length is 1025.0: expected a whole number"),
-        ({**GOOD, "output_length": "7"}, 'output_length is "7": expected a whole number'),
-        ({**GOOD, "output_length": None}, "output_length is null: expected a whole number"),
-        ({**GOOD, "hash_ids": "012"}, 'hash_ids is "012": expected a list'),
-        ({**GOOD, "hash_ids": [0, 1.0, 2]}, "hash_ids[1] is 1.0: expected a whole number"),
-        ({**GOOD, "hash_ids": [0, 1, False]}, "hash_ids[2] is false: expected a whole number"),
-        ({**GOOD, "hash_ids": [-4, 1, 2]}, "hash_ids[0] is -4: expected a whole number from 0"),
-        ({**GOOD, "hash_ids": [VOCABULARY**2, 1, 2]}, "hash_ids[0] is 16384000000: expected"),
-        ({**GOOD, "hash_ids": [0, 1]}, "hash_ids has 2 entries: expected 3"),
-        ({**GOOD, "input_length": 1024}, "hash_ids has 3 entries: expected 2"),
-        (
-            {**GOOD, "input_length": 10**4000},
-            "input_length is 1000000000000000000000000000000000000...: expected at most 16777216",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("line", "says"), [
+    ("{", "not JSON"),
+    ("\ufffe", "not JSON"),
+    ("[" * 100_000, "not JSON"),
+    ([1, 2], "is [1, 2]: expected a JSON object"),
+    ("7", "is 7: expected a JSON object"),
+    *(({k: v for k, v in GOOD.items() if k != name}, f"{name} is missing") for name in GOOD),
+    ({**GOOD, "timestamp": -1}, "timestamp is -1: expected a whole number of 0 or more"),
+    ({**GOOD, "timestamp": 1.5}, "timestamp is 1.5: expected a whole number"),
+    ({**GOOD, "input_length": True}, "input_length is true: expected a whole number"),
+    ({**GOOD, "input_length": 0}, "input_length is 0: expected a whole number of 1 or more"),
+    ({**GOOD, "input_length": 1025.0}, "input_length is 1025.0: expected a whole number"),
+    ({**GOOD, "output_length": "7"}, 'output_length is "7": expected a whole number'),
+    ({**GOOD, "output_length": None}, "output_length is null: expected a whole number"),
+    ({**GOOD, "hash_ids": "012"}, 'hash_ids is "012": expected a list'),
+    ({**GOOD, "hash_ids": [0, 1.0, 2]}, "hash_ids[1] is 1.0: expected a whole number"),
+    ({**GOOD, "hash_ids": [0, 1, False]}, "hash_ids[2] is false: expected a whole number"),
+    ({**GOOD, "hash_ids": [-4, 1, 2]}, "hash_ids[0] is -4: expected a whole number from 0"),
+    ({**GOOD, "hash_ids": [VOCABULARY**2, 1, 2]}, "hash_ids[0] is 16384000000: expected"),
+    ({**GOOD, "hash_ids": [0, 1]}, "hash_ids has 2 entries: expected 3"),
+    ({**GOOD, "input_length": 1024}, "hash_ids has 3 entries: expected 2"),
+    (
+        {**GOOD, "input_length": 10**4000},
+        "input_length is 1000000000000000000000000000000000000...: expected at most 16777216",
+    ),
+])  # fmt: skip
 def test_malformed_line_is_reported(tmp_path, line, says):
     path = write_trace(tmp_path, GOOD, "", line)
     reader = read_mooncake(path)
@@ -198,15 +195,12 @@ def test_prompt_is_history_plus_new_message():
     assert not np.array_equal(new_chat.token_ids, requests[0].token_ids)
 
 
-@pytest.mark.parametrize(
-    ("shape", "says"),
-    [
-        ({"num_conversations": 0}, "num_conversations is 0"),
-        ({"turns": (3, 2)}, r"turns is \(3, 2\)"),
-        ({"user_tokens": (0, 2)}, r"user_tokens is \(0, 2\)"),
-        ({"mean_pause_ms": -1.0}, "mean_pause_ms is -1.0"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "says"), [
+    ({"num_conversations": 0}, "num_conversations is 0"),
+    ({"turns": (3, 2)}, r"turns is \(3, 2\)"),
+    ({"user_tokens": (0, 2)}, r"user_tokens is \(0, 2\)"),
+    ({"mean_pause_ms": -1.0}, "mean_pause_ms is -1.0"),
+])  # fmt: skip
 def test_invalid_chat_shape_is_rejected(shape, says):
     with pytest.raises(ValueError, match=says):
         ChatShape(**shape)
@@ -533,19 +527,11 @@ def test_overwritten_cached_block_is_detected():
 BLOCK = 16
 
 
-def reversed_in_its_block(slots):
-    return slots // BLOCK * BLOCK + BLOCK - 1 - slots % BLOCK
-
-
-def in_the_block_behind(slots):
-    return (slots // BLOCK % 1_024 + 1) * BLOCK + slots % BLOCK
-
-
-def one_further(slots):
-    return (slots + 1) % (1_025 * BLOCK)
-
-
-@pytest.mark.parametrize("wrong", [reversed_in_its_block, in_the_block_behind, one_further])
+@pytest.mark.parametrize("wrong", [
+    lambda slots: slots // BLOCK * BLOCK + BLOCK - 1 - slots % BLOCK,  # reversed in its block
+    lambda slots: (slots // BLOCK % 1_024 + 1) * BLOCK + slots % BLOCK,  # in the block behind
+    lambda slots: (slots + 1) % (1_025 * BLOCK),  # one further
+], ids=["reversed", "next block", "next slot"])  # fmt: skip
 def test_slots_wrong_for_both_write_and_read_are_detected(monkeypatch, wrong):
     replayer = verifying(BLOCK, 1_025, 3)
     table = replayer.verifier.table
@@ -618,8 +604,7 @@ def test_series_sum_to_the_totals():
 def test_reasons_of_misses_sum_to_the_missed_tokens(tiers):
     series = Series()
     replayer = Replayer(
-        **{"block_size": 16, "num_blocks": 301, "explain_misses": 1, **tiers},
-        series=series,
+        **{"block_size": 16, "num_blocks": 301, "explain_misses": 1, **tiers}, series=series
     )
     prompts = [*chat_workload(80, seed=2), *as_workload([range(10_000)])]
     report = replayer.run(prompts)

@@ -120,12 +120,6 @@ def test_higher_gain_writes_fewer_blocks():
     assert every > some > few
 
 
-def test_report_without_host_has_no_host_section():
-    report = tiered(16, 150, 0, verify=False).run(chat_workload(20)).to_dict()
-    assert "eviction" not in report and not [name for name in report if "host" in name]
-    assert not {"written_blocks", "unwritten_blocks", "loaded_blocks"} & report.keys()
-
-
 def test_report_contains_the_options():
     replayer = tiered(
         16, 150, 200, eviction="priority:default_priority=25", host_write="through", verify=False
@@ -239,15 +233,6 @@ def test_correct_tiered_cache_verifies(
     report = replayer.run(workload)
     assert_right(replayer, report)
     assert report.requests == len(workload)
-
-
-@pytest.mark.exhaustive
-def test_the_published_trace_verifies_through_a_host():
-    requests = itertools.islice(read_mooncake(shared_file(TRACE)), 300)
-    replayer = tiered(512, 501, 4_001, concurrency=3)
-    report = replayer.run(requests)
-    assert_right(replayer, report)
-    assert report.loaded_blocks > 100 and report.host_evicted_blocks > 500
 
 
 # --- planted defects ------------------------------------------------------------------------------
@@ -371,14 +356,3 @@ def test_policies_are_parsed():
         assert join_options(*parse_eviction(text)) == text
     assert parse_host_write("through") == {"host_write": "through"}
     assert parse_host_write("back:0.2") == {"host_write": "back", "min_gain_to_write": 0.2}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("policy", "options", "rate"),
-    [("lru", {}, 0.0459), ("learned", {}, 0.0776)],
-)
-def test_docs_table_is_reproduced(policy, options, rate):
-    trace = shared_file(TRACE)
-    replayer = Replayer(block_size=512, num_blocks=1001, eviction=policy, eviction_options=options)
-    assert round(replayer.run(read_mooncake(trace)).token_hit_rate, 4) == rate

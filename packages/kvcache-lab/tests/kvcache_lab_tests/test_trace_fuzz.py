@@ -29,39 +29,10 @@ LINES = {
     "sglang_log": SGLANG.format(s=5, text=repr('it\'s "me"\n'), ids=None),
 }
 JUNK = [
-    *(
-        "NaN",
-        "-Infinity",
-        "1e400",
-        "-1",
-        "1.5",
-        "9" * 5000,
-        "9" * 400,
-        "2147483648",
-        "true",
-        "null",
-    ),
-    *(
-        '"\\ud800"',
-        '"\\u0000"',
-        "[]",
-        "{}",
-        "[" * 100_000,
-        '{"a":' * 100_000,
-        "[" * 900 + "]" * 900,
-    ),
-    *(
-        "[1 2]",
-        "[,]",
-        "'\\x'",
-        "'\\N{a}'",
-        "Request a" + ": " * 3000,
-        "\ufeff",
-        "\r",
-        "\0",
-        "\x1b[2J",
-    ),
-]
+    "NaN", "-Infinity", "1e400", "-1", "1.5", "9" * 5000, "9" * 400, "2147483648", "true", "null",
+    '"\\ud800"', '"\\u0000"', "[]", "{}", "[" * 100_000, '{"a":' * 100_000, "[" * 900 + "]" * 900,
+    "[1 2]", "[,]", "'\\x'", "'\\N{a}'", "Request a" + ": " * 3000, "\ufeff", "\r", "\0", "\x1b[2J",
+]  # fmt: skip
 
 
 def text_of(line):
@@ -130,31 +101,6 @@ def test_damaged_traces_are_read_or_reported(tmp_path):
         except Exception as error:
             error.add_note(f"seed {SEED}, trace {i}, {form}: {data[:300]!r}")
             raise
-
-
-@pytest.mark.parametrize(
-    ("form", "line", "says"),
-    [
-        ("mooncake", {**MOONCAKE, "timestamp": 10**400}, "timestamp is 1000"),
-        ("mooncake", {**MOONCAKE, "output_length": 2**31}, "output_length is 2147483648"),
-        ("mooncake", {**MOONCAKE, "input_length": 10**30}, "input_length is 1000"),
-        ("text", {"prompt": "a", "timestamp": 2**53}, "timestamp is 9007199254740992"),
-        ("vllm_log", VLLM.format(s=1, ids="[1 2]"), 'has token "1 2"'),
-        ("vllm_log", VLLM.format(s=1, ids=f"[{'9' * 5000}]"), "has token 9999"),
-        ("sglang_log", SGLANG.format(s=5, text=r"'\x'", ids=None), r'text is "'),
-        ("sglang_log", SGLANG.format(s=5, text=r"'\N{no such}'", ids=None), "text is "),
-        ("mooncake", "[" * 100_000, "not JSON"),
-        ("mooncake", '{"hash_ids": ' + "[" * 900 + "]" * 900 + "}", "timestamp is missing"),
-        ("mooncake", {**MOONCAKE, "hash_ids": "\ud800"}, r'hash_ids is "\ud800"'),
-    ],
-)
-def test_hostile_line_is_reported(tmp_path, form, line, says):
-    """These cases were found by the fuzzer."""
-    path = tmp_path / "trace"
-    path.write_text(f"\n{text_of(line)}\n")
-    with pytest.raises(TraceError) as error:
-        list(read_trace(path, form))
-    assert str(error.value).startswith(f"{path}, line 2: ") and says in str(error.value)
 
 
 def test_lone_surrogate_counts_as_a_token(tmp_path):

@@ -3,6 +3,7 @@
 
 import gzip
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -38,40 +39,31 @@ def written(tmp_path, *lines):
     return path
 
 
-@pytest.mark.parametrize(
-    ("form", "lines", "arrivals", "lengths", "answers"),
-    [
-        ("mooncake", [MOONCAKE], [5], [600], [7]),
-        ("bailian", [BAILIAN, {**BAILIAN, "hash_ids": [3, 4]}], [61_114] * 2, [40, 40], [3, 3]),
-        ("tokens", [{"token_ids": TOKENS}, {"input_ids": [1]}], [0, 0], [3, 1], [0, 0]),
-        (
-            "tokens",
-            [{"prompt_token_ids": TOKENS, "timestamp": 9, "output_length": 4}],
-            [9],
-            [3],
-            [4],
-        ),
-        ("text", [{"prompt": "Hi, you there!"}, {"messages": MESSAGES}], [0, 0], [5, 16], [0, 0]),
-        (
-            "vllm_log",
-            [*NOISE[:2], VLLM.format(s=1, ids=TOKENS), VLLM_DEBUG.format(s=3, ids=[4])],
-            [0, 2_000],
-            [3, 1],
-            [0, 0],
-        ),
-        (
-            "sglang_log",
-            [
-                *NOISE[:2],
-                SGLANG.format(s=1, text=None, ids=TOKENS),
-                SGLANG.format(s=5, text=repr('it\'s "me"\n'), ids=None),
-            ],
-            [0, 4_000],
-            [3, 6],
-            [0, 0],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("form", "lines", "arrivals", "lengths", "answers"), [
+    ("mooncake", [MOONCAKE], [5], [600], [7]),
+    ("bailian", [BAILIAN, {**BAILIAN, "hash_ids": [3, 4]}], [61_114] * 2, [40, 40], [3, 3]),
+    ("tokens", [{"token_ids": TOKENS}, {"input_ids": [1]}], [0, 0], [3, 1], [0, 0]),
+    ("tokens", [{"prompt_token_ids": TOKENS, "timestamp": 9, "output_length": 4}], [9], [3], [4]),
+    ("text", [{"prompt": "Hi, you there!"}, {"messages": MESSAGES}], [0, 0], [5, 16], [0, 0]),
+    (
+        "vllm_log",
+        [*NOISE[:2], VLLM.format(s=1, ids=TOKENS), VLLM_DEBUG.format(s=3, ids=[4])],
+        [0, 2_000],
+        [3, 1],
+        [0, 0],
+    ),
+    (
+        "sglang_log",
+        [
+            *NOISE[:2],
+            SGLANG.format(s=1, text=None, ids=TOKENS),
+            SGLANG.format(s=5, text=repr('it\'s "me"\n'), ids=None),
+        ],
+        [0, 4_000],
+        [3, 6],
+        [0, 0],
+    ),
+])  # fmt: skip
 def test_each_format_is_detected_and_read(tmp_path, form, lines, arrivals, lengths, answers):
     path = written(tmp_path, *lines)
     requests = list(read_trace(path))
@@ -108,60 +100,65 @@ def test_log_may_omit_the_time(tmp_path):
     assert [each.arrival_ms for each in read_trace(written(tmp_path, *lines))] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("form", "line", "says"),
-    [
-        ("bailian", {**BAILIAN, "timestamp": -1}, "timestamp is -1: expected a number of seconds"),
-        ("bailian", {**BAILIAN, "timestamp": True}, "timestamp is true: expected a number"),
-        ("bailian", {**BAILIAN, "timestamp": 1e300}, "timestamp is 1e+300: expected a number"),
-        (
-            "bailian",
-            {**BAILIAN, "hash_ids": [3]},
-            "hash_ids has 1 entries: expected 2 or 3, one per 16",
-        ),
-        (
-            "bailian",
-            {**BAILIAN, "input_length": 32},
-            "hash_ids has 3 entries: expected 2, one per 16",
-        ),
-        (
-            "tokens",
-            {"ids": [1]},
-            "token_ids is missing: expected one of token_ids, prompt_token_ids",
-        ),
-        ("tokens", {"token_ids": []}, "token_ids is []: expected at least one token"),
-        (
-            "tokens",
-            {"token_ids": [2**31]},
-            r"token_ids[0] is 2147483648: expected a whole number from 0",
-        ),
-        (
-            "tokens",
-            {"token_ids": [1], "timestamp": 1.5},
-            "timestamp is 1.5: expected a whole number",
-        ),
-        ("text", {"prompt": " \n"}, 'prompt is " \\n": expected at least one word'),
-        ("text", {"prompt": 7}, "prompt is 7: expected a string"),
-        (
-            "text",
-            {"messages": "a"},
-            'messages is "a": expected a list of objects with role and content',
-        ),
-        ("text", {"messages": [{"role": "a"}]}, "content is missing: expected it in every line"),
-        ("text", {"a": 1}, "prompt is missing: expected it in every line"),
-        ("vllm_log", VLLM.format(s=1, ids=[2**31]), "has token 2147483648: expected at most"),
-        (
-            "sglang_log",
-            "Receive: obj=GenerateReqInput(rid='7', sampling_params={})",
-            "has neither input_ids nor text: expected a log with prompts (--log-requests-level 3)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("form", "line", "says"), [
+    ("bailian", {**BAILIAN, "timestamp": -1}, "timestamp is -1: expected a number of seconds"),
+    ("bailian", {**BAILIAN, "timestamp": True}, "timestamp is true: expected a number"),
+    ("bailian", {**BAILIAN, "timestamp": 1e300}, "timestamp is 1e+300: expected a number"),
+    (
+        "bailian",
+        {**BAILIAN, "hash_ids": [3]},
+        "hash_ids has 1 entries: expected 2 or 3, one per 16",
+    ),
+    ("bailian", {**BAILIAN, "input_length": 32}, "hash_ids has 3 entries: expected 2, one per 16"),
+    ("tokens", {"ids": [1]}, "token_ids is missing: expected one of token_ids, prompt_token_ids"),
+    ("tokens", {"token_ids": []}, "token_ids is []: expected at least one token"),
+    (
+        "tokens",
+        {"token_ids": [2**31]},
+        r"token_ids[0] is 2147483648: expected a whole number from 0",
+    ),
+    ("tokens", {"token_ids": [1], "timestamp": 1.5}, "timestamp is 1.5: expected a whole number"),
+    ("text", {"prompt": " \n"}, 'prompt is " \\n": expected at least one word'),
+    ("text", {"prompt": 7}, "prompt is 7: expected a string"),
+    (
+        "text",
+        {"messages": "a"},
+        'messages is "a": expected a list of objects with role and content',
+    ),
+    ("text", {"messages": [{"role": "a"}]}, "content is missing: expected it in every line"),
+    ("text", {"a": 1}, "prompt is missing: expected it in every line"),
+    ("vllm_log", VLLM.format(s=1, ids=[2**31]), "has token 2147483648: expected at most"),
+    (
+        "sglang_log",
+        "Receive: obj=GenerateReqInput(rid='7', sampling_params={})",
+        "has neither input_ids nor text: expected a log with prompts (--log-requests-level 3)",
+    ),
+    # Lines that the fuzzer found.
+    ("mooncake", {**MOONCAKE, "timestamp": 10**400}, "timestamp is 1000"),
+    ("mooncake", {**MOONCAKE, "output_length": 2**31}, "output_length is 2147483648"),
+    ("mooncake", {**MOONCAKE, "input_length": 10**30}, "input_length is 1000"),
+    ("text", {"prompt": "a", "timestamp": 2**53}, "timestamp is 9007199254740992"),
+    ("vllm_log", VLLM.format(s=1, ids="[1 2]"), 'has token "1 2"'),
+    ("vllm_log", VLLM.format(s=1, ids=f"[{'9' * 5000}]"), "has token 9999"),
+    ("sglang_log", SGLANG.format(s=5, text=r"'\x'", ids=None), r'text is "'),
+    ("sglang_log", SGLANG.format(s=5, text=r"'\N{no such}'", ids=None), "text is "),
+    ("mooncake", "[" * 100_000, "not JSON"),
+    ("mooncake", '{"hash_ids": ' + "[" * 900 + "]" * 900 + "}", "timestamp is missing"),
+    ("mooncake", {**MOONCAKE, "hash_ids": "\ud800"}, r'hash_ids is "\ud800"'),
+])  # fmt: skip
 def test_malformed_line_is_reported(tmp_path, form, line, says):
     path = written(tmp_path, "", line)
     with pytest.raises(TraceError) as error:
         list(read_trace(path, form))
     assert str(error.value).startswith(f"{path}, line 2: ") and says in str(error.value)
+
+
+def test_text_with_an_unknown_escape_is_read_without_a_warning(tmp_path):
+    path = written(tmp_path, SGLANG.format(s=5, text=r"'a\s b'", ids=None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (request,) = read_trace(path, "sglang_log")
+    assert request.num_tokens == 4  # a, a backslash, s, b
 
 
 def test_block_size_of_mooncake_traces_is_inferred(tmp_path):
@@ -289,19 +286,16 @@ def test_bailian_blocks_without_an_id_are_unique(tmp_path):
     assert not {*first.content[32:].tolist()} & {*second.content[32:].tolist()}
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"hash_ids": [0, True]}, r"hash_ids\[1\] is true: expected a whole number"),
-        ({"hash_ids": [0, 1.5]}, r"hash_ids\[1\] is 1.5: expected a whole number"),
-        ({"hash_ids": [0, -1]}, r"hash_ids\[1\] is -1: expected a whole number"),
-        ({"hash_ids": [10**11, 1]}, r"hash_ids\[0\] is 100000000000: expected a whole number"),
-        ({"hash_ids": "x"}, 'hash_ids is "x": expected a list'),
-        ({"hash_ids": [1, 2, 3, 4]}, "hash_ids has 4 entries: expected 2"),
-        ({"input_length": [5, 6]}, r"input_length is \[5, 6\]: expected a whole number"),
-        ({"timestamp": -1}, "timestamp is -1: expected a whole number"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    ({"hash_ids": [0, True]}, r"hash_ids\[1\] is true: expected a whole number"),
+    ({"hash_ids": [0, 1.5]}, r"hash_ids\[1\] is 1.5: expected a whole number"),
+    ({"hash_ids": [0, -1]}, r"hash_ids\[1\] is -1: expected a whole number"),
+    ({"hash_ids": [10**11, 1]}, r"hash_ids\[0\] is 100000000000: expected a whole number"),
+    ({"hash_ids": "x"}, 'hash_ids is "x": expected a list'),
+    ({"hash_ids": [1, 2, 3, 4]}, "hash_ids has 4 entries: expected 2"),
+    ({"input_length": [5, 6]}, r"input_length is \[5, 6\]: expected a whole number"),
+    ({"timestamp": -1}, "timestamp is -1: expected a whole number"),
+])  # fmt: skip
 def test_malformed_lines_are_reported(tmp_path, change, says):
     path = tmp_path / "trace"
     lines = [json.dumps(line(0, [0, 1])), json.dumps({**line(1, [0, 2]), **change})]

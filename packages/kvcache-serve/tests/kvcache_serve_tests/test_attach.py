@@ -108,24 +108,21 @@ def test_rounding_differences_are_tolerated(name, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model_type,fields,says",
-    [
-        (
-            "bert",
-            {"is_decoder": False},
-            r"at position 0 of request 0 .*, first in bert.encoder.layer.0: .* later tokens",
-        ),
-        (
-            "recurrent_gemma",
-            {},
-            r"at position 11 of request 0 \(positions 11 to 21 in one step\) .* first in model.layers.0",
-        ),
-        ("deepseek_v32", {}, "layer 0 keeps a DynamicIndexedLayer, which holds more than K, V"),
-        ("rwkv", {}, "none of its layers stores anything in the cache"),
-        ("prophetnet", {}, "request by request: AssertionError: At the moment"),
-    ],
-)
+@pytest.mark.parametrize("model_type,fields,says", [
+    (
+        "bert",
+        {"is_decoder": False},
+        r"at position 0 of request 0 .*, first in bert.encoder.layer.0: .* later tokens",
+    ),
+    (
+        "recurrent_gemma",
+        {},
+        r"at position 11 of request 0 \(positions 11 to 21 in one step\) .* first in model.layers.0",
+    ),
+    ("deepseek_v32", {}, "layer 0 keeps a DynamicIndexedLayer, which holds more than K, V"),
+    ("rwkv", {}, "none of its layers stores anything in the cache"),
+    ("prophetnet", {}, "request by request: AssertionError: At the moment"),
+])  # fmt: skip
 def test_model_with_different_answers_is_rejected(model_type, fields, says):
     model = tiny_architecture(model_type, **fields)
     before = model.config._attn_implementation

@@ -130,16 +130,10 @@ def test_checkpoint_folder_is_served(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["identical_sequences"] == 1
 
 
-@pytest.mark.parametrize(
-    ("model", "says"),
-    [
-        ("no/such", "--model is 'no/such': expected one of llama, qwen3"),
-        (
-            "tests",
-            "--model is 'tests': expected the folder of a checkpoint that transformers loads",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("model", "says"), [
+    ("no/such", "--model is 'no/such': expected one of llama, qwen3"),
+    ("tests", "--model is 'tests': expected the folder of a checkpoint that transformers loads"),
+])  # fmt: skip
 def test_invalid_model_prints_one_line(capsys, model, says):
     assert main(["demo", "--model", model, "--json"]) == 2
     out, err = capsys.readouterr()

@@ -18,14 +18,7 @@ from kvcache.allocator import check_invariants
 from kvcache_serve.engine import Engine, NgramDrafter, SamplingParams
 from kvcache_serve.engine.transformers import attach, layer_specs
 from kvcache_serve.engine.transformers.tiny_models import tiny_model
-from tests.machinery.dense_models import (
-    MODELS,
-    VOCAB_SIZE,
-    Float64,
-    dense,
-    greedy,
-    logits_of,
-)
+from tests.machinery.dense_models import MODELS, VOCAB_SIZE, Float64, dense, greedy, logits_of
 from tests.machinery.engine_driver import EngineRun
 from tests.machinery.shared import sampled
 
@@ -141,15 +134,12 @@ def test_answers_equal_those_of_the_dense_cache(name, paged):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name,preemption,is_own_stream",
-    [
-        ("llama", "recompute", False),
-        ("gemma3", "swap", True),
-        ("deepseek_v3", "swap", False),
-        ("bamba", "swap", True),
-    ],
-)
+@pytest.mark.parametrize("name,preemption,is_own_stream", [
+    ("llama", "recompute", False),
+    ("gemma3", "swap", True),
+    ("deepseek_v3", "swap", False),
+    ("bamba", "swap", True),
+])  # fmt: skip
 def test_answers_on_a_gpu_equal_those_of_the_dense_cache(name, preemption, is_own_stream, paged):
     """Runs on the default stream, and on a stream that does not synchronize with it."""
     prompts = prompts_of(MODELS.index(name), 5)

@@ -140,8 +140,7 @@ class TestLogits:
         ("spoiled", "params"),
         spread(
             itertools.product(
-                (all_nan, one_nan, one_inf, all_masked),
-                ({}, {"temperature": 1.0}, {"n": 3}),
+                (all_nan, one_nan, one_inf, all_masked), ({}, {"temperature": 1.0}, {"n": 3})
             ),
             5,
         ),
@@ -287,17 +286,13 @@ class TestSampling:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "drafts,expected",
-    [
-        ([-1], "drafts[0] is -1: expected 0 to 511"),
-        ([3, 512], "drafts[1] is 512: expected 0 to 511"),
-        ([1.5], "drafts[0] is 1.5: expected an integer"),
-        ([None], "drafts[0] is None"),
-        (7, "'int' object is not iterable"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("drafts,expected", [
+    ([-1], "drafts[0] is -1: expected 0 to 511"),
+    ([3, 512], "drafts[1] is 512: expected 0 to 511"),
+    ([1.5], "drafts[0] is 1.5: expected an integer"),
+    ([None], "drafts[0] is None"),
+    (7, "'int' object is not iterable"),
+], ids=str)  # fmt: skip
 def test_invalid_draft_ends_only_its_own_request(make_engine, drafts, expected):
     engine = make_engine(drafter=lambda request: drafts if request.token_ids[0] == 200 else [])
     others = Others(engine)

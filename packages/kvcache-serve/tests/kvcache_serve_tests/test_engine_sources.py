@@ -182,9 +182,7 @@ def test_random_runs_with_a_failing_store_give_the_models_answers(name, seed):
 
 
 class Scripted:
-    """A source that claims to have tokens of prompts that start with `only`, but never delivers
-    them.
-    """
+    """A source that claims to have tokens of prompts that start with `only`, but never delivers them."""
 
     name = "scripted"
 

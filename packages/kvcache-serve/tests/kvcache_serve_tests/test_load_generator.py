@@ -47,14 +47,10 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--backend", "openai", "--endpoint", "/v1/completions"),
-        ("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
-    ],
-    ids=["completions", "chat"],
-)
+@pytest.mark.parametrize("options", [
+    ("--backend", "openai", "--endpoint", "/v1/completions"),
+    ("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
+], ids=["completions", "chat"])  # fmt: skip
 def test_all_requests_of_the_load_generator_succeed(checkpoint, tmp_path, options):
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     with ServeProcess(model=str(checkpoint)) as server:

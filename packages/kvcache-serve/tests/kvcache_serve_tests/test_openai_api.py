@@ -120,21 +120,13 @@ class TestFields:
         counts = [piece.usage.completion_tokens for piece in pieces]
         assert counts == sorted(counts) and counts[-1] == 12 and len(counts) > 5
 
-    @pytest.mark.parametrize(
-        "asked,param,code",
-        [
-            (
-                {"response_format": {"type": "json_object"}},
-                "response_format.type",
-                "unsupported_value",
-            ),
-            ({"tool_choice": "auto"}, "tool_choice", "unsupported_value"),
-            ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
-            ({"frequency_penalty": 1}, "frequency_penalty", "unsupported_parameter"),
-            ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize("asked,param,code", [
+        ({"response_format": {"type": "json_object"}}, "response_format.type", "unsupported_value"),
+        ({"tool_choice": "auto"}, "tool_choice", "unsupported_value"),
+        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+        ({"frequency_penalty": 1}, "frequency_penalty", "unsupported_parameter"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
+    ], ids=str)  # fmt: skip
     def test_unsupported_configurations_and_requests_are_reported(self, served, asked, param, code):
         with pytest.raises(openai.BadRequestError, match="not supported by this server") as told:
             chat(served, **asked)
@@ -189,19 +181,15 @@ class TestLogprobs:
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        "asked,kind,param,code",
-        [
-            ({"model": "gpt-4"}, openai.NotFoundError, "model", "model_not_found"),
-            ({"prompt": "x" * 250}, openai.BadRequestError, "prompt", "context_length_exceeded"),
-            ({"prompt": [1] * 300}, openai.BadRequestError, "prompt", "context_length_exceeded"),
-            ({"temperature": -1}, openai.BadRequestError, "temperature", "invalid_value"),
-            ({"temperature": "1"}, openai.BadRequestError, "temperature", "invalid_type"),
-            ({"n": 100, "max_tokens": 1}, openai.BadRequestError, "n", "invalid_value"),
-            ({"prompt": [5, 600]}, openai.BadRequestError, "prompt", "invalid_value"),
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize("asked,kind,param,code", [
+        ({"model": "gpt-4"}, openai.NotFoundError, "model", "model_not_found"),
+        ({"prompt": "x" * 250}, openai.BadRequestError, "prompt", "context_length_exceeded"),
+        ({"prompt": [1] * 300}, openai.BadRequestError, "prompt", "context_length_exceeded"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature", "invalid_value"),
+        ({"temperature": "1"}, openai.BadRequestError, "temperature", "invalid_type"),
+        ({"n": 100, "max_tokens": 1}, openai.BadRequestError, "n", "invalid_value"),
+        ({"prompt": [5, 600]}, openai.BadRequestError, "prompt", "invalid_value"),
+    ], ids=str)  # fmt: skip
     def test_client_raises_the_expected_error_classes(self, served, asked, kind, param, code):
         with pytest.raises(kind) as told:
             served.complete(**asked)
@@ -212,13 +200,10 @@ class TestErrors:
         error = post(served, "/v1/completions", {"model": "llama"}).json()["error"]
         assert (error["param"], error["code"]) == ("prompt", "missing_required_parameter")
 
-    @pytest.mark.parametrize(
-        "method,path,status,code",
-        [
-            ("GET", "/v1/none", 404, "not_found"),
-            ("PUT", "/v1/completions", 405, "method_not_allowed"),
-        ],
-    )
+    @pytest.mark.parametrize("method,path,status,code", [
+        ("GET", "/v1/none", 404, "not_found"),
+        ("PUT", "/v1/completions", 405, "method_not_allowed"),
+    ])  # fmt: skip
     def test_errors_of_paths_and_methods_are_json(self, served, method, path, status, code):
         answer = HTTP.request(method, served.url + path)
         assert answer.status_code == status

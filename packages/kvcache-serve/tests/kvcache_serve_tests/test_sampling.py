@@ -142,17 +142,11 @@ class TestRepetitionPenalty:
             logits = penalize_repetition(LOGITS, [1, 2, 4], penalty)
             assert {sampler.token(logits) for _ in range(50)} <= possible
 
-    @pytest.mark.parametrize(
-        "options,expected",
-        [
-            (
-                {"repetition_penalty": 0},
-                "repetition_penalty is 0.0: expected a finite number above 0",
-            ),
-            ({"repetition_penalty": float("inf")}, "repetition_penalty is inf: expected a finite"),
-            ({"logprobs": -1}, "logprobs is -1: expected 0 to 2147483647"),
-        ],
-    )
+    @pytest.mark.parametrize("options,expected", [
+        ({"repetition_penalty": 0}, "repetition_penalty is 0.0: expected a finite number above 0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty is inf: expected a finite"),
+        ({"logprobs": -1}, "logprobs is -1: expected 0 to 2147483647"),
+    ])  # fmt: skip
     def test_invalid_parameters_are_rejected(self, options, expected):
         with pytest.raises(ValueError) as told:
             SamplingParams(**options)

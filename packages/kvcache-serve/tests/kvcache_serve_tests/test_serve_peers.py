@@ -74,10 +74,7 @@ def chats(rng, count):
 
 @pytest.mark.parametrize(
     "transport",
-    [
-        pytest.param("tcp", marks=pytest.mark.exhaustive),
-        pytest.param("nixl", marks=needs_nixl),
-    ],
+    [pytest.param("tcp", marks=pytest.mark.exhaustive), pytest.param("nixl", marks=needs_nixl)],
 )
 def test_peers_behind_a_round_robin_load_prefixes_from_each_other(transport):
     model, rng, num_cached = load_model("llama", "MODEL"), random.Random(5), 0
@@ -200,38 +197,32 @@ def test_strangers_get_no_offers_and_peers_cannot_exhaust_the_pool():
         server.wait_until_empty()  # leases end even if no peer reads
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--peer", "x"], "--peer is 'x': expected HOST:PORT"),
-        (["--peer", "a:1,,b:1"], "--peer is '': expected HOST:PORT"),
-        (["--peer", "a:1,a:1"], "--peer is 'a:1,a:1': expected each address once"),
-        (["--peer", "a:1", "--host", "0.0.0.0"], "with --host 0.0.0.0: expected --events ENDPOINT"),
-        (
-            ["--peer", "a:1", "--host", "0.0.0.0", "--events", "tcp://127.0.0.1:0"],
-            "with --host 0.0.0.0: expected --events-replay ENDPOINT",
-        ),
-        (
-            [
-                "--peer",
-                "a:1",
-                "--host",
-                "::",
-                "--events",
-                "tcp://x:1",
-                "--events-replay",
-                "tcp://x:2",
-            ],
-            "with --host ::: expected $KVCACHE_TRANSFER_SECRET as well",
-        ),
-        (
-            ["--peer", "a:1", "--api-key", "k"],
-            "--api-key is given with --peer: expected $KVCACHE_TR",
-        ),
-        (["--peer-timeout", "0"], "--peer-timeout is '0': expected a whole number from 1"),
-        (["--peer-min-tokens", "0"], "--peer-min-tokens is '0': expected a whole number from 1"),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), [
+    (["--peer", "x"], "--peer is 'x': expected HOST:PORT"),
+    (["--peer", "a:1,,b:1"], "--peer is '': expected HOST:PORT"),
+    (["--peer", "a:1,a:1"], "--peer is 'a:1,a:1': expected each address once"),
+    (["--peer", "a:1", "--host", "0.0.0.0"], "with --host 0.0.0.0: expected --events ENDPOINT"),
+    (
+        ["--peer", "a:1", "--host", "0.0.0.0", "--events", "tcp://127.0.0.1:0"],
+        "with --host 0.0.0.0: expected --events-replay ENDPOINT",
+    ),
+    (
+        [
+            "--peer",
+            "a:1",
+            "--host",
+            "::",
+            "--events",
+            "tcp://x:1",
+            "--events-replay",
+            "tcp://x:2",
+        ],
+        "with --host ::: expected $KVCACHE_TRANSFER_SECRET as well",
+    ),
+    (["--peer", "a:1", "--api-key", "k"], "--api-key is given with --peer: expected $KVCACHE_TR"),
+    (["--peer-timeout", "0"], "--peer-timeout is '0': expected a whole number from 1"),
+    (["--peer-min-tokens", "0"], "--peer-min-tokens is '0': expected a whole number from 1"),
+])  # fmt: skip
 def test_invalid_options_of_peers_are_rejected_by_name(options, expected, capsys):
     assert main(["serve", "llama", *options]) == 2
     error = capsys.readouterr().err

@@ -181,13 +181,10 @@ def test_prompts_are_computed_if_the_prefill_server_is_too_slow(alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"args": ["--prefill"], "model": "qwen3"}, "weights of the model is"),
-        ({"args": []}, "answers 404"),
-    ],
-)
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"args": ["--prefill"], "model": "qwen3"}, "weights of the model is"),
+    ({"args": []}, "answers 404"),
+])  # fmt: skip
 def test_server_that_does_not_match_is_rejected_by_name(alone, options, reason):
     model = options.get("model", "llama")
     with ServeProcess(*options["args"], model=model) as prefill:

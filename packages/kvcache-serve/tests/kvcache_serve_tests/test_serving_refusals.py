@@ -163,23 +163,13 @@ CALLS = [
 ]
 # Pairs of an argument and a value that is invalid for other arguments but valid for this one.
 RIGHT = {
-    ("temperature", "1.5"),
-    ("top_k", "None"),
-    ("seed", "None"),
-    ("seed", "-1"),
-    ("max_tokens", "None"),
-    ("priority", "-1"),
-    ("max_num_batched_tokens", "None"),
-    ("max_body_bytes", "None"),
-    ("params", "[]"),
-    ("prompt", "[]"),
+    ("temperature", "1.5"), ("top_k", "None"), ("seed", "None"), ("seed", "-1"),
+    ("max_tokens", "None"), ("priority", "-1"), ("max_num_batched_tokens", "None"),
+    ("max_body_bytes", "None"), ("params", "[]"), ("prompt", "[]"),
     *((f"{name}_seconds", "1.5") for name in ("request", "stall", "keep_alive", "grace")),
-    ("stop_token_ids", "{1: 2}"),
-    ("drafts", "[]"),
-    ("num_drafts", "None"),
-    ("num_logits", "None"),
+    ("stop_token_ids", "{1: 2}"), ("drafts", "[]"), ("num_drafts", "None"), ("num_logits", "None"),
     ("token_ids", "[[1]]"),
-}
+}  # fmt: skip
 
 
 def is_right(name, value):

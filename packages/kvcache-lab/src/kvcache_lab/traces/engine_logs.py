@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator
 from datetime import datetime
 
@@ -95,7 +96,9 @@ def _token(line: Line, text: str) -> int:
 def _literal(line: Line, text: str) -> str:
     """Return the value of a Python string literal."""
     try:
-        return ast.literal_eval(text)
+        with warnings.catch_warnings():  # about unknown escapes, which Python prints
+            warnings.simplefilter("ignore")
+            return ast.literal_eval(text)
     except (SyntaxError, ValueError):
         raise TraceError(
             f"{line.where}: text is {quoted(text)}: expected a string in Python's syntax"
