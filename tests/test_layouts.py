@@ -27,41 +27,35 @@ def registry(monkeypatch):
     monkeypatch.setattr(layouts, "_BACKENDS", dict(layouts._BACKENDS))
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("FLASH_ATTN", (2, NB, BS, H, D)),
-        ("FLASHINFER", (NB, 2, BS, H, D)),
-        ("TRITON_ATTN", (NB, 2, BS, H, D)),
-        ("MLA", (NB, BS, D)),
-        ("FLASH_ATTN_DIFFKV", (NB, BS, H, 2 * D)),
-    ],
-)
+@pytest.mark.parametrize(("name", "shape"), [
+    ("FLASH_ATTN", (2, NB, BS, H, D)),
+    ("FLASHINFER", (NB, 2, BS, H, D)),
+    ("TRITON_ATTN", (NB, 2, BS, H, D)),
+    ("MLA", (NB, BS, D)),
+    ("FLASH_ATTN_DIFFKV", (NB, BS, H, 2 * D)),
+])  # fmt: skip
 def test_built_in_backends_have_the_expected_shapes(name, shape):
     assert backend(name).shape(NB, BS, H, D) == shape
     assert backend(name).shape(num_blocks=NB, block_size=BS, num_kv_heads=H, head_size=D) == shape
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "cross_layers", "order"),
-    [
-        ("FLASH_ATTN", "NHD", False, (0, 1, 2, 3, 4)),
-        ("FLASH_ATTN", "HND", False, (0, 1, 3, 2, 4)),
-        ("FLASH_ATTN", "NHD", True, (2, 0, 1, 3, 4, 5)),
-        ("FLASH_ATTN", "HND", True, (2, 4, 0, 1, 3, 5)),
-        ("FLASHINFER", "NHD", False, (0, 1, 2, 3, 4)),
-        ("FLASHINFER", "HND", False, (0, 1, 3, 2, 4)),
-        ("FLASHINFER", "NHD", True, (1, 0, 2, 3, 4, 5)),
-        ("FLASHINFER", "HND", True, (1, 2, 4, 0, 3, 5)),
-        ("TRITON_ATTN", "HND", True, (1, 4, 0, 2, 3, 5)),
-        ("FLASH_ATTN_DIFFKV", "HND", False, (0, 2, 1, 3)),
-        ("FLASH_ATTN_DIFFKV", "NHD", True, (1, 0, 2, 3, 4)),
-        ("FLASH_ATTN_DIFFKV", "HND", True, (1, 3, 0, 2, 4)),
-        ("MLA", "NHD", False, (0, 1, 2)),
-        ("MLA", "HND", False, (0, 1, 2)),
-        ("MLA", "HND", True, (1, 0, 2, 3)),
-    ],
-)
+@pytest.mark.parametrize(("name", "layout", "cross_layers", "order"), [
+    ("FLASH_ATTN", "NHD", False, (0, 1, 2, 3, 4)),
+    ("FLASH_ATTN", "HND", False, (0, 1, 3, 2, 4)),
+    ("FLASH_ATTN", "NHD", True, (2, 0, 1, 3, 4, 5)),
+    ("FLASH_ATTN", "HND", True, (2, 4, 0, 1, 3, 5)),
+    ("FLASHINFER", "NHD", False, (0, 1, 2, 3, 4)),
+    ("FLASHINFER", "HND", False, (0, 1, 3, 2, 4)),
+    ("FLASHINFER", "NHD", True, (1, 0, 2, 3, 4, 5)),
+    ("FLASHINFER", "HND", True, (1, 2, 4, 0, 3, 5)),
+    ("TRITON_ATTN", "HND", True, (1, 4, 0, 2, 3, 5)),
+    ("FLASH_ATTN_DIFFKV", "HND", False, (0, 2, 1, 3)),
+    ("FLASH_ATTN_DIFFKV", "NHD", True, (1, 0, 2, 3, 4)),
+    ("FLASH_ATTN_DIFFKV", "HND", True, (1, 3, 0, 2, 4)),
+    ("MLA", "NHD", False, (0, 1, 2)),
+    ("MLA", "HND", False, (0, 1, 2)),
+    ("MLA", "HND", True, (1, 0, 2, 3)),
+])  # fmt: skip
 def test_stride_orders_equal_the_engines(name, layout, cross_layers, order):
     assert backend(name).stride_order(layout, cross_layers) == order
 
@@ -83,12 +77,6 @@ def test_stride_order_gives_the_memory_order(name, layout, num_layers):
         assert roles.index("token") < roles.index("head")
 
 
-@pytest.mark.parametrize("name", ["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "MLA"])
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_packed_layers_lie_within_a_block(name, layout):
-    assert backend(name).memory_order(layout, cross_layers=True)[0] == "block"
-
-
 def test_k_and_v_may_have_different_head_sizes():
     joined = backend("FLASH_ATTN_DIFFKV")
     assert joined.shape(NB, BS, H, 192, v_head_size=128) == (NB, BS, H, 320)
@@ -99,13 +87,10 @@ def test_k_and_v_may_have_different_head_sizes():
         backend("FLASH_ATTN").shape(NB, BS, H, 192, 128)
 
 
-@pytest.mark.parametrize(
-    ("dims", "shape"),
-    [
-        (("block", "token", "head", "element"), (NB, BS, H, D)),
-        (("block", "token", "element"), (NB, BS, D)),
-    ],
-)
+@pytest.mark.parametrize(("dims", "shape"), [
+    (("block", "token", "head", "element"), (NB, BS, H, D)),
+    (("block", "token", "element"), (NB, BS, D)),
+])  # fmt: skip
 def test_backend_without_v_has_no_v_size(dims, shape):
     keys = AttentionBackend("KEYS", dims)
     assert keys.shape(NB, BS, H, D) == keys.shape(NB, BS, H, D, v_head_size=0) == shape
@@ -282,26 +267,23 @@ def test_indescribable_engine_class_is_rejected(engine, message):
 GOOD = ("block", "kv", "token", "head", "element")
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: AttentionBackend("", GOOD), "name is ''"),
-        (lambda: AttentionBackend("X", ("block", "token")), "dims is .*element"),
-        (lambda: AttentionBackend("X", (*GOOD, "head")), "dims is .*at most once"),
-        (lambda: AttentionBackend("X", (*GOOD, "layer")), "dims is .*'layer'"),
-        (lambda: AttentionBackend("X", GOOD, unequal_head_sizes=True), "no 'kv'"),
-        (lambda: AttentionBackend("X", GOOD, nhd=GOOD[1:]), "nhd is .*expected a permutation of"),
-        (lambda: AttentionBackend("X", GOOD, hnd=("layer", *GOOD)), "hnd is "),
-        (lambda: AttentionBackend("X", GOOD, nhd_cross_layers=GOOD), "nhd_cross_layers is "),
-        (lambda: AttentionBackend("X", GOOD, hnd_cross_layers=GOOD), "hnd_cross_layers is "),
-        (lambda: backend("MLA").stride_order("NDH"), "layout is 'NDH': expected 'NHD' or 'HND'"),
-        (lambda: backend("MLA").shape(-1, BS, 1, D), "num_blocks is -1"),
-        (lambda: backend("MLA").shape(NB, 0, 1, D), "block_size is 0"),
-        (lambda: backend("FLASH_ATTN").shape(NB, BS, 0, D), "num_kv_heads is 0"),
-        (lambda: backend("FLASH_ATTN").shape(NB, BS, H, 0), "head_size is 0"),
-        (lambda: backend("MLA").shape(NB, BS, 1, D, -1), "v_head_size is -1"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: AttentionBackend("", GOOD), "name is ''"),
+    (lambda: AttentionBackend("X", ("block", "token")), "dims is .*element"),
+    (lambda: AttentionBackend("X", (*GOOD, "head")), "dims is .*at most once"),
+    (lambda: AttentionBackend("X", (*GOOD, "layer")), "dims is .*'layer'"),
+    (lambda: AttentionBackend("X", GOOD, unequal_head_sizes=True), "no 'kv'"),
+    (lambda: AttentionBackend("X", GOOD, nhd=GOOD[1:]), "nhd is .*expected a permutation of"),
+    (lambda: AttentionBackend("X", GOOD, hnd=("layer", *GOOD)), "hnd is "),
+    (lambda: AttentionBackend("X", GOOD, nhd_cross_layers=GOOD), "nhd_cross_layers is "),
+    (lambda: AttentionBackend("X", GOOD, hnd_cross_layers=GOOD), "hnd_cross_layers is "),
+    (lambda: backend("MLA").stride_order("NDH"), "layout is 'NDH': expected 'NHD' or 'HND'"),
+    (lambda: backend("MLA").shape(-1, BS, 1, D), "num_blocks is -1"),
+    (lambda: backend("MLA").shape(NB, 0, 1, D), "block_size is 0"),
+    (lambda: backend("FLASH_ATTN").shape(NB, BS, 0, D), "num_kv_heads is 0"),
+    (lambda: backend("FLASH_ATTN").shape(NB, BS, H, 0), "head_size is 0"),
+    (lambda: backend("MLA").shape(NB, BS, 1, D, -1), "v_head_size is -1"),
+])  # fmt: skip
 def test_invalid_arguments_are_reported(call, message):
     with pytest.raises(ValueError, match=message):
         call()
@@ -312,20 +294,17 @@ def test_non_backends_are_not_registered():
         register_backend("MLA")
 
 
-@pytest.mark.parametrize(
-    ("required", "layout"),
-    [
-        ("HND", "HND"),
-        ("NHD", "NHD"),
-        (None, "NHD"),
-        ([], "NHD"),
-        ([None, None], "NHD"),
-        ([None, "HND"], "HND"),
-        (["NHD", "NHD"], "NHD"),
-        ({"nixl": "HND", "offload": None}, "HND"),
-        ({"HND"}, "HND"),
-    ],
-)
+@pytest.mark.parametrize(("required", "layout"), [
+    ("HND", "HND"),
+    ("NHD", "NHD"),
+    (None, "NHD"),
+    ([], "NHD"),
+    ([None, None], "NHD"),
+    ([None, "HND"], "HND"),
+    (["NHD", "NHD"], "NHD"),
+    ({"nixl": "HND", "offload": None}, "HND"),
+    ({"HND"}, "HND"),
+])  # fmt: skip
 def test_layout_required_by_connectors_is_chosen(required, layout):
     assert choose_layout(required) == layout
 

@@ -68,39 +68,33 @@ def test_block_of_a_sharded_group_covers_the_tokens_of_all_ranks(replicated, tok
     assert GroupSpec("full_attention", 16, replicated=replicated).tokens_per_block(cp) == tokens
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
-        ({"kind": ""}, ValueError, "kind is '': expected a non-empty name"),
-        ({"kind": 3}, TypeError, "kind is 3: expected a string"),
-        ({"block_size": 0}, ValueError, "block_size is 0: expected 1 to 2147483647"),
-        ({"block_size": 2**31}, ValueError, "block_size is 2147483648: expected 1 to 2147483647"),
-        ({"block_size": 16.0}, TypeError, "block_size is 16.0: expected an integer"),
-        ({"block_size": True}, TypeError, "block_size is True: expected an integer"),
-        ({"options": 7}, TypeError, "options is 7: expected a mapping of names to integers"),
-        ({"options": {1: 2}}, TypeError, "options is {1: 2}: expected string keys"),
-        ({"options": {"a": "b"}}, TypeError, "options['a'] is 'b': expected an integer"),
-        ({"layers": "a"}, TypeError, "layers is 'a': expected a sequence of names"),
-        ({"layers": [1]}, TypeError, "a name in layers is 1: expected a string"),
-        ({"layers": None}, TypeError, "layers is None: expected a sequence of names"),
-        ({"replicated": "no"}, TypeError, "replicated is 'no': expected True or False"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "error", "message"), [
+    ({"kind": ""}, ValueError, "kind is '': expected a non-empty name"),
+    ({"kind": 3}, TypeError, "kind is 3: expected a string"),
+    ({"block_size": 0}, ValueError, "block_size is 0: expected 1 to 2147483647"),
+    ({"block_size": 2**31}, ValueError, "block_size is 2147483648: expected 1 to 2147483647"),
+    ({"block_size": 16.0}, TypeError, "block_size is 16.0: expected an integer"),
+    ({"block_size": True}, TypeError, "block_size is True: expected an integer"),
+    ({"options": 7}, TypeError, "options is 7: expected a mapping of names to integers"),
+    ({"options": {1: 2}}, TypeError, "options is {1: 2}: expected string keys"),
+    ({"options": {"a": "b"}}, TypeError, "options['a'] is 'b': expected an integer"),
+    ({"layers": "a"}, TypeError, "layers is 'a': expected a sequence of names"),
+    ({"layers": [1]}, TypeError, "a name in layers is 1: expected a string"),
+    ({"layers": None}, TypeError, "layers is None: expected a sequence of names"),
+    ({"replicated": "no"}, TypeError, "replicated is 'no': expected True or False"),
+])  # fmt: skip
 def test_invalid_group_is_rejected(wrong, error, message):
     with pytest.raises(error) as caught:
         GroupSpec(**{"kind": "full_attention", "block_size": 16, **wrong})
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    ("sizes", "error", "message"),
-    [
-        (("2",), TypeError, "pcp_world_size is '2': expected an integer"),
-        ((2.0,), TypeError, "pcp_world_size is 2.0: expected an integer"),
-        ((1, 0, True), TypeError, "dcp_world_size is True: expected an integer"),
-        ((1, 0, 2, 2), ValueError, "dcp_rank is 2: expected 0 to 1"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "error", "message"), [
+    (("2",), TypeError, "pcp_world_size is '2': expected an integer"),
+    ((2.0,), TypeError, "pcp_world_size is 2.0: expected an integer"),
+    ((1, 0, True), TypeError, "dcp_world_size is True: expected an integer"),
+    ((1, 0, 2, 2), ValueError, "dcp_rank is 2: expected 0 to 1"),
+])  # fmt: skip
 def test_invalid_context_parallelism_is_rejected(sizes, error, message):
     with pytest.raises(error) as caught:
         ContextParallel(*sizes)
@@ -115,20 +109,15 @@ def test_sizes_of_numpy_do_not_overflow():
 # --- a layer --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("layer", "bytes_per_token"),
-    [
-        (LayerSpec("x", "full_attention", 16, 8, 128), 8 * 256 * 2),
-        (LayerSpec("x", "full_attention", 16, 8, 128, dtype="float32"), 8 * 256 * 4),
-        (LayerSpec("x", "full_attention", 16, 4, 192, 128), 4 * 320 * 2),
-        (LayerSpec("mla", "full_attention", 64, 1, 576, v_head_size=0), 576 * 2),
-        (LayerSpec("packed mla", "full_attention", 64, 1, 656, 0, dtype="uint8"), 656),
-        (
-            LayerSpec("x", "full_attention", 16, 8, 128, None, "float8_e4m3fn", {}, False, 0, 64),
-            8 * 256 + 64,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("layer", "bytes_per_token"), [
+    (LayerSpec("x", "full_attention", 16, 8, 128), 8 * 256 * 2),
+    (LayerSpec("x", "full_attention", 16, 8, 128, dtype="float32"), 8 * 256 * 4),
+    (LayerSpec("x", "full_attention", 16, 4, 192, 128), 4 * 320 * 2),
+    (LayerSpec("mla", "full_attention", 64, 1, 576, v_head_size=0), 576 * 2),
+    (LayerSpec("packed mla", "full_attention", 64, 1, 656, 0, dtype="uint8"), 656),
+    (LayerSpec("x", "full_attention", 16, 8, 128, None, "float8_e4m3fn", {}, False, 0, 64),
+     8 * 256 + 64),
+])  # fmt: skip
 def test_bytes_per_token_depend_on_heads_and_dtype(layer, bytes_per_token):
     assert layer.bytes_per_token == bytes_per_token
     assert layer.page_bytes(48) == 48 * bytes_per_token
@@ -144,64 +133,43 @@ def test_layer_specs_are_compared_by_value():
     assert len({layer, pickle.loads(pickle.dumps(layer)), replace(layer)}) == 1
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
-        ({"name": ""}, ValueError, "name is '': expected a non-empty name"),
-        ({"kind": None}, TypeError, "kind is None: expected a string"),
-        ({"block_size": -1}, ValueError, "block_size is -1: expected 1 to 2147483647"),
-        ({"num_kv_heads": 0}, ValueError, "num_kv_heads is 0: expected 1 to 2147483647"),
-        ({"head_size": 0}, ValueError, "head_size is 0: expected 1 to 2147483647"),
-        ({"head_size": 1.5}, TypeError, "head_size is 1.5: expected an integer"),
-        ({"v_head_size": -1}, ValueError, "v_head_size is -1: expected 0 to 2147483647"),
-        ({"replicated": "no"}, TypeError, "replicated is 'no': expected True or False"),
-        ({"dtype": ["x"]}, TypeError, "dtype is ['x']: expected a torch.dtype or its name"),
-        (
-            {"dtype": "int64"},
-            ValueError,
-            "dtype is 'int64': expected one of float32, float16, bfloat16, float8_e4m3fn, "
-            "float8_e5m2, uint8, int8, float64",
-        ),
-        (
-            {"kind": "sliding_window"},
-            ValueError,
-            "options of kind 'sliding_window' are {}: expected window=N",
-        ),
-        (
-            {"kind": "chunked_local", "options": {"window": 8}},
-            ValueError,
-            "options of kind 'chunked_local' are {'window': 8}: expected chunk_size=N",
-        ),
-        (
-            {"kind": "sliding_window", "options": {"window": 0}},
-            ValueError,
-            "window is 0: expected 1 to 2147483647",
-        ),
-        (
-            {"options": {"window": 8}},
-            ValueError,
-            "options of kind 'full_attention' are {'window': 8}: expected none",
-        ),
-        (
-            {"state_bytes": 8},
-            ValueError,
-            "state_bytes is 8: expected 0 for kind 'full_attention', which keeps no state",
-        ),
-        (
-            {"kind": "recurrent", "state_bytes": 8},
-            ValueError,
-            "num_kv_heads is 8: expected 0 for a state",
-        ),
-        ({"kind": "recurrent"}, ValueError, "state_bytes is 0: expected 1 to 2147483647"),
-        ({"drafts": 1}, TypeError, "drafts is 1: expected True or False"),
-        (
-            {"kind": "cross_attention", "drafts": True},
-            ValueError,
-            "drafts is True: expected False for kind 'cross_attention', whose pages hold no K and V of "
-            "tokens",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "error", "message"), [
+    ({"name": ""}, ValueError, "name is '': expected a non-empty name"),
+    ({"kind": None}, TypeError, "kind is None: expected a string"),
+    ({"block_size": -1}, ValueError, "block_size is -1: expected 1 to 2147483647"),
+    ({"num_kv_heads": 0}, ValueError, "num_kv_heads is 0: expected 1 to 2147483647"),
+    ({"head_size": 0}, ValueError, "head_size is 0: expected 1 to 2147483647"),
+    ({"head_size": 1.5}, TypeError, "head_size is 1.5: expected an integer"),
+    ({"v_head_size": -1}, ValueError, "v_head_size is -1: expected 0 to 2147483647"),
+    ({"replicated": "no"}, TypeError, "replicated is 'no': expected True or False"),
+    ({"dtype": ["x"]}, TypeError, "dtype is ['x']: expected a torch.dtype or its name"),
+    (
+        {"dtype": "int64"},
+        ValueError,
+        "dtype is 'int64': expected one of float32, float16, bfloat16, float8_e4m3fn, "
+        "float8_e5m2, uint8, int8, float64",
+    ),
+    ({"kind": "sliding_window"}, ValueError,
+     "options of kind 'sliding_window' are {}: expected window=N"),
+    ({"kind": "chunked_local", "options": {"window": 8}}, ValueError,
+     "options of kind 'chunked_local' are {'window': 8}: expected chunk_size=N"),
+    ({"kind": "sliding_window", "options": {"window": 0}}, ValueError,
+     "window is 0: expected 1 to 2147483647"),
+    ({"options": {"window": 8}}, ValueError,
+     "options of kind 'full_attention' are {'window': 8}: expected none"),
+    ({"state_bytes": 8}, ValueError,
+     "state_bytes is 8: expected 0 for kind 'full_attention', which keeps no state"),
+    ({"kind": "recurrent", "state_bytes": 8}, ValueError,
+     "num_kv_heads is 8: expected 0 for a state"),
+    ({"kind": "recurrent"}, ValueError, "state_bytes is 0: expected 1 to 2147483647"),
+    ({"drafts": 1}, TypeError, "drafts is 1: expected True or False"),
+    (
+        {"kind": "cross_attention", "drafts": True},
+        ValueError,
+        "drafts is True: expected False for kind 'cross_attention', whose pages hold no K and V of "
+        "tokens",
+    ),
+])  # fmt: skip
 def test_invalid_layer_is_rejected(wrong, error, message):
     right = {"name": "x", "kind": "full_attention", "block_size": 16}
     with pytest.raises(error) as caught:
@@ -248,52 +216,105 @@ def test_plan_requires_the_number_of_tokens():
         plan.pages_per_request(0)
 
 
-def test_five_sliding_layers_per_full_layer_form_groups_of_equal_size():
-    layers = []
-    for i in range(30):
-        full = i % 6 == 5
-        kind, options = ("full_attention", {}) if full else ("sliding_window", {"window": 1024})
-        layers.append(LayerSpec(f"layers.{i}", kind, 16, 8, 128, options=options))
-    plan = plan_cache(layers, GIB, max_model_len=32768, max_num_batched_tokens=2048)
-    assert shape(plan) == [("sliding_window", 16, 5)] * 5 + [("full_attention", 16, 5)]
-    assert plan.groups[0].layers == ("layers.0", "layers.1", "layers.2", "layers.3", "layers.4")
-    assert plan.groups[0].options == {"window": 1024}
-    assert plan.groups[5].layers == tuple(f"layers.{i}" for i in (5, 11, 17, 23, 29))
-    assert (plan.page_bytes, plan.num_pages) == (320 * KIB, 3276)
-    # 1023 + 2048 live tokens span 192 blocks, or 193 if they do not start at a block boundary.
-    assert plan.pages_per_request(32768) == 5 * 193 + 2048
-    assert plan.pages_per_request(1000) == 6 * 63
+def interleaved(num, every):
+    """Return layers with windows, in which each `every`-th layer has full attention."""
+    full, window = ("full_attention", {}), ("sliding_window", {"window": 1024})
+    kinds = [full if i % every == every - 1 else window for i in range(num)]
+    return [LayerSpec(f"{i}", kind, 16, 8, 128, options=o) for i, (kind, o) in enumerate(kinds)]
 
 
-def test_window_includes_the_query_itself():
-    layers = attention("sliding_window", 1, options={"window": 17})
-    plan = plan_cache(layers, GIB, max_model_len=4096, max_num_batched_tokens=16)
-    assert plan.pages_per_request(4096) == 3  # 16 + 16 tokens that may start inside a block
-
-
-def test_without_a_step_limit_a_window_group_holds_every_token():
-    layers = attention("sliding_window", 1, options={"window": 64})
-    plan = plan_cache(layers, GIB, max_model_len=4096)
-    assert plan.max_num_batched_tokens == 4096 and plan.pages_per_request(4096) == 256
-
-
-def test_three_chunked_local_layers_per_full_layer_form_groups_of_equal_size():
-    layers = attention("chunked_local", 36, options={"chunk_size": 8192})
-    layers += attention("full_attention", 12)
-    plan = plan_cache(layers, 80 * GIB, max_model_len=2**20, max_num_batched_tokens=4096)
-    assert shape(plan) == [("chunked_local", 16, 12)] * 3 + [("full_attention", 16, 12)]
-    assert plan.groups[2].layers == tuple(f"chunked_local.{i}" for i in range(24, 36))
-    assert plan.pages_per_request(2**20) == 3 * ((8192 + 4096) // 16 + 1) + 2**16
-
-
-def test_last_group_is_smaller_if_numbers_of_layers_share_no_divisor():
-    layers = attention("sliding_window", 37, options={"window": 1024})
-    layers += attention("full_attention", 8)
-    plan = plan_cache(layers, 80 * GIB, max_model_len=2**17, max_num_batched_tokens=2048)
+WINDOW, FULL, STATE = "sliding_window", "full_attention", "recurrent"
+MLA = {"block_size": 64, "heads": 1, "v_head_size": 0}
+# Layers, arguments of plan_cache, the groups as (kind, block size, number of layers), the padding of
+# each group, and pages per request by number of tokens.
+PLANS = {
+    "five sliding layers per full layer form groups of equal size":
+        # 1023 + 2048 live tokens span 192 blocks, or 193 if they do not start at a block boundary.
+        (interleaved(30, 6), {"max_model_len": 32768, "max_num_batched_tokens": 2048},
+         [(WINDOW, 16, 5)] * 5 + [(FULL, 16, 5)], [0] * 6, {32768: 5 * 193 + 2048, 1000: 6 * 63}),
+    "three chunked local layers per full layer form groups of equal size":
+        (attention("chunked_local", 36, options={"chunk_size": 8192}) + attention(FULL, 12),
+         {"budget_bytes": 80 * GIB, "max_model_len": 2**20, "max_num_batched_tokens": 4096},
+         [("chunked_local", 16, 12)] * 3 + [(FULL, 16, 12)], [0] * 4,
+         {2**20: 3 * ((8192 + 4096) // 16 + 1) + 2**16}),
+    "a window includes the query itself":  # 16 + 16 tokens that may start inside a block
+        (attention(WINDOW, 1, options={"window": 17}), {"max_num_batched_tokens": 16},
+         [(WINDOW, 16, 1)], [0], {4096: 3}),
+    "without a step limit, a window group holds every token":
+        (attention(WINDOW, 1, options={"window": 64}), {}, [(WINDOW, 16, 1)], [0], {4096: 256}),
     # With eight layers per group, there are 5 + 1 groups. With two layers per group, there would be
     # 19 + 4 groups, which would hardly save memory.
-    assert shape(plan)[4:] == [("sliding_window", 16, 5), ("full_attention", 16, 8)]
-    assert plan.padding_bytes == (0,) * 4 + (3 * 64 * KIB, 0)
+    "the last group is smaller if numbers of layers share no divisor":
+        (attention(WINDOW, 37, options={"window": 1024}) + attention(FULL, 8),
+         {"budget_bytes": 80 * GIB, "max_model_len": 2**17, "max_num_batched_tokens": 2048},
+         [(WINDOW, 16, 8)] * 4 + [(WINDOW, 16, 5), (FULL, 16, 8)], [0] * 4 + [3 * 64 * KIB, 0], {}),
+    # The pages of 800-token blocks would be smaller than the state.
+    "a state raises the block size of attention":
+        (recurrent(6, 3_300_000) + attention(FULL, 2), {"max_model_len": 131072},
+         [(STATE, 816, 2)] * 3 + [(FULL, 816, 2)], [2 * (816 * 4096 - 3_300_000)] * 3 + [0],
+         {131072: 3 * 2 + 161}),
+    "a state smaller than a block is padded":
+        (recurrent(2, 1000) + attention(FULL, 2), {}, [(STATE, 16, 2), (FULL, 16, 2)],
+         [2 * (64 * KIB - 1000), 0], {}),
+    "a state is stored at its own block size":
+        (recurrent(1, 3_300_000, block_size=256) + attention(FULL, 1), {},
+         [(STATE, 1024, 1), (FULL, 1024, 1)], [1024 * 4096 - 3_300_000, 0], {}),
+    # Attention blocks are only as large as the state requires.
+    "states may have a separate interval":
+        (recurrent(6, 3_300_000, block_size=256) + attention(FULL, 2),
+         {"max_model_len": 131072, "state_interval": 512},
+         [(STATE, 512, 2)] * 3 + [(FULL, 816, 2)], [2 * (816 * 4096 - 3_300_000)] * 3 + [0],
+         {131072: 3 * 2 + 161}),
+    "an interval applies to a model with only states":
+        (recurrent(2, 100, block_size=8), {"state_interval": 16}, [(STATE, 16, 2)], [0], {}),
+    "a model with only states keeps its block size":
+        (recurrent(2, 4000, 64) + recurrent(2, 1000, 64, "small"), {},
+         [(STATE, 64, 2)] * 2, [0, 6000], {4096: 4}),
+    "a layer with few bytes per token gets larger blocks":
+        (attention(FULL, 4, head_size=576, **MLA)
+         + [LayerSpec(f"indexer.{i}", FULL, 64, 1, 128, 0, "uint8", scale_bytes_per_token=4)
+            for i in range(4)],
+         {}, [(FULL, 64, 4), (FULL, 512, 4)], [0, 4 * 64 * (576 * 2 - 8 * 132)], {}),
+    "unequal heads per kind get unequal block sizes":
+        (attention(FULL, 2, heads=4) + attention(WINDOW, 2, heads=16, options={"window": 512}),
+         {"max_num_batched_tokens": 1024}, [(FULL, 64, 2), (WINDOW, 16, 2)], [0, 0],
+         {4096: 64 + 97}),
+    "heads that do not divide are padded":
+        (attention(FULL, 2, heads=4) + attention(WINDOW, 2, heads=10, options={"window": 512}), {},
+         [(FULL, 32, 2), (WINDOW, 16, 2)], [2 * 2 * 16 * 4 * 256 * 2 // 4, 0], {}),
+    # For some layers, blocks of 81 * 16 tokens would fit, but hits could then only end at multiples
+    # of 22,032 tokens.
+    "padded block sizes keep a common boundary":
+        (recurrent(1, 3_300_000) + attention(FULL, 1)
+         + attention(WINDOW, 1, heads=5, options={"window": 512}), {},
+         [(STATE, 816, 1), (FULL, 816, 1), (WINDOW, 816, 1)], None, {}),
+    "block sizes whose common multiple is too large are adjusted":
+        (attention(FULL, 1) + [LayerSpec("other", FULL, 24, num_kv_heads=5, head_size=128)], {},
+         [(FULL, 16, 1), (FULL, 24, 1)], [0, 16 * 4096 - 24 * 2560], {}),
+    "v_head_size defaults to head_size":
+        ([LayerSpec("a", FULL, 16, 8, 128), LayerSpec("b", FULL, 8, 8, 128, 128)], {},
+         [(FULL, 16, 2)], [0], {}),
+    "states with different dtypes do not share a group":
+        ([*recurrent(1, 4000, 16), LayerSpec("b", STATE, 16, state_bytes=4000, dtype="float32")], {},
+         [(STATE, 16, 1)] * 2, [0, 0], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan(name):
+    layers, arguments, groups, padding, pages = PLANS[name]
+    plan = plan_cache(layers, **{"budget_bytes": 10 * GIB, "max_model_len": 4096, **arguments})
+    assert shape(plan) == groups
+    assert padding is None or plan.padding_bytes == tuple(padding)
+    assert {n: plan.pages_per_request(n) for n in pages} == pages
+    assert plan.num_pages == arguments.get("budget_bytes", 10 * GIB) // plan.page_bytes
+
+
+def test_groups_of_interleaved_layers_keep_the_order_of_layers():
+    groups = plan_cache(interleaved(30, 6), GIB, max_model_len=64).groups
+    assert [group.layers[:2] for group in groups[:2]] == [("0", "1"), ("6", "7")]
+    assert groups[0].options == {"window": 1024}
+    assert groups[5].layers == ("5", "11", "17", "23", "29")
 
 
 def test_group_with_layers_of_a_drafter_is_a_drafting_group():
@@ -308,144 +329,24 @@ def test_group_with_layers_of_a_drafter_is_a_drafting_group():
     assert [group.drafts for group in plan.groups] == [True, False, False]
 
 
-def test_a_state_raises_the_block_size_of_attention():
-    layers = recurrent(6, state_bytes=3_300_000) + attention("full_attention", 2)
-    plan = plan_cache(layers, 10 * GIB, max_model_len=131072)
-    assert shape(plan) == [("recurrent", 816, 2)] * 3 + [("full_attention", 816, 2)]
-    # The pages of 800-token blocks would be smaller than the state.
-    assert plan.layer_page_bytes == 816 * 4096
-    assert plan.padding_bytes == (2 * (816 * 4096 - 3_300_000),) * 3 + (0,)
-    assert plan.pages_per_request(131072) == 3 * 2 + 161
-
-
-def test_a_state_smaller_than_a_block_is_padded():
-    layers = recurrent(2, state_bytes=1000) + attention("full_attention", 2)
-    plan = plan_cache(layers, GIB, max_model_len=4096)
-    assert shape(plan) == [("recurrent", 16, 2), ("full_attention", 16, 2)]
-    assert plan.padding_bytes == (2 * (64 * KIB - 1000), 0)
-
-
-def test_state_is_stored_at_its_own_block_size():
-    layers = recurrent(1, state_bytes=3_300_000, block_size=256) + attention("full_attention", 1)
-    plan = plan_cache(layers, 10 * GIB, max_model_len=131072)
-    assert {group.block_size for group in plan.groups} == {1024}
-
-
-def test_states_may_have_a_separate_interval():
-    layers = recurrent(6, state_bytes=3_300_000, block_size=256) + attention("full_attention", 2)
-    plan = plan_cache(layers, 10 * GIB, max_model_len=131072, state_interval=512)
-    # Attention blocks are only as large as the state requires. Without an interval, the recurrent
-    # blocks would have 1,024 tokens.
-    assert shape(plan) == [("recurrent", 512, 2)] * 3 + [("full_attention", 816, 2)]
-    assert plan.pages_per_request(131072) == 3 * 2 + 161
-    alone = plan_cache(recurrent(2, state_bytes=100, block_size=8), GIB, max_model_len=64,
-                       state_interval=16)  # fmt: skip
-    assert shape(alone) == [("recurrent", 16, 2)]
-
-
-@pytest.mark.parametrize(
-    ("layers", "interval", "error", "message"),
-    [
-        (
-            attention("full_attention", 1),
-            512,
-            ValueError,
-            "state_interval is 512: expected None, as no layer keeps a state",
-        ),
-        (
-            recurrent(1, 100, block_size=6) + recurrent(1, 100, block_size=8, prefix="other"),
-            512,
-            ValueError,
-            "state_interval is 512: expected a multiple of 24, because the block_size of every "
-            "layer that "
-            "keeps a state must divide it",
-        ),
-        (
-            recurrent(1, 100),
-            0,
-            ValueError,
-            "state_interval is 0: expected 1 to 2147483647",
-        ),
-        (recurrent(1, 100), "512", TypeError, "state_interval is '512': expected an integer"),
-    ],
-)
+@pytest.mark.parametrize(("layers", "interval", "error", "message"), [
+    (attention("full_attention", 1), 512, ValueError,
+     "state_interval is 512: expected None, as no layer keeps a state"),
+    (
+        recurrent(1, 100, block_size=6) + recurrent(1, 100, block_size=8, prefix="other"),
+        512,
+        ValueError,
+        "state_interval is 512: expected a multiple of 24, because the block_size of every "
+        "layer that "
+        "keeps a state must divide it",
+    ),
+    (recurrent(1, 100), 0, ValueError, "state_interval is 0: expected 1 to 2147483647"),
+    (recurrent(1, 100), "512", TypeError, "state_interval is '512': expected an integer"),
+])  # fmt: skip
 def test_invalid_interval_is_rejected(layers, interval, error, message):
     with pytest.raises(error) as caught:
         plan_cache(layers, GIB, max_model_len=64, state_interval=interval)
     assert str(caught.value) == message
-
-
-def test_model_with_only_states_keeps_its_block_size():
-    layers = recurrent(2, 4000, 64) + recurrent(2, 1000, 64, "small")
-    plan = plan_cache(layers, GIB, max_model_len=10**6)
-    assert shape(plan) == [("recurrent", 64, 2)] * 2
-    assert plan.padding_bytes == (0, 6000) and plan.page_bytes == 8000
-    assert plan.max_concurrency == (GIB // 8000 - 1) / 4
-
-
-def test_mla_stores_one_vector_per_token():
-    layers = attention("full_attention", 61, block_size=64, heads=1, head_size=576, v_head_size=0)
-    plan = plan_cache(layers, GIB, max_model_len=4096)
-    assert shape(plan) == [("full_attention", 64, 61)]
-    assert plan.page_bytes == 61 * 64 * 576 * 2
-
-
-def test_layer_with_few_bytes_per_token_gets_larger_blocks():
-    mla = attention("full_attention", 4, block_size=64, heads=1, head_size=576, v_head_size=0)
-    index = {"dtype": "uint8", "scale_bytes_per_token": 4, "v_head_size": 0}
-    mla += [
-        LayerSpec(f"indexer.{i}", "full_attention", 64, num_kv_heads=1, head_size=128, **index)
-        for i in range(4)
-    ]
-    plan = plan_cache(mla, GIB, max_model_len=8192)
-    assert shape(plan) == [("full_attention", 64, 4), ("full_attention", 512, 4)]
-    assert plan.padding_bytes == (0, 4 * 64 * (576 * 2 - 8 * 132))
-
-
-def test_k_and_v_may_have_different_head_sizes():
-    layers = attention("full_attention", 2, heads=4, head_size=192, v_head_size=128)
-    plan = plan_cache(layers, GIB, max_model_len=4096)
-    assert plan.page_bytes == 2 * 16 * 4 * (192 + 128) * 2 and plan.padding_bytes == (0,)
-
-
-def test_fp8_pages_include_scales():
-    layers = attention("full_attention", 2, dtype="float8_e4m3fn", scale_bytes_per_token=64)
-    plan = plan_cache(layers, GIB, max_model_len=4096)
-    assert plan.page_bytes == 2 * 16 * (8 * 256 + 64)
-
-
-def test_unequal_heads_per_kind_get_unequal_block_sizes():
-    layers = attention("full_attention", 2, heads=4)
-    layers += attention("sliding_window", 2, heads=16, options={"window": 512})
-    plan = plan_cache(layers, GIB, max_model_len=4096, max_num_batched_tokens=1024)
-    assert shape(plan) == [("full_attention", 64, 2), ("sliding_window", 16, 2)]
-    assert plan.padding_bytes == (0, 0)
-    assert plan.pages_per_request(4096) == 64 + 97
-
-
-def test_heads_that_do_not_divide_are_padded():
-    layers = attention("full_attention", 2, heads=4)
-    layers += attention("sliding_window", 2, heads=10, options={"window": 512})
-    plan = plan_cache(layers, GIB, max_model_len=4096)
-    assert shape(plan) == [("full_attention", 32, 2), ("sliding_window", 16, 2)]
-    assert plan.padding_bytes == (2 * 2 * 16 * 4 * 256 * 2 // 4, 0)
-
-
-def test_padded_block_sizes_keep_a_common_boundary():
-    layers = recurrent(1, 3_300_000) + attention("full_attention", 1)
-    layers += attention("sliding_window", 1, heads=5, options={"window": 512})
-    plan = plan_cache(layers, GIB, max_model_len=4096)
-    # For some layers, blocks of 81 * 16 tokens would fit, but hits could then only end at multiples
-    # of 22,032 tokens.
-    assert {group.block_size for group in plan.groups} == {816}
-
-
-def test_block_sizes_whose_common_multiple_is_too_large_are_adjusted():
-    layers = attention("full_attention", 1)
-    layers += [LayerSpec("other", "full_attention", 24, num_kv_heads=5, head_size=128)]
-    plan = plan_cache(layers, GIB, max_model_len=4096)
-    assert shape(plan) == [("full_attention", 16, 1), ("full_attention", 24, 1)]
-    assert plan.padding_bytes == (0, 16 * 4096 - 24 * 2560)
 
 
 def test_context_parallelism_distributes_tokens_of_all_but_replicated_groups():
@@ -456,54 +357,21 @@ def test_context_parallelism_distributes_tokens_of_all_but_replicated_groups():
     assert plan.pages_per_request(4096) == 64 + 256 and plan.context_parallel == cp
 
 
-def test_layers_with_different_bytes_or_options_do_not_share_a_group():
-    first, second = attention("sliding_window", 2, options={"window": 64})
-    layers = [
-        first,
-        second,
-        replace(first, name="other dtype", dtype="float16"),
-        replace(first, name="other dtype 2", dtype="float16"),
-        replace(first, name="other window", options={"window": 128}),
-        replace(first, name="other window 2", options={"window": 128}),
-        replace(first, name="other size", num_kv_heads=7),
-        replace(first, name="other size 2", num_kv_heads=7),
-    ]
-    plan = plan_cache(layers, GIB, max_model_len=4096)
-    assert [group.layers for group in plan.groups] == [
-        ("sliding_window.0", "sliding_window.1"),
-        ("other dtype", "other dtype 2"),
-        ("other window", "other window 2"),
-        ("other size", "other size 2"),
-    ]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"num_kv_heads": 4, "head_size": 256},
-        {"head_size": 96, "v_head_size": 160},
-        {"dtype": "float16"},
+def test_only_equal_layers_share_a_group():
+    """Layers with equal bytes per token, but different shapes or dtypes, do not share a group."""
+    base = LayerSpec("base", WINDOW, 16, 8, 128, options={"window": 64})
+    others = [
+        {"dtype": "float16"}, {"options": {"window": 128}}, {"num_kv_heads": 7},
+        {"num_kv_heads": 4, "head_size": 256}, {"head_size": 96, "v_head_size": 160},
         {"dtype": "int8", "head_size": 252, "scale_bytes_per_token": 8 * 8},
-    ],
-)
-def test_layers_with_equal_bytes_but_different_shapes_do_not_share_a_group(other):
-    layers = attention("full_attention", 2)
-    layers[1] = replace(layers[1], **other)
-    assert layers[0].bytes_per_token == layers[1].bytes_per_token
+    ]  # fmt: skip
+    layers = [
+        replace(base, name=f"{i}{pair}", **other)
+        for i, other in enumerate([{}, *others])
+        for pair in "ab"
+    ]
     plan = plan_cache(layers, GIB, max_model_len=4096)
-    assert shape(plan) == [("full_attention", 16, 1)] * 2 and plan.padding_bytes == (0, 0)
-
-
-def test_v_head_size_defaults_to_head_size():
-    layers = attention("full_attention", 2)
-    layers[1] = replace(layers[1], v_head_size=layers[1].head_size, block_size=8)
-    assert shape(plan_cache(layers, GIB, max_model_len=64)) == [("full_attention", 16, 2)]
-
-
-def test_states_with_different_dtypes_do_not_share_a_group():
-    layers = recurrent(2, 4000, 16)
-    layers[1] = replace(layers[1], dtype="float32")
-    assert shape(plan_cache(layers, GIB, max_model_len=64)) == [("recurrent", 16, 1)] * 2
+    assert [group.layers for group in plan.groups] == [(f"{i}a", f"{i}b") for i in range(7)]
 
 
 def test_layer_share_of_a_page_has_whole_elements_of_every_dtype():
@@ -596,20 +464,17 @@ def test_kind_that_reads_more_than_its_window_is_rejected(monkeypatch):
     plan_cache([layer], 2**16, max_model_len=64)
 
 
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        (lambda n: n + 1, r"Wrong.first_needed_token\(0\) is 1: expected 0 to 0$"),
-        (lambda n: -n, r"Wrong.first_needed_token\(1\) is -1: expected 0 to 1$"),
-        (lambda n: None, r"Wrong.first_needed_token\(0\) is None: expected an integer$"),
-        (lambda n: 1 // (n - 3), r"Wrong.first_needed_token\(0\) is -1"),
-        (lambda n: 0 // (n - 3), r"Wrong.first_needed_token\(3\) raised ZeroDivisionError: "),
-        (  # the result decreases between calls
-            lambda n: n if n < 40 else n - 8,
-            r"Wrong.first_needed_token\(40\) is 32: expected 39 or more, the value for 39$",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("answer", "says"), [
+    (lambda n: n + 1, r"Wrong.first_needed_token\(0\) is 1: expected 0 to 0$"),
+    (lambda n: -n, r"Wrong.first_needed_token\(1\) is -1: expected 0 to 1$"),
+    (lambda n: None, r"Wrong.first_needed_token\(0\) is None: expected an integer$"),
+    (lambda n: 1 // (n - 3), r"Wrong.first_needed_token\(0\) is -1"),
+    (lambda n: 0 // (n - 3), r"Wrong.first_needed_token\(3\) raised ZeroDivisionError: "),
+    (  # the result decreases between calls
+        lambda n: n if n < 40 else n - 8,
+        r"Wrong.first_needed_token\(40\) is 32: expected 39 or more, the value for 39$",
+    ),
+])  # fmt: skip
 def test_kind_with_invalid_results_is_rejected(monkeypatch, answer, says):
     class Wrong(AttentionKind):
         def first_needed_token(self, num_computed_tokens):
@@ -620,23 +485,20 @@ def test_kind_with_invalid_results_is_rejected(monkeypatch, answer, says):
         plan_cache(attention("test_wrong", 1), GIB, max_model_len=64)
 
 
-@pytest.mark.parametrize(
-    ("method", "answer", "says"),
-    [
-        ("max_live_tokens", -5, r"\(64, 16\) is -5: expected 16 to "),
-        ("max_live_tokens", 0, r"\(64, 16\) is 0: expected 16 to "),
-        # The bound is lower than the number of tokens in a step.
-        ("max_live_tokens", 15, r"\(64, 16\) is 15: expected 16 to "),
-        ("max_live_tokens", None, r"\(64, 16\) is None: expected an integer$"),
-        ("max_live_tokens", 20.5, r"\(64, 16\) is 20.5: expected an integer$"),
-        ("max_live_tokens", True, r"\(64, 16\) is True: expected an integer$"),
-        ("max_pages", -5, r"\(64, 16, 16\) is -5: expected 1 to "),
-        ("max_pages", 0, r"\(64, 16, 16\) is 0: expected 1 to "),
-        ("max_pages", None, r"\(64, 16, 16\) is None: expected an integer$"),
-        ("max_pages", 20.5, r"\(64, 16, 16\) is 20.5: expected an integer$"),
-        ("max_pages", ValueError("x"), r"\(64, 16, 16\) raised ValueError: x$"),
-    ],
-)
+@pytest.mark.parametrize(("method", "answer", "says"), [
+    ("max_live_tokens", -5, r"\(64, 16\) is -5: expected 16 to "),
+    ("max_live_tokens", 0, r"\(64, 16\) is 0: expected 16 to "),
+    # The bound is lower than the number of tokens in a step.
+    ("max_live_tokens", 15, r"\(64, 16\) is 15: expected 16 to "),
+    ("max_live_tokens", None, r"\(64, 16\) is None: expected an integer$"),
+    ("max_live_tokens", 20.5, r"\(64, 16\) is 20.5: expected an integer$"),
+    ("max_live_tokens", True, r"\(64, 16\) is True: expected an integer$"),
+    ("max_pages", -5, r"\(64, 16, 16\) is -5: expected 1 to "),
+    ("max_pages", 0, r"\(64, 16, 16\) is 0: expected 1 to "),
+    ("max_pages", None, r"\(64, 16, 16\) is None: expected an integer$"),
+    ("max_pages", 20.5, r"\(64, 16, 16\) is 20.5: expected an integer$"),
+    ("max_pages", ValueError("x"), r"\(64, 16, 16\) raised ValueError: x$"),
+])  # fmt: skip
 @pytest.mark.parametrize("base", [AttentionKind, kind_class("full_attention")])
 def test_kind_with_an_invalid_bound_is_rejected(monkeypatch, base, method, answer, says):
     def bound(self, *arguments):
@@ -678,35 +540,18 @@ def test_custom_formula_below_the_required_pages_is_rejected(monkeypatch):
     assert blocks_touched(plan.groups[0], plan, 100) == 6
 
 
-@pytest.mark.parametrize(
-    ("base", "members", "says"),
-    [
-        # The number of pages is derived from a bound on live tokens that is too low.
-        (
-            AttentionKind,
-            {
-                "first_needed_token": lambda self, n: 0,
-                "max_live_tokens": lambda self, n, step: step,
-            },
-            r"Own.max_pages\(100, 16, 8\) is 3: expected 4 or more, as Own.first_needed_token\(9\)",
-        ),
-        (
-            kind_class("full_attention"),
-            {"max_pages": lambda self, *_: 12},
-            r"\(100, 16, 8\) is 12: expected 13 or more, as Own.first_needed_token\(81\) is 0$",
-        ),
-        (
-            kind_class("recurrent"),
-            {"max_pages": lambda self, *_: 1},
-            r"\(100, 16, 8\) is 1: expected 2 or more, as its pages hold 'state'$",
-        ),
-        (
-            kind_class("cross_attention"),
-            {"max_pages": lambda self, *_: 12},
-            r"\(100, 16, 8\) is 12: expected 13 or more, as its pages hold 'encoder'$",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("base", "members", "says"), [
+    # The number of pages is derived from a bound on live tokens that is too low.
+    (AttentionKind,
+     {"first_needed_token": lambda self, n: 0, "max_live_tokens": lambda self, n, step: step},
+     r"Own.max_pages\(100, 16, 8\) is 3: expected 4 or more, as Own.first_needed_token\(9\)"),
+    (kind_class("full_attention"), {"max_pages": lambda self, *_: 12},
+     r"\(100, 16, 8\) is 12: expected 13 or more, as Own.first_needed_token\(81\) is 0$"),
+    (kind_class("recurrent"), {"max_pages": lambda self, *_: 1},
+     r"\(100, 16, 8\) is 1: expected 2 or more, as its pages hold 'state'$"),
+    (kind_class("cross_attention"), {"max_pages": lambda self, *_: 12},
+     r"\(100, 16, 8\) is 12: expected 13 or more, as its pages hold 'encoder'$"),
+])  # fmt: skip
 def test_formula_of_a_derived_kind_is_also_checked(monkeypatch, base, members, says):
     with pytest.raises(KindError, match=says):
         plan_own(monkeypatch, base, **members)
@@ -773,69 +618,36 @@ def test_more_different_layer_specs_than_groups_are_rejected():
         plan_cache(layers, GIB, max_model_len=64)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
-        ({"layers": []}, ValueError, "layers is empty: expected at least one LayerSpec"),
-        ({"layers": ["a"]}, TypeError, "a layer is 'a': expected a LayerSpec"),
-        (
-            {"layers": 2 * attention("full_attention", 1)},
-            ValueError,
-            "two layers have the name 'full_attention.0': expected unique names",
-        ),
-        (
-            {"budget_bytes": -1},
-            ValueError,
-            "budget_bytes is -1: expected 0 to 9223372036854775807",
-        ),
-        ({"budget_bytes": 1e9}, TypeError, "budget_bytes is 1000000000.0: expected an integer"),
-        ({"max_model_len": 0}, ValueError, "max_model_len is 0: expected 1 to 2147483647"),
-        (
-            {"max_num_batched_tokens": 0},
-            ValueError,
-            "max_num_batched_tokens is 0: expected 1 to 2147483647",
-        ),
-        (
-            {"fit_max_model_len": 1},
-            TypeError,
-            "fit_max_model_len is 1: expected True or False",
-        ),
-        (
-            {"layer_page_bytes": 65535},
-            ValueError,
-            "layer_page_bytes is 65535: expected 65536 to 9223372036854775807",
-        ),
-        (
-            {"layer_page_bytes": 65537},
-            ValueError,
-            "layer_page_bytes is 65537: expected a multiple of 2, so that it holds whole elements of "
-            "every "
-            "layer's dtype",
-        ),
-        (
-            {"layer_page_bytes": 1e9},
-            TypeError,
-            "layer_page_bytes is 1000000000.0: expected an integer",
-        ),
-        ({"layers": None}, TypeError, "layers is None: expected an iterable of LayerSpec"),
-        (
-            {"layers": LayerSpec},
-            TypeError,
-            "layers is <class 'kvcache.specs.LayerSpec'>: expected an iterable of LayerSpec",
-        ),
-        ({"context_parallel": 2}, TypeError, "context_parallel is 2: expected a ContextParallel"),
-        (
-            {"max_encoder_tokens": 8},
-            ValueError,
-            "max_encoder_tokens is 8: expected None, as no layer's kind has an encoder",
-        ),
-        (
-            {"layers": attention("cross_attention", 1), "max_encoder_tokens": 0},
-            ValueError,
-            "max_encoder_tokens is 0: expected 1 to 2147483647",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "error", "message"), [
+    ({"layers": []}, ValueError, "layers is empty: expected at least one LayerSpec"),
+    ({"layers": ["a"]}, TypeError, "a layer is 'a': expected a LayerSpec"),
+    ({"layers": 2 * attention("full_attention", 1)}, ValueError,
+     "two layers have the name 'full_attention.0': expected unique names"),
+    ({"budget_bytes": -1}, ValueError, "budget_bytes is -1: expected 0 to 9223372036854775807"),
+    ({"budget_bytes": 1e9}, TypeError, "budget_bytes is 1000000000.0: expected an integer"),
+    ({"max_model_len": 0}, ValueError, "max_model_len is 0: expected 1 to 2147483647"),
+    ({"max_num_batched_tokens": 0}, ValueError,
+     "max_num_batched_tokens is 0: expected 1 to 2147483647"),
+    ({"fit_max_model_len": 1}, TypeError, "fit_max_model_len is 1: expected True or False"),
+    ({"layer_page_bytes": 65535}, ValueError,
+     "layer_page_bytes is 65535: expected 65536 to 9223372036854775807"),
+    (
+        {"layer_page_bytes": 65537},
+        ValueError,
+        "layer_page_bytes is 65537: expected a multiple of 2, so that it holds whole elements of "
+        "every "
+        "layer's dtype",
+    ),
+    ({"layer_page_bytes": 1e9}, TypeError, "layer_page_bytes is 1000000000.0: expected an integer"),
+    ({"layers": None}, TypeError, "layers is None: expected an iterable of LayerSpec"),
+    ({"layers": LayerSpec}, TypeError,
+     "layers is <class 'kvcache.specs.LayerSpec'>: expected an iterable of LayerSpec"),
+    ({"context_parallel": 2}, TypeError, "context_parallel is 2: expected a ContextParallel"),
+    ({"max_encoder_tokens": 8}, ValueError,
+     "max_encoder_tokens is 8: expected None, as no layer's kind has an encoder"),
+    ({"layers": attention("cross_attention", 1), "max_encoder_tokens": 0}, ValueError,
+     "max_encoder_tokens is 0: expected 1 to 2147483647"),
+])  # fmt: skip
 def test_invalid_input_is_rejected(wrong, error, message):
     right = {"layers": attention("full_attention", 1), "budget_bytes": GIB, "max_model_len": 64}
     with pytest.raises(error) as caught:
@@ -1107,17 +919,14 @@ def test_caller_may_set_the_page_bytes_per_layer():
     assert plan_cache(layers, GIB, max_model_len=1024, layer_page_bytes=64 * KIB) == plain
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("page_bytes", Decimal(4096), TypeError),
-        ("num_pages", 0, ValueError),
-        ("layer_page_bytes", 1.5, TypeError),
-        ("max_model_len", -1, ValueError),
-        ("max_num_batched_tokens", None, TypeError),
-        ("max_encoder_tokens", True, TypeError),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "error"), [
+    ("page_bytes", Decimal(4096), TypeError),
+    ("num_pages", 0, ValueError),
+    ("layer_page_bytes", 1.5, TypeError),
+    ("max_model_len", -1, ValueError),
+    ("max_num_batched_tokens", None, TypeError),
+    ("max_encoder_tokens", True, TypeError),
+])  # fmt: skip
 def test_plan_with_an_invalid_number_is_rejected_by_name(name, value, error):
     layers = [LayerSpec(f"layers.{i}", "full_attention", 16, 2, 64) for i in range(2)]
     plan = plan_cache(layers, 2**23, max_model_len=256)

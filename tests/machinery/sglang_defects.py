@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Injects defects into SGLang's code, one at a time, to test whether the sanitizer reports them.
 
-`python -m tests.machinery.sglang_environment -m tests.machinery.sglang_defects` prints a table.
+`python -m tests.machinery.sglang_defects ENGINE` prints the findings as JSON.
 """
 
 import json
@@ -53,35 +53,20 @@ def release(run, slots):
     allocator.free_pages = allocator.free_pages.roll(len(slots))
 
 
-def free_of_running(run, select):
+@defect()
+def page_of_a_running_request_is_freed(run):
+    """The first page of a running request is freed."""
+    size = allocator_of(run).page_size
+
     def next_batch(original, *arguments, **options):
         plan = original(*arguments, **options)
         requests = [each for each in run.running if len(each.output_ids) > 3]
         if len(requests) > 1 and run.now(8):
-            release(run, select(run, requests[0]))
+            release(run, run.slots(requests[0], 0, size))
             run.planted()
         return plan
 
     run.wrap(run.scheduler, "get_next_batch_to_run", next_batch)
-
-
-@defect()
-def first_page_of_a_running_request_is_freed(run):
-    """The first page of a running request is freed."""
-    size = allocator_of(run).page_size
-    free_of_running(run, lambda run, request: run.slots(request, 0, size))
-
-
-@defect()
-def last_page_of_a_running_request_is_freed(run):
-    """The page that a running request is filling is freed."""
-    size = allocator_of(run).page_size
-
-    def last(run, request):
-        start = (request.kv.kv_allocated_len - 1) // size * size
-        return run.slots(request, start, start + size)
-
-    free_of_running(run, last)
 
 
 @defect()
@@ -184,12 +169,6 @@ def new_slots_are_not_written_to_the_row(run):
         return original(indices, values)
 
     run.wrap(pool, "write", write)
-
-
-@defect("tight")
-def sequence_lengths_do_not_grow(run):
-    """A step reuses the sequence lengths of the previous step."""
-    change_decode(run, lambda batch: setattr(batch, "seq_lens", batch.seq_lens - 1))
 
 
 # In the radix cache ------------------------------------------------------------------------------
@@ -453,21 +432,5 @@ def _find(engine):
     return found
 
 
-def main():
-    if len(sys.argv) > 1:
-        print(json.dumps(_find(sys.argv[1])))
-        return
-    print("| pool | defect | planted at step | found at step | as | SGLang |")
-    print("|---|---|---|---|---|---|")
-    for engine in ENGINES:
-        for each in find_all(engine):
-            name = each["name"].replace("_", " ") or "(none)"
-            print(
-                f"| {engine} | {name} | {each['planted_at']} | {each['found_at']} | {each['kind']} | "
-                f"{each['engine']} {each['off'] or ''} |",
-                flush=True,
-            )
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(_find(sys.argv[1])))

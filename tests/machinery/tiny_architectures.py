@@ -76,18 +76,10 @@ _OWN: dict[str, dict[str, object]] = {
     },
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 32,
-    },
-    "gemma3n_text": {
-        "layer_types": [_LOCAL, _FULL, _LOCAL, _FULL],
-        "num_kv_shared_layers": 2,
-        "vocab_size_per_layer_input": VOCAB_SIZE,
-        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
-    },
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "moe_intermediate_size": 32},
+    "gemma3n_text": {"layer_types": [_LOCAL, _FULL, _LOCAL, _FULL], "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": VOCAB_SIZE, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]},
     "gemma4_text": {"vocab_size_per_layer_input": VOCAB_SIZE},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": [_LINEAR, _FULL, _LINEAR, _FULL]},
@@ -99,29 +91,17 @@ _OWN: dict[str, dict[str, object]] = {
     "mamba2": {"num_heads": 4, "head_dim": 32},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
-    "qwen4_exp_text": {
-        "indexer_budget": 16,
-        "indexer_compress_ratio": 4,
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-    },
-    "reformer": {
-        "attn_layers": ["local"] * 4,
-        "axial_pos_embds_dim": [32, 32],
-        "axial_pos_shape": [16, 32],
-    },
+    "qwen4_exp_text": {"indexer_budget": 16, "indexer_compress_ratio": 4, "indexer_n_heads": 4,
+        "indexer_kv_heads": 1, "indexer_head_dim": 16},
+    "reformer": {"attn_layers": ["local"] * 4, "axial_pos_embds_dim": [32, 32],
+        "axial_pos_shape": [16, 32]},
     "zamba": {"attention_hidden_size": 128},
-    "zamba2": {
-        "layers_block_type": [_LINEAR, "hybrid", _LINEAR, "hybrid"],
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-        "kv_channels": 32,
-        "num_query_groups": 4,
-    },
+    "zamba2": {"layers_block_type": [_LINEAR, "hybrid", _LINEAR, "hybrid"],
+        "attention_hidden_size": 128, "attention_head_dim": 32, "kv_channels": 32,
+        "num_query_groups": 4},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 _FLOAT32 = ("xglm", "xlnet", "xlstm")
 
 

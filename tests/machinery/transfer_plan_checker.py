@@ -325,13 +325,8 @@ def check(local, remote, local_rank, *, allow_permutation=True, seed=0, change=N
     plan = plan_transfer(local, remote, local_rank, allow_permutation=allow_permutation)
     if not allow_permutation and plan.permutation is not None:
         raise Wrong("a permutation, although none is allowed")
-    carry_out(plan if change is None else change(plan), seed)
-
-
-def carry_out(plan, seed=0):
-    """Execute a plan and check the result like `check`."""
+    plan = plan if change is None else change(plan)
     rng = np.random.default_rng(seed)
-    local, remote, local_rank = plan.local, plan.remote, plan.local_rank
     mine = some_ids(rng, GROUPS, plan.local_pages_per_group)
     per_rank = rng.integers(2) == 1
     theirs = [some_ids(rng, GROUPS, plan.remote_pages_per_group)] * remote.world_size

@@ -25,12 +25,10 @@ from tests.machinery.vllm_weights import fill_at_random, without_checkpoints
 DEFECTS = {}  # name -> (function, models)
 ALL = ("llama", "gemma3", "granite4")
 TIER = {
-    "kv_transfer_config": {
-        **{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+    "kv_transfer_config": {**{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
         "kv_connector_module_path": "kvcache_vllm.offloading",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},
-    }
-}
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28}},
+}  # fmt: skip
 
 
 def defect(*models):
@@ -51,22 +49,12 @@ def defect(*models):
 @defect()
 def block_of_a_running_request_is_freed(engine):
     """The last block of a running request is allocated again."""
-    free_early(engine, -1)
-
-
-@defect("llama")
-def first_block_of_a_running_request_is_freed(engine):
-    """The first block of a running request is allocated again."""
-    free_early(engine, 0)
-
-
-def free_early(engine, index):
     pool = engine.pool
 
     def free(original, *arguments):
         requests = [each for each in engine.scheduler.running if each.num_computed_tokens]
         if engine.now(8) and len(requests) > 2:
-            block = engine.held(requests[0])[index]
+            block = engine.held(requests[0])[-1]
             pool._maybe_evict_cached_block(block)
             if block.ref_cnt == 1:
                 block.ref_cnt = 0
@@ -154,21 +142,6 @@ def hit_with_a_block_of_other_tokens(engine):
 
 
 @defect("llama")
-def hit_in_another_order(engine):
-    """Two blocks of a prefix hit are exchanged."""
-
-    def find(original, *arguments):
-        found = original(*arguments)
-        blocks = found[0][0]
-        if len(blocks) > 2 and engine.now(2):
-            blocks[0], blocks[1] = blocks[1], blocks[0]
-            engine.planted()
-        return found
-
-    engine.wrap(engine.manager.coordinator, "find_longest_cache_hit", find)
-
-
-@defect("llama")
 def blocks_are_cached_before_they_are_computed(engine):
     """A request's blocks can be hit before their KV exists, and the hit ends in such a block."""
 
@@ -191,27 +164,6 @@ def window_hit_without_all_of_its_blocks(engine):
         return 1
 
     engine.wrap(SlidingWindowManager, "_contiguous_blocks_for_hit", contiguous, is_static=True)
-
-
-@defect("gemma3")
-def hit_blocks_of_another_group(engine):
-    """The sliding-window group receives the hit blocks of the full-attention group."""
-
-    def blocks(original, *arguments, **options):
-        found, count = original(*arguments, **options)[:2]
-        groups = found
-        if count and engine.now(1):
-            engine.planted()
-            window = list(groups[1 - engine.full_group])
-            full = groups[engine.full_group]
-            for i in range(min(len(window), len(full))):
-                if not window[i].is_null:
-                    window[i] = full[i]
-            groups = list(groups)
-            groups[1 - engine.full_group] = window
-        return (tuple(groups), count, *original(*arguments, **options)[2:])
-
-    engine.wrap(engine.manager.coordinator, "find_longest_cache_hit", blocks)
 
 
 # In windows and states ---------------------------------------------------------------------------
@@ -257,25 +209,6 @@ def state_is_copied_from_another_block(engine):
         return original(*arguments)
 
     engine.wrap(mamba_utils, "collect_mamba_copy_meta", collect)
-
-
-@defect("granite4")
-def state_index_outlives_a_preemption(engine):
-    """A resumed request continues in the block that held its state before the preemption."""
-    from vllm.v1.worker import mamba_utils
-
-    kept = {}
-
-    def cleanup(original, output, state_idx):
-        kept.update(
-            {name: state_idx[name] for name in output.preempted_req_ids if name in state_idx}
-        )
-        original(output, state_idx)
-        for name in output.scheduled_cached_reqs.resumed_req_ids & kept.keys():
-            state_idx[name] = kept[name]
-            engine.planted()
-
-    engine.wrap(mamba_utils, "cleanup_mamba_state_idx", cleanup)
 
 
 @defect("granite4")
@@ -341,25 +274,6 @@ def new_blocks_are_not_sent(engine):
                 cached.new_block_ids[i] = None
                 engine.planted()
                 break
-        return output
-
-    engine.wrap(engine.scheduler, "schedule", schedule)
-
-
-@defect("llama")
-def resumed_request_keeps_its_old_blocks(engine):
-    """The worker appends the blocks of a resumed request to its earlier blocks."""
-
-    def schedule(original, *arguments):
-        output = original(*arguments)
-        cached = output.scheduled_cached_reqs
-        for name in list(cached.resumed_req_ids):
-            i = cached.req_ids.index(name)
-            cached.new_block_ids[i] = tuple(
-                [engine.pool.blocks[-1].block_id, *blocks[1:]] if blocks else blocks
-                for blocks in cached.new_block_ids[i]
-            )
-            engine.planted()
         return output
 
     engine.wrap(engine.scheduler, "schedule", schedule)
@@ -433,38 +347,12 @@ def wrong_block_in_a_row(engine):
     engine.wrap(engine.tables, "add_row", add_row)
 
 
-@defect("llama", "gemma3")
-def blocks_are_appended_to_another_row(engine):
-    """A new block is appended to the row of another request."""
-
-    def append(original, blocks, row):
-        if row > 0 and any(blocks) and engine.now(5):
-            row -= 1
-            engine.planted()
-        return original(blocks, row)
-
-    engine.wrap(engine.tables, "append_row", append)
-
-
 @defect()
 def row_is_not_moved(engine):
     """If a request moves to another row of the batch, its block table entries are not moved."""
 
     def move(original, src, dst):
         engine.planted()
-
-    engine.wrap(engine.tables, "move_row", move)
-
-
-@defect("llama")
-def row_is_moved_to_another_place(engine):
-    """If a request moves within the batch, its block table row is swapped with the next row."""
-
-    def move(original, src, dst):
-        original(src, dst)
-        if dst + 1 < src:
-            engine.tables.swap_row(dst, dst + 1)
-            engine.planted()
 
     engine.wrap(engine.tables, "move_row", move)
 
@@ -505,33 +393,6 @@ def null_entry_in_a_row(engine):
 
 
 @defect("llama", "gemma3")
-def slots_off_by_one(engine):
-    """The slot mapping is computed for the next positions."""
-
-    def compute(original, num_reqs, starts, positions):
-        original(num_reqs, starts, positions)
-        if engine.now(10):
-            slots = engine.tables[engine.slot_group].slot_mapping.gpu
-            slots[: len(positions)] += 1
-            engine.planted()
-
-    engine.wrap(engine.tables, "compute_slot_mapping", compute)
-
-
-@defect("llama")
-def slots_of_the_step_before(engine):
-    """In one step, the slot mapping of the previous step is used again."""
-
-    def compute(original, *arguments):
-        if engine.now(20):
-            engine.planted()
-            return
-        original(*arguments)
-
-    engine.wrap(engine.tables, "compute_slot_mapping", compute)
-
-
-@defect("llama", "gemma3")
 def slots_of_another_row(engine):
     """The slots of the first two rows of the batch are exchanged."""
 
@@ -548,10 +409,7 @@ def slots_of_another_row(engine):
 @defect("llama", "gemma3")
 def lengths_count_a_token_too_many(engine):
     """Attention reads one slot beyond the tokens of each request."""
-    change_lengths(engine, 1)
 
-
-def change_lengths(engine, by):
     def build(original, *arguments, **options):
         result = original(*arguments, **options)
         if engine.now(20):
@@ -559,59 +417,12 @@ def change_lengths(engine, by):
             for layer in result[0].values():
                 if id(layer.seq_lens) not in seen:
                     seen.add(id(layer.seq_lens))
-                    layer.seq_lens = layer.seq_lens + by
+                    layer.seq_lens = layer.seq_lens + 1
             engine.planted()
         return result
 
     # The sanitizer's hook runs around this function, so it observes what is passed to the kernel.
     engine.wrap_inner(engine.runner, "_build_attention_metadata", build)
-
-
-@defect("llama", "gemma3")
-def groups_get_the_same_table(engine):
-    """The block tables in two layers' metadata are exchanged."""
-    if engine.model == "llama":
-
-        def build(original, *arguments, **options):
-            result = original(*arguments, **options)
-            layer = next(iter(result[0].values()))
-            if len(layer.block_table) > 1 and engine.now(20):
-                layer.block_table = layer.block_table.flip(0)
-                engine.planted()
-            return result
-
-    else:
-
-        def build(original, *arguments, **options):
-            result = original(*arguments, **options)
-            groups = engine.runner.kv_cache_config.kv_cache_groups
-            first, second = (result[0][group.layer_names[0]] for group in groups[:2])
-            if engine.now(20):
-                first.block_table, second.block_table = second.block_table, first.block_table
-                engine.planted()
-            return result
-
-    engine.wrap_inner(engine.runner, "_build_attention_metadata", build)
-
-
-@defect("llama", "gemma3")
-def request_stays_in_the_batch(engine):
-    """When a preempted request resumes, it still has its place in the batch and its old row."""
-
-    def states(original, output):
-        cached = output.scheduled_cached_reqs
-        for name in list(cached.resumed_req_ids):
-            i = cached.req_ids.index(name)
-            state = engine.runner.requests[name]
-            old = tuple(list(each) for each in state.block_ids)
-            new = cached.new_block_ids[i]
-            mixed = tuple(o[: len(n)] if len(o) >= len(n) else n for o, n in zip(old, new))
-            if mixed != tuple(new):
-                cached.new_block_ids[i] = mixed
-                engine.planted()
-        return original(output)
-
-    engine.wrap(engine.runner, "_update_states", states)
 
 
 # In the host tier --------------------------------------------------------------------------------
@@ -620,28 +431,22 @@ def request_stays_in_the_batch(engine):
 @defect("llama tier")
 def blocks_are_loaded_in_another_order(engine):
     """Two blocks of a load are exchanged."""
-    change_pairs(engine, is_load=True, change=lambda pairs: pairs[::-1, 1])
-
-
-@defect("llama tier")
-def block_of_other_content_is_loaded(engine):
-    """One block of a load is read from another host page."""
-    change_pairs(engine, is_load=True, change=lambda pairs: [*pairs[:-1, 1], pairs[0, 1]])
+    exchange_pairs(engine, is_load=True)
 
 
 @defect("llama tier")
 def blocks_are_stored_in_another_order(engine):
     """Two blocks of a store are exchanged."""
-    change_pairs(engine, is_load=False, change=lambda pairs: pairs[::-1, 1])
+    exchange_pairs(engine, is_load=False)
 
 
-def change_pairs(engine, is_load, change):
+def exchange_pairs(engine, is_load):
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     def pairs(original, *arguments, must_fill):
         found = original(*arguments, must_fill=must_fill)
         if must_fill is not is_load and len(found) > 1:
-            found[:, 1] = change(found.copy())
+            found[:, 1] = found[::-1, 1].copy()
             engine.planted()
         return found
 
@@ -666,16 +471,12 @@ class Engine:
         from kvcache_vllm.sanitizer.observer import observe
 
         defaults = {
-            **{
-                "load_format": "dummy",
-                "skip_tokenizer_init": True,
-                "enforce_eager": True,
-                "seed": 0,
-            },
+            **{"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True,
+                "seed": 0},
             **{"dtype": "float32", "max_model_len": 1024, "block_size": 32, "max_num_seqs": 16},
             **{"max_num_batched_tokens": 256, "long_prefill_token_threshold": 80},
             **{"prefix_caching_hash_algo": "sha256_cbor"},
-        }
+        }  # fmt: skip
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
             self.llm = None

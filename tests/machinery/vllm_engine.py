@@ -34,11 +34,9 @@ class Engine(EngineInProcess):
         if role:
             options["kv_transfer_config"] = {
                 **{"kv_connector": "KVCacheConnector", "kv_connector_module_path": MODULE},
-                **{
-                    "kv_role": role,
-                    "kv_connector_extra_config": {"transport": "tcp"} | (extra or {}),
-                },
-            }
+                **{"kv_role": role,
+                    "kv_connector_extra_config": {"transport": "tcp"} | (extra or {})},
+            }  # fmt: skip
         command = [str(python), "-m", "tests.machinery.vllm_engine", json.dumps(options)]
         super().__init__(command, ENVIRONMENT | (environment or {}))
 

@@ -24,31 +24,22 @@ from tests.machinery.vllm_weights import fill_at_random, without_checkpoints
 
 MODELS = {
     "llama": TINY_LLAMA,
-    "qwen3": {
-        **TINY_LLAMA,
-        **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-    },
-    "gemma3": {
-        **TINY,
-        **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"},
+    "qwen3": {**TINY_LLAMA, **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}},
+    "gemma3": {**TINY, **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"},
         **{"num_hidden_layers": 6, "query_pre_attn_scalar": 32},
         **{"sliding_window": 128, "hidden_activation": "gelu_pytorch_tanh"},
-        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
-    },
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"]},
     # vLLM's CPU kernel supports only latent vectors with 512 elements and a rotary part of 64
     # elements.
-    "deepseek_v3": {
-        **{key: value for key, value in TINY_LLAMA.items() if key != "head_dim"},
+    "deepseek_v3": {**{key: value for key, value in TINY_LLAMA.items() if key != "head_dim"},
         **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
         **{"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 512},
         **{"qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32},
         **{"first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2},
         **{"n_shared_experts": 1, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1},
         **{"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-        **{"routed_scaling_factor": 1.0, "rope_theta": 10000.0},
-    },
-    "granite4": {
-        **{**TINY_LLAMA, "hidden_size": 128, "num_hidden_layers": 4},
+        **{"routed_scaling_factor": 1.0, "rope_theta": 10000.0}},
+    "granite4": {**{**TINY_LLAMA, "hidden_size": 128, "num_hidden_layers": 4},
         **{"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"},
         **{"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 128},
         **{"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_head": 32},
@@ -56,16 +47,13 @@ MODELS = {
         **{"mamba_conv_bias": True, "mamba_proj_bias": False, "num_local_experts": 0},
         **{"num_experts_per_tok": 0, "position_embedding_type": "rope"},
         **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
-        "attention_multiplier": 0.17,
-    },
+        "attention_multiplier": 0.17},
     # Layers with and without windows alternate, and logits are soft-capped.
-    "gemma2": {
-        **{**TINY, "num_hidden_layers": 4, "tie_word_embeddings": True},
+    "gemma2": {**{**TINY, "num_hidden_layers": 4, "tie_word_embeddings": True},
         **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"},
         **{"query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh"},
         **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        **{"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    },
+        **{"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2}},
     # Each head has an attention sink, a logit that takes part in the softmax but has no value.
     "gpt_oss": {
         **{**TINY, "num_hidden_layers": 4, "tie_word_embeddings": False},
@@ -79,19 +67,14 @@ MODELS = {
         },
     },
     # All layers have windows.
-    "mistral": {
-        **{**TINY_LLAMA, "sliding_window": 128, "hidden_act": "silu"},
-        **{"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
-    },
-    "olmo2": {
-        **{**TINY_LLAMA, "num_key_value_heads": 4, "attention_bias": False, "hidden_act": "silu"},
-        **{"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
-    },
-    "phi3": {
-        **{**TINY_LLAMA, "original_max_position_embeddings": 4096, "hidden_act": "silu"},
-        **{"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 0},
-    },
-}
+    "mistral": {**{**TINY_LLAMA, "sliding_window": 128, "hidden_act": "silu"},
+        **{"architectures": ["MistralForCausalLM"], "model_type": "mistral"}},
+    "olmo2":
+        {**{**TINY_LLAMA, "num_key_value_heads": 4, "attention_bias": False, "hidden_act": "silu"},
+        **{"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}},
+    "phi3": {**{**TINY_LLAMA, "original_max_position_embeddings": 4096, "hidden_act": "silu"},
+        **{"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 0}},
+}  # fmt: skip
 FEW = 12  # number of requests in a tight pool for models that run only a few requests
 # Options of vLLM's `LLM`. Each pool can hold at most 3 of the 16 requests in a batch.
 OPTIONS = {
@@ -111,11 +94,9 @@ OPTIONS = {
 }
 OURS = "kvcache_vllm."
 DRAFTS = {
-    "speculative_config": {
-        **{"method": "ngram", "num_speculative_tokens": 3},
-        **{"prompt_lookup_max": 3, "prompt_lookup_min": 1},
-    }
-}
+    "speculative_config": {**{"method": "ngram", "num_speculative_tokens": 3},
+        **{"prompt_lookup_max": 3, "prompt_lookup_min": 1}},
+}  # fmt: skip
 ENGINES = {
     "vllm": {"async_scheduling": False},
     "ours": {"async_scheduling": False, "scheduler_cls": OURS + "VllmScheduler"},

@@ -57,14 +57,10 @@ MAMBA_MODES = ("align", "all") if IS_032 else ("align",)
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
 TINY = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
-    **{
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 512,
-        "max_position_embeddings": 4096,
-    },
+    **{"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
+        "max_position_embeddings": 4096},
     **{"torch_dtype": "bfloat16", "rms_norm_eps": 1e-5},
-}
+}  # fmt: skip
 TINY_LLAMA = {
     **TINY,
     **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2},
@@ -681,81 +677,3 @@ class SideBySide:
             return
         usages = [scheduler.kv_cache_manager.usage for scheduler in self.pair]
         assert abs(usages[0] - usages[1]) < 1e-9, "the usage of the pools differs"
-
-
-# (kinds of groups, number of blocks, whether all decisions must be equal)
-MIXES = [
-    *((("full",), num_blocks, True) for num_blocks in (40, 90, 300)),
-    (("window", "full"), 3_000, True),
-    # vLLM waits for a state that another request recomputes. With kvcache, a state whose tokens
-    # arrive late can be hit a few steps later than with vLLM's manager.
-    (("mamba align", "full"), 3_000, False),
-    *((groups, 150, False) for groups in (("window", "full"), ("mamba align", "full"))),
-]
-
-
-def random_sides(seed, folder):
-    """Return a random `SideBySide`, and a line that describes it."""
-    rng = random.Random(f"mix {seed}")
-    groups, num_blocks, is_exact = MIXES[seed % len(MIXES)]
-    is_async, has_room = bool(seed // len(MIXES) % 2), num_blocks > 1_000
-    has_states = any(kind.startswith("mamba") for kind in groups)
-    options = {name: rng.random() < 0.25 for name in ("images", "resets", "priorities")}
-    # Models with recurrent states have no drafts.
-    options["drafts"] = not has_states and rng.random() < 0.25
-    options["sessions"] = not options["priorities"] and rng.random() < 0.25
-    if not has_states and rng.random() < 0.3:
-        options["slots"] = NUM_DRAFTS
-        options["lookahead"] = rng.choice([0, 1, 1, 3]) if HAS_LOOKAHEAD else 0
-    if options["sessions"] and not has_room and groups == ("window", "full"):
-        # With vLLM's own manager, sessions that wait for input may hold all the blocks for which
-        # other requests wait.
-        options["sessions"] = False
-    if options["sessions"] and not has_room and (is_async or options.get("slots")):
-        options["sessions"] = False  # see `test_decisions_are_the_same_with_sessions`
-    if options["drafts"] and IS_032:
-        # vLLM 0.32 does not discard drafts that were accepted after a session's last token.
-        options["sessions"] = False
-    if options["drafts"] and not has_room and IS_032:
-        is_exact = False  # see `test_decisions_are_the_same_with_drafts_in_a_tight_pool`
-    if groups != ("full",) and not options["sessions"]:
-        # In a session, vLLM retains the window at the end of each part of the prompt, and kvcache
-        # only that of the first part.
-        options["retention"] = rng.choice(RETENTIONS)
-    policy = {"scheduling_policy": "priority"} if options["priorities"] else {}
-    config = engine_config(folder, is_async=is_async, events=rng.random() < 0.5, **policy)
-    sides = SideBySide(seed, config, groups, num_blocks, exact=is_exact, **options)
-    chosen = {name: value for name, value in options.items() if value}
-    return sides, f"seed {seed}, {groups}, {num_blocks} blocks, async {is_async}, {chosen}"
-
-
-def main():
-    """Run random requests.
-
-    `python -m tests.machinery.vllm_environment -m tests.machinery.vllm_schedulers REQUESTS [SEED]`
-
-    Pool sizes, kinds of groups and options alternate. Decisions are compared wherever they must be
-    equal.
-    """
-    import json
-    import sys
-    import tempfile
-    from pathlib import Path
-
-    wanted, seed = int(sys.argv[1]), int((sys.argv[2:] or ["1000"])[0])
-    total, first = collections.Counter(), seed
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(TINY_LLAMA))
-        while total["requests"] < wanted:
-            sides, description = random_sides(seed, folder)
-            try:
-                total += sides.run(150)
-            except BaseException:
-                print(description, flush=True)
-                raise
-            seed += 1
-    print(f"seeds {first} to {seed - 1}: {dict(total)}")
-
-
-if __name__ == "__main__":
-    main()

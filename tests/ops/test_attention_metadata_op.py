@@ -11,13 +11,9 @@ from tests.machinery.emulation import ASAN
 
 INT32 = torch.int32
 OUTPUTS = (
-    "query_start_loc",
-    "seqused_k",
-    "block_tables",
-    "paged_kv_indptr",
-    "paged_kv_indices",
+    "query_start_loc", "seqused_k", "block_tables", "paged_kv_indptr", "paged_kv_indices",
     "paged_kv_last_page_len",
-)
+)  # fmt: skip
 UNTOUCHED = -5
 
 
@@ -153,16 +149,11 @@ def calls(draw):
         "query_lens": torch.tensor(query_lens, dtype=INT32),
         "seq_lens": torch.tensor(seq_lens, dtype=INT32),
         "num_blocks_per_row": counts,
-        "max_num_tokens": max([s for s, r in zip(seq_lens, rows) if r >= 0], default=0)
-        + draw(st.integers(0, 100)),
-        **outputs(
-            len(fields),
-            num_out,
-            num_out + draw(st.integers(0, 3)),
-            all_columns,
-            draw(st.integers(0, 3)),
-        ),
-    }
+        "max_num_tokens": max([s for s, r in zip(seq_lens, rows) if r >= 0],
+            default=0) + draw(st.integers(0, 100)),
+        **outputs(len(fields), num_out, num_out + draw(st.integers(0, 3)), all_columns,
+            draw(st.integers(0, 3))),
+    }  # fmt: skip
     wanted = draw(st.sampled_from(["all", "flash_attn", "flashinfer", "lengths", "host"]))
     if wanted in ("flashinfer", "lengths", "host"):
         call["block_tables"] = None
@@ -246,39 +237,6 @@ def test_many_requests_exceed_the_largest_tiles(backend):
     check(backend, large(33_000, columns=1))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("block_size", [1, 2, 4, 6])
-def test_rank_lengths_add_up_and_fit_their_pages(world, block_size):
-    """Covers every length, block size, interleave and rank, with a page list for each rank."""
-    columns = 3
-    num = columns * block_size * world + 1
-    for interleave in (i for i in range(1, block_size + 1) if block_size % i == 0):
-        total = torch.zeros(num, dtype=INT32)
-        for rank in range(world):
-            call = {
-                "tables": torch.tensor([7, 2, 5], dtype=INT32),
-                "groups": torch.tensor([[0, columns, block_size, world, rank, interleave, 0, 0]]),
-                "num_rows": 1,
-                "rows": torch.zeros(num, dtype=INT32),
-                "query_lens": torch.zeros(num, dtype=INT32),
-                "seq_lens": torch.arange(num, dtype=INT32),
-                "num_blocks_per_row": torch.tensor([[columns]], dtype=INT32),
-                "max_num_tokens": num,
-                **outputs(1, num, num, columns),
-            }
-            torch.ops.kvcache.attention_metadata(**call)
-            local = call["seqused_k"][0]
-            pages = call["paged_kv_indptr"][0].diff()
-            in_pages = (pages - 1).clamp(min=0) * block_size + call["paged_kv_last_page_len"][0]
-            assert torch.equal(in_pages, local)
-            positions = [
-                len(local_positions(n, block_size, world, rank, interleave)) for n in range(num)
-            ]
-            assert local.tolist() == positions
-            total += local
-        assert total.tolist() == list(range(num))
-
-
 def arguments(backend, **changes):
     """Return arguments for one request in row 1, one in row 0, and padding. Each row has two blocks
     of 4 tokens.
@@ -322,44 +280,34 @@ def ints(b, *values):
 BAD = {
     "rows has dtype Long": lambda b: {"rows": b.tensor([1, 0])},
     r"rows has shape \[1, 2\]": lambda b: {"rows": ints(b, 1, 0).view(1, 2)},
-    r"query_lens has shape \[3\]: expected size 2 in dimension 0, as rows has": lambda b: {
-        "query_lens": ints(b, 1, 2, 0)
-    },
+    r"query_lens has shape \[3\]: expected size 2 in dimension 0, as rows has":
+        lambda b: {"query_lens": ints(b, 1, 2, 0)},
     r"seq_lens has shape \[1\]: expected size 2": lambda b: {"seq_lens": ints(b, 5)},
     "seq_lens is not contiguous": lambda b: {"seq_lens": ints(b, 5, 0, 2)[::2]},
     "max_num_tokens is -1": lambda b: {"max_num_tokens": -1},
     r"groups has shape \[2, 3\]": lambda b: {"groups": torch.zeros(2, 3, dtype=torch.int64)},
     "groups has no group": lambda b: {"groups": torch.zeros(0, 8, dtype=torch.int64)},
-    r"num_blocks_per_row has shape \[1, 3\]: expected size 2": lambda b: {
-        "num_blocks_per_row": ints(b, 1, 2, 2).view(1, 3)
-    },
-    r"groups\[0\] refers to row 1 of num_blocks_per_row, which has 1": lambda b: {
-        "groups": torch.tensor([[0, 2, 4, 1, 0, 1, 0, 1]])
-    },
-    r"query_start_loc has shape \[2\]: expected at least 3 entries, one more than rows": lambda b: {
-        "query_start_loc": torch.full((2,), UNTOUCHED, dtype=INT32, device=b.device)
-    },
+    r"num_blocks_per_row has shape \[1, 3\]: expected size 2":
+        lambda b: {"num_blocks_per_row": ints(b, 1, 2, 2).view(1, 3)},
+    r"groups\[0\] refers to row 1 of num_blocks_per_row, which has 1":
+        lambda b: {"groups": torch.tensor([[0, 2, 4, 1, 0, 1, 0, 1]])},
+    r"query_start_loc has shape \[2\]: expected at least 3 entries, one more than rows":
+        lambda b: {"query_start_loc": torch.full((2,), UNTOUCHED, dtype=INT32, device=b.device)},
     "query_start_loc has dtype Long": lambda b: {"query_start_loc": b.tensor([UNTOUCHED] * 4)},
-    r"seqused_k has shape \[1, 2\]: expected size 3 in dimension 1, one less than": lambda b: {
-        "seqused_k": torch.full((1, 2), UNTOUCHED, dtype=INT32, device=b.device)
-    },
-    "seqused_k has stride 2 in dimension 1": lambda b: {
-        "seqused_k": torch.full((1, 6), UNTOUCHED, dtype=INT32, device=b.device)[:, ::2]
-    },
-    r"block_tables has shape \[4\]: expected a multiple of 2 entries .* at least 6 for 3": lambda b: {
-        "block_tables": torch.full((4,), UNTOUCHED, dtype=INT32, device=b.device)
-    },
-    r"paged_kv_indices has shape \[7\]: expected a multiple of 2": lambda b: {
-        "paged_kv_indices": torch.full((7,), UNTOUCHED, dtype=INT32, device=b.device)
-    },
-    r"paged_kv_indices has shape \[8\]: expected \[6\], as block_tables has": lambda b: {
-        "paged_kv_indices": torch.full((8,), UNTOUCHED, dtype=INT32, device=b.device)
-    },
-    r"paged_kv_indptr has shape \[1, 3\]: expected size 4": lambda b: {
-        "paged_kv_indptr": torch.full((1, 3), UNTOUCHED, dtype=INT32, device=b.device)
-    },
+    r"seqused_k has shape \[1, 2\]: expected size 3 in dimension 1, one less than":
+        lambda b: {"seqused_k": torch.full((1, 2), UNTOUCHED, dtype=INT32, device=b.device)},
+    "seqused_k has stride 2 in dimension 1":
+        lambda b: {"seqused_k": torch.full((1, 6), UNTOUCHED, dtype=INT32, device=b.device)[:, ::2]},
+    r"block_tables has shape \[4\]: expected a multiple of 2 entries .* at least 6 for 3":
+        lambda b: {"block_tables": torch.full((4,), UNTOUCHED, dtype=INT32, device=b.device)},
+    r"paged_kv_indices has shape \[7\]: expected a multiple of 2":
+        lambda b: {"paged_kv_indices": torch.full((7,), UNTOUCHED, dtype=INT32, device=b.device)},
+    r"paged_kv_indices has shape \[8\]: expected \[6\], as block_tables has":
+        lambda b: {"paged_kv_indices": torch.full((8,), UNTOUCHED, dtype=INT32, device=b.device)},
+    r"paged_kv_indptr has shape \[1, 3\]: expected size 4":
+        lambda b: {"paged_kv_indptr": torch.full((1, 3), UNTOUCHED, dtype=INT32, device=b.device)},
     "are None: expected all, none, or only paged_kv_indices": lambda b: {"paged_kv_indptr": None},
-}
+}  # fmt: skip
 
 
 @each_backend
@@ -383,10 +331,7 @@ BAD_VALUES = {
         "seq_lens": [5, 5]
     },
     r"seq_lens\[0\] is 5: expected at most max_num_tokens, which is 4": {"max_num_tokens": 4},
-    r"query_lens add up to 2\^31 or more": {
-        "rows": [-1, -1],
-        "query_lens": [2**31 - 1, 1],
-    },
+    r"query_lens add up to 2\^31 or more": {"rows": [-1, -1], "query_lens": [2**31 - 1, 1]},
 }
 
 

@@ -111,17 +111,13 @@ def test_only_destination_pages_change(backend, case):
 
 @each_backend
 @pytest.mark.parametrize("gap", [0, 3])
-@pytest.mark.parametrize(
-    "pairs",
-    [
-        [(0, 2), (1, 3), (2, 4)],
-        [(2, 4), (1, 3), (0, 2)],
-        [(-1, 4), (-1, 3), (5, 2), (4, 1)],
-        [(1, 2), (2, 3), (0, 1), (5, 6)],
-        [(2, 3), (1, 2), (3, 4), (0, 0)],
-    ],
-    ids=["up", "down", "down behind cleared ones", "up, then down", "down, then up"],
-)
+@pytest.mark.parametrize("pairs", [
+    [(0, 2), (1, 3), (2, 4)],
+    [(2, 4), (1, 3), (0, 2)],
+    [(-1, 4), (-1, 3), (5, 2), (4, 1)],
+    [(1, 2), (2, 3), (0, 1), (5, 6)],
+    [(2, 3), (1, 2), (3, 4), (0, 0)],
+], ids=["up", "down", "down behind cleared ones", "up, then down", "down, then up"])  # fmt: skip
 def test_consecutive_pages_are_copied(backend, pairs, gap):
     """Consecutive pages are copied as one run, in ascending or descending order."""
     sides = [
@@ -351,13 +347,10 @@ def test_pages_in_separate_tensors_need_owners(backend):
 
 
 @each_device_backend
-@pytest.mark.parametrize(
-    ("pairs", "message"),
-    [
-        (ids([1, 2], [4, 0]), r"pairs\[1\] reads page 4"),
-        (ids([1, 2], [1, 7]), r"pairs\[1\] writes to page 7"),
-    ],
-)
+@pytest.mark.parametrize(("pairs", "message"), [
+    (ids([1, 2], [4, 0]), r"pairs\[1\] reads page 4"),
+    (ids([1, 2], [1, 7]), r"pairs\[1\] writes to page 7"),
+])  # fmt: skip
 def test_checked_mode_validates_device_ids(backend, pairs, message, monkeypatch):
     call = arguments(backend, pairs=pairs.to(backend.device))
     monkeypatch.setenv("KVCACHE_CHECKED", "1")

@@ -272,43 +272,36 @@ def arguments(backend, **changes):
 BAD = {
     r"cache has shape \[3, 4, 16\]: expected \[num_blocks": {"cache": lambda t: t.flatten(2)},
     "cache has stride 2 in its last dimension": {"cache": lambda t: t[..., ::2]},
-    r"cache has elements that share memory \(stride 0\)": {
-        "cache": lambda t: t[:1].expand(3, 4, 2, 8)
-    },
+    r"cache has elements that share memory \(stride 0\)":
+        {"cache": lambda t: t[:1].expand(3, 4, 2, 8)},
     r"cache has shape \[3, 0, 2, 8\]: expected tokens in a block": {"cache": lambda t: t[:, :0]},
     "offsets has dtype Int": {"offsets": lambda t: t.int()},
     r"offsets has shape \[1, 1\]: expected \[num_layers\]": {"offsets": lambda t: t[None]},
     "offsets is not contiguous": {"offsets": lambda t: torch.arange(4)[::2]},
-    "offsets has layers at 0 and 0: expected layers that share no": {
-        "offsets": lambda t: torch.tensor([0, 0])
-    },
+    "offsets has layers at 0 and 0: expected layers that share no":
+        {"offsets": lambda t: torch.tensor([0, 0])},
     "offsets has layers at 64 and 80": {"offsets": lambda t: torch.tensor([80, 0, 64])},
-    "offsets has 17179869184: expected a layer in the memory of cache or of one of owners": {
-        "offsets": lambda t: torch.tensor([2**34])
-    },
+    "offsets has 17179869184: expected a layer in the memory of cache or of one of owners":
+        {"offsets": lambda t: torch.tensor([2**34])},
     "offsets has -4: expected a layer in the memory": {"offsets": lambda t: t - 4},
     "offsets has 4: expected a layer in the memory": {"offsets": lambda t: t + 4},
     "indices has dtype Long: expected Int": {"indices": lambda t: t.long()},
     r"indices has shape \[2\]: expected \[n, local blocks": {"indices": lambda t: t[:, 0]},
-    r"indices has shape \[1, 2\]: expected size 1 in dimension 1": {
-        "indices": lambda t: t.view(1, 2)
-    },
+    r"indices has shape \[1, 2\]: expected size 1 in dimension 1":
+        {"indices": lambda t: t.view(1, 2)},
     "indices is not contiguous": {"indices": lambda t: torch.zeros(2, 2, dtype=INT32)[:, :1]},
-    "indices, entry 1, is 3: expected 0 to 2": {
-        "indices": lambda t: t * 0 + torch.tensor([[0], [3]], dtype=INT32)
-    },
+    "indices, entry 1, is 3: expected 0 to 2":
+        {"indices": lambda t: t * 0 + torch.tensor([[0], [3]], dtype=INT32)},
     "indices, entry 0, is -1: expected 0 to 2": {"indices": lambda t: t * 0 - 1},
     "indices, entry 1, is 2 again: expected each block once": {"indices": lambda t: t * 0 + 2},
-    "remote_block_size is 3: expected a divisor or a multiple of the block size 4": {
-        "remote_block_size": lambda n: 3
-    },
-    "remote_block_size is 6: expected a divisor or a multiple of the block size 4": {
-        "remote_block_size": lambda n: 6
-    },
+    "remote_block_size is 3: expected a divisor or a multiple of the block size 4":
+        {"remote_block_size": lambda n: 3},
+    "remote_block_size is 6: expected a divisor or a multiple of the block size 4":
+        {"remote_block_size": lambda n: 6},
     "remote_block_size is 0": {"remote_block_size": lambda n: 0},
     "remote_block_size is -4": {"remote_block_size": lambda n: -4},
     "expected less than 2 GiB in a block": {"remote_block_size": lambda n: 1 << 40},
-}
+}  # fmt: skip
 
 
 def refused(backend, call, message):
@@ -344,14 +337,11 @@ def test_indices_inside_the_cache_are_rejected(backend):
 
 
 @each_device_backend
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([0, 3], "indices, entry 1, is 3: expected 0 to 2"),
-        ([-5, 0], "indices, entry 0, is -5: expected 0 to 2"),
-        ([0, 1, 0], "indices, entry 2, is 0 again: expected each block once"),
-    ],
-)
+@pytest.mark.parametrize(("ids", "message"), [
+    ([0, 3], "indices, entry 1, is 3: expected 0 to 2"),
+    ([-5, 0], "indices, entry 0, is -5: expected 0 to 2"),
+    ([0, 1, 0], "indices, entry 2, is 0 again: expected each block once"),
+])  # fmt: skip
 def test_checked_mode_validates_device_ids(backend, ids, message, monkeypatch):
     monkeypatch.setenv("KVCACHE_CHECKED", "1")
     call = arguments(backend)
@@ -362,15 +352,11 @@ def test_checked_mode_validates_device_ids(backend, ids, message, monkeypatch):
 
 @each_device_backend
 @pytest.mark.parametrize("bad", [-1, 7, 2**31 - 1, -(2**31)])
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(torch.float32, "HND", "plain", 1, 7, 2, 3, 5, 4, "HND"),
-        # The blocks have too many rows for shared memory.
-        Case(torch.float32, "NHD", "plain", 1, 7, 256, 30, 4, 512, "HND"),
-    ],
-    ids=["few rows", "many rows"],
-)
+@pytest.mark.parametrize("case", [
+    Case(torch.float32, "HND", "plain", 1, 7, 2, 3, 5, 4, "HND"),
+    # The blocks have too many rows for shared memory.
+    Case(torch.float32, "NHD", "plain", 1, 7, 256, 30, 4, 512, "HND"),
+], ids=["few rows", "many rows"])  # fmt: skip
 def test_unchecked_group_with_invalid_id_is_skipped(backend, bad, case, monkeypatch):
     monkeypatch.delenv("KVCACHE_CHECKED", raising=False)
     raw, shape = case.memory()

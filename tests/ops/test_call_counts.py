@@ -44,32 +44,22 @@ def pools():
 
 
 @pytest.mark.parametrize("direction", ["out", "in"])
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        # The first call has already queried the location of the host memory and of each region.
-        ("kernel", {"launches": 1, "capture_queries": 4}),
-        (
-            "copy_engine",
-            {
-                "batches": 1,
-                "batched_copies": REGIONS * len(PAIRS),
-                "capture_queries": 5,
-                "device_queries": 1,
-            },
-        ),
-        (
-            "staging",
-            {
-                "launches": 1,
-                "batches": 1,
-                "batched_copies": len(PAIRS),
-                "capture_queries": 8,
-                "device_queries": 1,
-            },
-        ),
-    ],
-)
+@pytest.mark.parametrize(("method", "expected"), [
+    # The first call has already queried the location of the host memory and of each region.
+    ("kernel", {"launches": 1, "capture_queries": 4}),
+    ("copy_engine",
+     {"batches": 1, "batched_copies": REGIONS * len(PAIRS), "capture_queries": 5, "device_queries": 1}),
+    (
+        "staging",
+        {
+            "launches": 1,
+            "batches": 1,
+            "batched_copies": len(PAIRS),
+            "capture_queries": 8,
+            "device_queries": 1,
+        },
+    ),
+])  # fmt: skip
 def test_a_swap_makes_the_expected_calls(method, direction, expected):
     pages, host = pools()
     swap = SwapEngine(pages, host, method=method)

@@ -46,13 +46,10 @@ under_sanitizers = pytest.mark.skipif(ASAN, reason="already runs under sanitizer
 
 @under_sanitizers
 @pytest.mark.exhaustive  # as for all tests that build the emulator with sanitizers
-@pytest.mark.parametrize(
-    ("call", "report"),
-    [
-        ("overflow_(torch.zeros(1000))", "heap-buffer-overflow"),
-        ("overflow_int_(torch.full((32,), 2**31 - 1).int())", "signed integer overflow"),
-    ],
-)
+@pytest.mark.parametrize(("call", "report"), [
+    ("overflow_(torch.zeros(1000))", "heap-buffer-overflow"),
+    ("overflow_int_(torch.full((32,), 2**31 - 1).int())", "signed integer overflow"),
+])  # fmt: skip
 def test_kernel_fault_is_reported_with_its_location(call, report):
     build_library(asan=True)
     program = (

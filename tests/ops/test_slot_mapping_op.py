@@ -123,27 +123,6 @@ def test_tokens_after_the_last_request_get_no_slot(backend):
     assert call["out"].tolist() == [[12, 25, -1, -1]]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("block_size", [1, 2, 4, 6])
-def test_every_token_has_one_rank_and_a_unique_slot(world, block_size):
-    columns, ids = 3, torch.tensor([7, 2, 5], dtype=INT32)
-    positions = torch.arange(columns * block_size * world)
-    for interleave in (i for i in range(1, block_size + 1) if block_size % i == 0):
-        local_ranks = torch.zeros(len(positions), dtype=torch.int64)
-        for rank in range(world):
-            groups = torch.tensor([[0, columns, block_size, world, rank, interleave, 0, 0]])
-            out = torch.zeros(1, len(positions), dtype=torch.int64)
-            rows = torch.zeros(len(positions), dtype=INT32)
-            torch.ops.kvcache.slot_mapping(ids, groups, 1, rows, None, positions, None, out)
-            slots = out[0]
-            local = slots >= 0
-            local_ranks += local
-            assert len(set(slots[local].tolist())) == int(local.sum()) == columns * block_size
-            blocks = ids[positions // (block_size * world)]
-            assert torch.equal(slots[local] // block_size, blocks[local].long())
-        assert torch.equal(local_ranks, torch.ones_like(local_ranks))
-
-
 @each_backend
 @given(st.integers(1, 2**31 - 1), st.lists(st.integers(0, 2**31 - 2), min_size=1, max_size=20))
 def test_division_is_exact_for_every_block_size(backend, block_size, positions):
@@ -195,9 +174,8 @@ BAD = {
     r"out has shape \[2, 4\]: expected size 1": lambda b: {"out": b.tensor([[7] * 4] * 2)},
     "out is not contiguous": lambda b: {"out": b.tensor([[7] * 8])[:, ::2]},
     "query_start_loc has dtype Long": lambda b: {"query_start_loc": b.tensor([0, 1, 2, 3])},
-    r"query_start_loc has shape \[3\]: expected size 4": lambda b: {
-        "query_start_loc": b.tensor([0, 1, 2], dtype=INT32)
-    },
+    r"query_start_loc has shape \[3\]: expected size 4":
+        lambda b: {"query_start_loc": b.tensor([0, 1, 2], dtype=INT32)},
     r"groups has shape \[1, 6\]": lambda b: {"groups": torch.zeros(1, 6, dtype=torch.int64)},
     "groups has dtype Int": lambda b: {"groups": group().int()},
     "groups has 33 groups: expected at most 32": lambda b: {"groups": group().repeat(33, 1)},
@@ -209,21 +187,18 @@ BAD = {
     r"groups\[0\] has interleave 3: expected a divisor": lambda b: {"groups": group(interleave=3)},
     r"groups\[0\] has window -1": lambda b: {"groups": group(window=-1)},
     r"groups\[0\] has row of counts -1": lambda b: {"groups": group(counts_row=-1)},
-    r"groups\[0\] refers to row 1 of num_blocks_per_row, which has 1": lambda b: {
-        "groups": group(counts_row=1),
-        "num_blocks_per_row": b.tensor([[2, 2]], dtype=INT32),
-    },
-    r"num_blocks_per_row has shape \[1, 3\]: expected size 2": lambda b: {
-        "num_blocks_per_row": b.tensor([[2, 2, 2]], dtype=INT32)
-    },
+    r"groups\[0\] refers to row 1 of num_blocks_per_row, which has 1":
+        lambda b: {"groups": group(counts_row=1),
+        "num_blocks_per_row": b.tensor([[2, 2]], dtype=INT32)},
+    r"num_blocks_per_row has shape \[1, 3\]: expected size 2":
+        lambda b: {"num_blocks_per_row": b.tensor([[2, 2, 2]], dtype=INT32)},
     "num_blocks_per_row has dtype Long": lambda b: {"num_blocks_per_row": b.tensor([[2, 2]])},
-    r"groups\[0\] has offset 1: expected a table that lies within": lambda b: {
-        "groups": group(offset=1)
-    },
+    r"groups\[0\] has offset 1: expected a table that lies within":
+        lambda b: {"groups": group(offset=1)},
     r"groups\[0\] has offset -1": lambda b: {"groups": group(offset=-1)},
     r"groups\[0\] has offset 0: expected a table": lambda b: {"groups": group(columns=2**31 - 1)},
     "num_rows is 0": lambda b: {"num_rows": 0},
-}
+}  # fmt: skip
 
 
 @each_backend
@@ -243,17 +218,15 @@ BAD_VALUES = {
     r"positions\[1\] is 8: expected 0 to 7, because a row": {"positions": [0, 8, 2]},
     r"positions\[0\] is -1": {"positions": [-1, 8, 2]},
     r"positions\[1\] is 4294967296": {"positions": [0, 2**32, 2]},
-    r"query_start_loc\[2\] is wrong: expected numbers from 0 to 3": {
-        "query_start_loc": [0, 2, 1, 3]
-    },
+    r"query_start_loc\[2\] is wrong: expected numbers from 0 to 3":
+        {"query_start_loc": [0, 2, 1, 3]},
     r"query_start_loc\[0\] is wrong": {"query_start_loc": [-1, 2, 2, 3]},
     r"query_start_loc\[3\] is wrong": {"query_start_loc": [0, 2, 2, 4]},
     "the row of token 1 is 2: expected -1": {"query_start_loc": START, "rows": [0, 2, -1]},
-    r"positions\[1\] is 5: expected less, because row 1 holds no block for it": {
-        "num_blocks_per_row": [[2, 1]]
-    },
+    r"positions\[1\] is 5: expected less, because row 1 holds no block for it":
+        {"num_blocks_per_row": [[2, 1]]},
     r"positions\[1\] is 9": {"query_start_loc": START, "positions": [0, 9, 2]},
-}
+}  # fmt: skip
 
 
 @each_backend

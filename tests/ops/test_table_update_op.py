@@ -170,28 +170,15 @@ def gather_arguments(backend, **changes):
 
 
 @each_backend
-@pytest.mark.parametrize(
-    ("name", "make", "message"),
-    [
-        ("idx_mapping", lambda b: b.tensor([0]), "idx_mapping has dtype Long"),
-        (
-            "idx_mapping",
-            lambda b: b.tensor([0, 1, 0], dtype=INT32),
-            "idx_mapping has 3 entries: expected at most num_rows, which is 2",
-        ),
-        (
-            "num_computed_tokens",
-            lambda b: b.tensor([0], dtype=INT32),
-            r"shape \[1\]: expected size",
-        ),
-        ("max_num_tokens", lambda b: -1, "max_num_tokens is -1"),
-        (
-            "out",
-            lambda b: b.tensor([9] * 3, dtype=INT32),
-            r"out has shape \[3\]: expected the tables of 1 groups to fit",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "make", "message"), [
+    ("idx_mapping", lambda b: b.tensor([0]), "idx_mapping has dtype Long"),
+    ("idx_mapping", lambda b: b.tensor([0, 1, 0], dtype=INT32),
+     "idx_mapping has 3 entries: expected at most num_rows, which is 2"),
+    ("num_computed_tokens", lambda b: b.tensor([0], dtype=INT32), r"shape \[1\]: expected size"),
+    ("max_num_tokens", lambda b: -1, "max_num_tokens is -1"),
+    ("out", lambda b: b.tensor([9] * 3, dtype=INT32),
+     r"out has shape \[3\]: expected the tables of 1 groups to fit"),
+])  # fmt: skip
 def test_invalid_gather_argument_is_rejected(backend, name, make, message):
     call = gather_arguments(backend, **{name: make(backend)})
     before = call["out"].clone()

@@ -233,42 +233,26 @@ def test_only_k_may_be_fp8(backend):
 
 
 WRONG = {
-    "k_scale is None: expected scales, as key has dtype Float and key_cache Float8_e4m3fn": (
-        (),
-        {"k_scale": lambda scale: None},
-    ),
-    "v_scale is None: expected scales, as value has dtype Float": (
-        (),
-        {"v_scale": lambda scale: None},
-    ),
+    "k_scale is None: expected scales, as key has dtype Float and key_cache Float8_e4m3fn": ((),
+        {"k_scale": lambda scale: None}),
+    "v_scale is None: expected scales, as value has dtype Float": ((),
+        {"v_scale": lambda scale: None}),
     "k_scale has dtype Half: expected Float": ((), {"k_scale": lambda scale: scale.half()}),
-    r"v_scale has shape \[3\]: expected \[1\] or \[2\]": (
-        (),
-        {"v_scale": lambda scale: scale.new_ones(3)},
-    ),
+    r"v_scale has shape \[3\]: expected \[1\] or \[2\]": ((),
+        {"v_scale": lambda scale: scale.new_ones(3)}),
     r"k_scale has shape \[1, 2\]: expected \[1\] or \[2\]": ((), {"k_scale": lambda s: s[None]}),
-    r"k_scale has shape \[\]: expected \[3, 1\] or \[3, 2\]": (
-        (3,),
-        {"k_scale": lambda s: s[0, 0]},
-    ),
-    r"v_scale has shape \[2, 2\]: expected \[3, 1\] or \[3, 2\]": (
-        (3,),
-        {"v_scale": lambda s: s[:2]},
-    ),
+    r"k_scale has shape \[\]: expected \[3, 1\] or \[3, 2\]": ((3,),
+        {"k_scale": lambda s: s[0, 0]}),
+    r"v_scale has shape \[2, 2\]: expected \[3, 1\] or \[3, 2\]": ((3,),
+        {"v_scale": lambda s: s[:2]}),
     "k_scale is not contiguous": ((), {"k_scale": lambda scale: scale.new_ones(4)[::2]}),
-    "key has dtype Double: expected Float8_e4m3fn as key_cache has": (
-        (),
-        {"key": lambda key: key.double()},
-    ),
-    "value has dtype Float: expected Byte as value_cache has": (
-        (),
-        {"value_cache": lambda cache: cache.view(torch.uint8)},
-    ),
-    "k_scale is given: expected None, as key has dtype Float8_e4m3fn and key_cache": (
-        (),
-        {"key": lambda key: key.to(torch.float8_e4m3fn)},
-    ),
-}
+    "key has dtype Double: expected Float8_e4m3fn as key_cache has": ((),
+        {"key": lambda key: key.double()}),
+    "value has dtype Float: expected Byte as value_cache has": ((),
+        {"value_cache": lambda cache: cache.view(torch.uint8)}),
+    "k_scale is given: expected None, as key has dtype Float8_e4m3fn and key_cache": ((),
+        {"key": lambda key: key.to(torch.float8_e4m3fn)}),
+}  # fmt: skip
 
 
 @each_backend

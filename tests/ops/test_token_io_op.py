@@ -138,61 +138,42 @@ def arguments(backend, layers=(), **changes):
 
 
 BAD = {
-    "key has dtype Double: expected Float as key_cache has": {
-        "key": lambda make: make(3, 2, 4, dtype=torch.float64)
-    },
+    "key has dtype Double: expected Float as key_cache has":
+        {"key": lambda make: make(3, 2, 4, dtype=torch.float64)},
     "value has dtype Half": {"value": lambda make: make(3, 2, 8, dtype=torch.float16)},
     "slot_mapping has dtype Int": {"slot_mapping": lambda make: make(3, dtype=torch.int32)},
-    r"key has shape \[3, 8\]: expected \[num_tokens, num_kv_heads, head_size\]": {
-        "key": lambda make: make(3, 8)
-    },
-    r"key has shape \[3, 4, 4\]: expected size 2 in dimension 1": {
-        "key": lambda make: make(3, 4, 4)
-    },
-    r"value has shape \[3, 2, 4\]: expected size 8 in dimension 2": {
-        "value": lambda make: make(3, 2, 4)
-    },
+    r"key has shape \[3, 8\]: expected \[num_tokens, num_kv_heads, head_size\]":
+        {"key": lambda make: make(3, 8)},
+    r"key has shape \[3, 4, 4\]: expected size 2 in dimension 1":
+        {"key": lambda make: make(3, 4, 4)},
+    r"value has shape \[3, 2, 4\]: expected size 8 in dimension 2":
+        {"value": lambda make: make(3, 2, 4)},
     r"value has shape \[2, 2, 8\]: expected size 3": {"value": lambda make: make(2, 2, 8)},
     r"key_cache has shape \[2, 5, 8\]": {"key_cache": lambda make: make(2, 5, 8)},
-    r"value_cache has shape \[3, 5, 2, 8\]: expected size 2": {
-        "value_cache": lambda make: make(3, 5, 2, 8)
-    },
-    r"value_cache has shape \[2, 6, 2, 8\]: expected size 5": {
-        "value_cache": lambda make: make(2, 6, 2, 8)
-    },
-    "key_cache has stride 2 in its last dimension": {
-        "key_cache": lambda make: make(2, 5, 2, 8)[..., ::2]
-    },
-    "key has stride 2 in its last dimension: expected 1": {
-        "key": lambda make: make(3, 4, 2).transpose(1, 2)
-    },
-    "slot_mapping is not contiguous": {
-        "slot_mapping": lambda make: make(6, dtype=torch.int64)[::2]
-    },
-    r"key_cache has shape \[1, 1, 2, 5, 2, 4\]: expected .*, or with num_layers in front": {
-        "key_cache": lambda make: make(1, 1, 2, 5, 2, 4)
-    },
-    r"key has shape \[3, 2, 4\]: expected \[num_layers, num_tokens, num_kv_heads, head_size\]": {
-        "key_cache": lambda make: make(1, 2, 5, 2, 4)
-    },
-    r"key has shape \[2, 3, 2, 4\]: expected size 3 in dimension 0, the layers of the cache": {
-        "key": lambda make: make(2, 3, 2, 4),
-        "key_cache": lambda make: make(3, 2, 5, 2, 4),
-    },
-    r"value_cache has shape \[2, 5, 2, 8\]: expected as many dimensions as key_cache": {
-        "key": lambda make: make(1, 3, 2, 4),
-        "key_cache": lambda make: make(1, 2, 5, 2, 4),
-    },
-    r"value_cache has shape \[2, 2, 5, 2, 8\]: expected size 1 .* the layers of key_cache": {
-        "key": lambda make: make(1, 3, 2, 4),
-        "key_cache": lambda make: make(1, 2, 5, 2, 4),
-        "value": lambda make: make(2, 3, 2, 8),
-        "value_cache": lambda make: make(2, 2, 5, 2, 8),
-    },
-    r"slot_mapping has shape \[2\]: expected size 3": {
-        "slot_mapping": lambda make: make(2, dtype=torch.int64)
-    },
-}
+    r"value_cache has shape \[3, 5, 2, 8\]: expected size 2":
+        {"value_cache": lambda make: make(3, 5, 2, 8)},
+    r"value_cache has shape \[2, 6, 2, 8\]: expected size 5":
+        {"value_cache": lambda make: make(2, 6, 2, 8)},
+    "key_cache has stride 2 in its last dimension":
+        {"key_cache": lambda make: make(2, 5, 2, 8)[..., ::2]},
+    "key has stride 2 in its last dimension: expected 1":
+        {"key": lambda make: make(3, 4, 2).transpose(1, 2)},
+    "slot_mapping is not contiguous":
+        {"slot_mapping": lambda make: make(6, dtype=torch.int64)[::2]},
+    r"key_cache has shape \[1, 1, 2, 5, 2, 4\]: expected .*, or with num_layers in front":
+        {"key_cache": lambda make: make(1, 1, 2, 5, 2, 4)},
+    r"key has shape \[3, 2, 4\]: expected \[num_layers, num_tokens, num_kv_heads, head_size\]":
+        {"key_cache": lambda make: make(1, 2, 5, 2, 4)},
+    r"key has shape \[2, 3, 2, 4\]: expected size 3 in dimension 0, the layers of the cache":
+        {"key": lambda make: make(2, 3, 2, 4), "key_cache": lambda make: make(3, 2, 5, 2, 4)},
+    r"value_cache has shape \[2, 5, 2, 8\]: expected as many dimensions as key_cache":
+        {"key": lambda make: make(1, 3, 2, 4), "key_cache": lambda make: make(1, 2, 5, 2, 4)},
+    r"value_cache has shape \[2, 2, 5, 2, 8\]: expected size 1 .* the layers of key_cache":
+        {"key": lambda make: make(1, 3, 2, 4), "key_cache": lambda make: make(1, 2, 5, 2, 4),
+        "value": lambda make: make(2, 3, 2, 8), "value_cache": lambda make: make(2, 2, 5, 2, 8)},
+    r"slot_mapping has shape \[2\]: expected size 3":
+        {"slot_mapping": lambda make: make(2, dtype=torch.int64)},
+}  # fmt: skip
 
 
 @each_backend
@@ -243,8 +224,7 @@ def test_unchecked_slot_out_of_range_is_skipped(backend, op, monkeypatch):
 
 @each_backend
 @pytest.mark.parametrize(
-    ("op", "name"),
-    [("write_kv", "key_cache"), ("write_kv", "value_cache"), ("gather_kv", "key")],
+    ("op", "name"), [("write_kv", "key_cache"), ("write_kv", "value_cache"), ("gather_kv", "key")]
 )
 def test_self_overlapping_output_is_rejected(backend, op, name):
     call = arguments(backend)
@@ -268,20 +248,14 @@ APART = {
     "halves of each token": halves((2, 5, 2, 2, 4), (EVERY, EVERY, 0), (EVERY, EVERY, 1)),
     "halves of each head": halves((2, 5, 2, 8), (..., slice(0, 4)), (..., slice(4, 8))),
     "alternating blocks": halves((4, 5, 2, 4), slice(0, 4, 2), slice(1, 4, 2)),
-    "one NHD, one HND": (
-        LINE[:80].view(2, 5, 2, 4),
-        LINE[80:].view(2, 2, 5, 4).transpose(1, 2),
-    ),
+    "one NHD, one HND": (LINE[:80].view(2, 5, 2, 4), LINE[80:].view(2, 2, 5, 4).transpose(1, 2)),
 }
 SHARED = {
     "the same": halves((2, 5, 2, 4), EVERY, EVERY),
     "a block in common": halves((3, 5, 2, 4), slice(0, 2), slice(1, 3)),
     "a column in common": halves((2, 5, 2, 7), (..., slice(0, 4)), (..., slice(3, 7))),
     "halves and an element": halves((2, 5, 2, 9), (..., slice(0, 4)), (..., slice(2, 6))),
-    "the last and the first element": (
-        LINE[:80].view(2, 5, 2, 4),
-        LINE[79:159].view(2, 5, 2, 4),
-    ),
+    "the last and the first element": (LINE[:80].view(2, 5, 2, 4), LINE[79:159].view(2, 5, 2, 4)),
 }
 
 

@@ -185,25 +185,13 @@ def test_results_have_one_line_per_row(tmp_path):
 DECODE = "decode step, 1,024 rows, tokens and hashes too"
 
 
-@pytest.mark.parametrize(
-    ("page", "name", "form", "factor"),
-    [
-        (
-            "README.md",
-            "block hash, 16 tokens, SHA-256 over canonical CBOR",
-            "{:,.0f} ns",
-            "{:.0f} times",
-        ),
-        ("README.md", DECODE, "{:.2f} us", "{:.1f} times"),
-        (
-            "README.md",
-            "trace replay, 16-token blocks (874 per request)",
-            "{:.0f} us",
-            "{:.1f} times",
-        ),
-        ("docs/index.md", DECODE, "{:.2f} us", "{:.1f} times"),
-    ],
-)
+@pytest.mark.parametrize(("page", "name", "form", "factor"), [
+    ("README.md", "block hash, 16 tokens, SHA-256 over canonical CBOR", "{:,.0f} ns",
+     "{:.0f} times"),
+    ("README.md", DECODE, "{:.2f} us", "{:.1f} times"),
+    ("README.md", "trace replay, 16-token blocks (874 per request)", "{:.0f} us", "{:.1f} times"),
+    ("docs/index.md", DECODE, "{:.2f} us", "{:.1f} times"),
+])  # fmt: skip
 def test_figures_of_the_first_pages_equal_the_results(page, name, form, factor):
     suite = json.loads((REPO / "benchmarks" / "results" / "cpu.json").read_text())["control"]
     (row,) = [row for row in suite["results"] if row["name"] == name]

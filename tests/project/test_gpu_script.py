@@ -17,7 +17,6 @@ import warnings
 import pytest
 import torch
 
-from benchmarks import gpu_kernels
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import build as build_stage
 from benchmarks.gpu import (
@@ -34,7 +33,7 @@ from benchmarks.gpu import (
 )
 from benchmarks.gpu.report import Outcome, Report, StageLog
 from benchmarks.gpu.run import Run
-from benchmarks.gpu.stages import FIRST, SECOND, STAGES, TOTAL_S, Stage, of_lease
+from benchmarks.gpu.stages import FIRST, SECOND, STAGES, Stage, of_lease
 from tests.machinery import roots
 from tests.machinery.shared import REPO, sampled
 
@@ -81,17 +80,14 @@ def test_rows_and_findings_are_kept_and_reported(runner):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("code", "status"),
-    [
-        ("raise SystemExit(7)", "exit code 7"),
-        ("1 / 0", "exit code 1"),
-        ("import os; os.kill(os.getpid(), 11)", "died by SIGSEGV"),
-        ("import os; os.kill(os.getpid(), 9)", "died by SIGKILL"),
-        ("import time; time.sleep(60)", "ran longer than 1 s"),
-        ('print(\'{"failed": "op x: wrong"}\')', "1 failed"),
-    ],
-)
+@pytest.mark.parametrize(("code", "status"), [
+    ("raise SystemExit(7)", "exit code 7"),
+    ("1 / 0", "exit code 1"),
+    ("import os; os.kill(os.getpid(), 11)", "died by SIGSEGV"),
+    ("import os; os.kill(os.getpid(), 9)", "died by SIGKILL"),
+    ("import time; time.sleep(60)", "ran longer than 1 s"),
+    ('print(\'{"failed": "op x: wrong"}\')', "1 failed"),
+])  # fmt: skip
 def test_failed_stage_keeps_its_output_and_the_next_stage_runs(runner, code, status):
     # On a busy machine, an interpreter may take a second to start. Only the stage that sleeps may
     # reach its time limit.
@@ -375,14 +371,11 @@ def test_built_libraries_that_do_not_load_fail_the_build(carrying, monkeypatch, 
     assert '"libraries"' not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("why", "warm_up", "problem"),
-    [
-        ("None", "lambda: None", None),
-        ("'libkvcache_cuda is not usable: the driver is too old'", "lambda: None", "not usable"),
-        ("None", "lambda: exec('raise RuntimeError(\"no code for sm_90\")')", "no code for sm_90"),
-    ],
-)
+@pytest.mark.parametrize(("why", "warm_up", "problem"), [
+    ("None", "lambda: None", None),
+    ("'libkvcache_cuda is not usable: the driver is too old'", "lambda: None", "not usable"),
+    ("None", "lambda: exec('raise RuntimeError(\"no code for sm_90\")')", "no code for sm_90"),
+])  # fmt: skip
 def test_libraries_that_cannot_be_used_are_a_problem(tmp_path, monkeypatch, why, warm_up, problem):
     package = tmp_path / "kvcache"
     package.mkdir()
@@ -560,30 +553,6 @@ def test_failed_build_keeps_the_libraries_of_an_earlier_one(tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["old.so"]
 
 
-def test_libraries_of_an_earlier_build_are_kept_if_the_disk_is_full(tmp_path, monkeypatch):
-    folder = tmp_path / "libraries"
-    folder.mkdir()
-    (folder / "old.so").touch()
-
-    def full(source, target):
-        raise OSError(28, "No space left on device", str(target))
-
-    monkeypatch.setattr(workspace, "make", lambda tree: (tree / "kvcache").mkdir(parents=True))
-    monkeypatch.setattr(workspace.shutil, "copy2", full)
-    program = tmp_path / "python"
-    program.write_text("#!/bin/sh\ntouch kvcache/new.so\n")
-    program.chmod(0o755)
-    with pytest.raises(OSError, match="No space left"):
-        workspace.build_for(folder, str(program), "90")
-    assert [path.name for path in folder.iterdir()] == ["old.so"]
-    monkeypatch.undo()
-    monkeypatch.setattr(workspace, "make", lambda tree: (tree / "kvcache").mkdir(parents=True))
-    monkeypatch.setattr(workspace, "write_manifest", lambda *args, **options: None)
-    workspace.build_for(folder, str(program), "90")
-    assert [path.name for path in folder.iterdir()] == ["new.so"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["libraries", "python"]
-
-
 def test_chosen_stages_are_added_to_the_results_and_a_new_run_keeps_them_aside(tmp_path):
     report = Report(tmp_path, "gpu", {})
     report.contents["stages"] = {"kernels": {"rows": [1]}, "nixl": {"rows": [2]}}
@@ -647,25 +616,6 @@ def test_too_old_driver_is_named(monkeypatch, capsys):
     assert "driver 535.1" in text and "too old (found version 12020)" in text
 
 
-def test_process_that_cannot_be_killed_does_not_stop_the_run(monkeypatch):
-    monkeypatch.setattr(process, "_kill", lambda family: None)
-    monkeypatch.setattr(process, "_KILL_S", 0.1)
-    monkeypatch.setattr(process, "_DRAIN_S", 0.1)
-    program = [sys.executable, "-c", "input()"]
-    started = []
-    popen = subprocess.Popen
-
-    def with_input(*args, **options):
-        started.append(popen(*args, **{**options, "stdin": subprocess.PIPE}))
-        return started[0]
-
-    monkeypatch.setattr(process.subprocess, "Popen", with_input)
-    ended = process.run(program, 0.1, lambda line: None)
-    assert ended.timed_out and started[0].poll() is None
-    started[0].kill()
-    started[0].wait()
-
-
 def test_full_disk_ends_the_run_in_one_line_and_keeps_earlier_results(tmp_path, monkeypatch):
     report = Report(tmp_path, "gpu", {"commit": "abc"})
     report.save()
@@ -684,19 +634,6 @@ def test_full_disk_ends_the_run_in_one_line_and_keeps_earlier_results(tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
 
 
-def test_errors_of_files_are_reported_in_one_line(monkeypatch, tmp_path, capsys):
-    def full(*args):
-        raise OSError(28, "No space left on device", str(tmp_path))
-
-    monkeypatch.setattr(machine, "lacks", lambda needs_build: [])
-    device = json.dumps({"fact": "device", "value": "a GPU"})
-    monkeypatch.setattr(command, "look_at", lambda facts, _: (facts.take(device), ([], "ok"))[1])
-    monkeypatch.setattr(command, "measure", full)
-    assert command.main([]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "No space left on device" in line
-
-
 def test_results_go_to_the_given_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("GPU_RESULTS", raising=False)
     assert command.results_of(command.parse([])) == REPO / "benchmarks" / "results"
@@ -704,32 +641,6 @@ def test_results_go_to_the_given_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("GPU_RESULTS", str(tmp_path))
     assert command.results_of(command.parse([])) == tmp_path
     assert command.results_of(command.parse(["--results", "/x"])).as_posix() == "/x"
-
-
-def limit_of(name):
-    return next(each.limit_s for each in STAGES if each.name == name)
-
-
-def test_memcheck_has_time_for_torch_to_be_imported_under_it(monkeypatch):
-    """Importing torch under memcheck takes about 20 s. A total of 31 s was too short."""
-    given = {}
-    monkeypatch.setattr(
-        checks, "checked", lambda tool, check, limit_s, arguments: given.update({check: limit_s})
-    )
-    monkeypatch.setattr(checks, "gpu_test_files", lambda folder: [])
-    monkeypatch.setattr(say, "_num_failed", 0)
-    monkeypatch.setattr(say, "seconds_left", lambda: limit_of("checks") - 2)
-    assert checks.main([]) == 1  # no test passed
-    assert given["memcheck"] >= 38 and given["racecheck"] >= 38
-
-
-def test_leases_leave_time_to_start_a_machine_twice():
-    """A session has 15 minutes of a machine, whose start takes one to two minutes."""
-    assert sum(TOTAL_S.values()) <= 15 * 60 - 2 * 100
-    for number, total in TOTAL_S.items():
-        # The libraries are carried, so that the build stage only takes about 20 s to load them.
-        limits = [limit_of(each.name) for each in of_lease(number) if each.name != "build"]
-        assert sum(limits) + 20 - max(limits) < 1.2 * total
 
 
 def test_every_stage_program_exists():
@@ -866,29 +777,6 @@ def test_available_memory_respects_the_container_limit(monkeypatch, tmp_path):
     assert sizes.available_host_bytes() == 1 << 20
 
 
-def test_kernels_are_measured_even_if_the_reference_copy_fails(monkeypatch, capsys):
-    def fails():
-        raise RuntimeError("out of memory")
-
-    def one_case(limit):
-        yield (
-            "one",
-            lambda: iter([{"kernel": "one", "case": "", **gpu_kernels.rate(2000, 1.0, limit)}]),
-        )
-
-    monkeypatch.setattr(gpu_kernels, "copy_gb_per_s", fails)
-    monkeypatch.setattr(gpu_kernels, "empty_kernel_us", fails)
-    monkeypatch.setattr(gpu_kernels, "cases", one_case)
-    monkeypatch.setattr(say, "_num_failed", 0)
-    assert gpu_kernels.main() == 1
-    rows = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
-    assert [row["failed"] for row in rows if "failed" in row] == [
-        "copy on the device: RuntimeError: out of memory",
-        "empty kernel: RuntimeError: out of memory",
-    ]
-    assert {"kernel": "one", "case": "", "us": 1.0, "gb_per_s": 2.0} in rows
-
-
 def test_table_lists_every_stage_and_its_outcome(runner):
     runner.all(stage("one", GOOD), stage("bad", "raise SystemExit(3)"))
     lines = list(table.stage_lines(runner.report.contents))
@@ -927,13 +815,6 @@ def test_file_whose_tests_are_all_skipped_is_a_failure(
     monkeypatch.setattr(say, "_num_failed", 0)
     found = checks.tested([str(pytest_file(tmp_path, *tests))], "test_x.py", 60)
     assert found["status"] == status and say._num_failed == num_failed
-
-
-@pytest.mark.slow
-def test_swap_tests_are_limited_by_steps_instead_of_seconds(tmp_path):
-    """With 3 s each, the 14 cases would take most of the file's time limit."""
-    body = "import os; assert os.environ['KVCACHE_TEST_SWAP_STEPS'] == '60'"
-    assert checks.tested([str(pytest_file(tmp_path, body))], "test_x.py", 60)["passed"] == 1
 
 
 @pytest.mark.slow
@@ -976,30 +857,6 @@ def test_only_tests_that_failed_in_the_first_lease_run_again(tmp_path, monkeypat
     monkeypatch.setenv("KVCACHE_FIRST_RESULTS", str(tmp_path / "none.json"))
     assert checks.main(["--failed"]) == 0
     assert "no results of the first lease" in capsys.readouterr().out
-
-
-def test_rows_of_threads_are_whole_lines_without_buffering():
-    program = """
-        import threading
-        from benchmarks.gpu import say
-        def write(number):
-            for i in range(300):
-                say.row(thread=number, i=i)
-                say.log("  a line of log")
-        threads = [threading.Thread(target=write, args=(n,)) for n in range(8)]
-        for each in threads: each.start()
-        for each in threads: each.join()
-    """
-    done = subprocess.run(
-        [sys.executable, "-u", "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        cwd=REPO,
-    )
-    assert done.stderr == ""
-    lines = done.stdout.splitlines()
-    rows = [json.loads(line) for line in lines if line.startswith("{")]
-    assert len(rows) == 8 * 300 and lines.count("  a line of log") == 8 * 300
 
 
 def test_files_with_gpu_tests_are_found():

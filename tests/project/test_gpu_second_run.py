@@ -15,14 +15,7 @@ import pytest
 import torch
 
 from benchmarks import transports
-from benchmarks.gpu import (
-    costs,
-    device_transfers,
-    load_beside_step,
-    machine,
-    say,
-    sizes,
-)
+from benchmarks.gpu import costs, device_transfers, load_beside_step, machine, say, sizes
 from kvcache.transfer import fetching, memory
 from kvcache.transfer.transport.spans import Spans
 from kvcache.worker.pages import pinning

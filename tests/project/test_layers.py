@@ -17,30 +17,25 @@ from tests.machinery.shared import REPO
 # The rooms of the kernel and of the packages, from the inside out. A room may import from rings inside
 # its own, and from the rooms listed in `MAY_IMPORT`.
 RINGS = {
-    "ground": {
-        *("kvcache.checks", "kvcache.lazy", "kvcache.kinds", "kvcache.step", "kvcache.specs"),
+    "ground":
+        {*("kvcache.checks", "kvcache.lazy", "kvcache.kinds", "kvcache.step", "kvcache.specs"),
         *("kvcache.events", "kvcache.layouts", "kvcache.native", "kvcache.placement"),
-        *("kvcache.extensions", "kvcache._core"),
-    },
-    "kernel": {
-        *("kvcache", "kvcache.allocator", "kvcache.memory_plan", "kvcache.ops", "kvcache.worker"),
+        *("kvcache.extensions", "kvcache._core")},
+    "kernel":
+        {*("kvcache", "kvcache.allocator", "kvcache.memory_plan", "kvcache.ops", "kvcache.worker"),
         *("kvcache.ops_by_copies", "kvcache.assembly", "kvcache.transfer", "kvcache.sources"),
         *("kvcache.metrics", "kvcache.sanitizer", "kvcache.compat", "kvcache.cli"),
-        "kvcache.__main__",
-    },
-    "exchange": {
-        *("kvcache_exchange", "kvcache_exchange.transport", "kvcache_exchange.router_events"),
+        "kvcache.__main__"},
+    "exchange":
+        {*("kvcache_exchange", "kvcache_exchange.transport", "kvcache_exchange.router_events"),
         *("kvcache_exchange.hints", "kvcache_exchange.store", "kvcache_exchange.disaggregation"),
         *("kvcache_exchange.peers", "kvcache_exchange.plugins", "kvcache_exchange.tracing"),
-        "kvcache_exchange.cli",
-    },
-    "packages": {
-        *("kvcache_serve", "kvcache_serve.engine", "kvcache_serve.engine.transformers"),
+        "kvcache_exchange.cli"},
+    "packages": {*("kvcache_serve", "kvcache_serve.engine", "kvcache_serve.engine.transformers"),
         *("kvcache_serve.server", "kvcache_serve.demo", "kvcache_serve.cli"),
         *("kvcache_lab", "kvcache_lab.cli", "kvcache_sglang", "kvcache_sglang.sanitizer"),
-        *("kvcache_vllm", "kvcache_vllm.sanitizer"),
-    },
-}
+        *("kvcache_vllm", "kvcache_vllm.sanitizer")},
+}  # fmt: skip
 KERNEL, EXCHANGE = RINGS["ground"] | RINGS["kernel"], RINGS["exchange"]
 GROUND = RINGS["ground"]
 
@@ -59,9 +54,7 @@ MAY_IMPORT = {
     "kvcache.metrics": {"kvcache.allocator"},
     "kvcache.sanitizer": set(),
     "kvcache.sources": {"kvcache.allocator"},
-    "kvcache.compat": {
-        *("kvcache.allocator", "kvcache.ops", "kvcache.transfer", "kvcache.worker"),
-    },
+    "kvcache.compat": {*("kvcache.allocator", "kvcache.ops", "kvcache.transfer", "kvcache.worker")},
     "kvcache.cli": {"kvcache", "kvcache.allocator"},
     "kvcache.__main__": {"kvcache.cli"},
     "kvcache_exchange": set(),
@@ -101,60 +94,28 @@ PUBLIC_MODULES = {
 # These names are public, too, but only packages on top of the kernel need them.
 FOR_PACKAGES = REPO / "docs" / "reference" / "packages.md"
 TORCH_FREE = {
-    "kvcache",
-    "kvcache_exchange",
-    "kvcache_exchange.router_events",
-    "kvcache.lazy",
-    "kvcache.extensions",
-    "kvcache.checks",
-    "kvcache.kinds",
-    "kvcache.step",
-    "kvcache.specs",
-    "kvcache.events",
-    "kvcache.memory_plan",
-    "kvcache.allocator",
-    "kvcache.metrics",
-    "kvcache.native",
-    "kvcache.sanitizer",
-    "kvcache.layouts",
-    "kvcache.placement",
-    "kvcache.cli",
-}
+    "kvcache", "kvcache_exchange", "kvcache_exchange.router_events", "kvcache.lazy",
+    "kvcache.extensions", "kvcache.checks", "kvcache.kinds", "kvcache.step", "kvcache.specs",
+    "kvcache.events", "kvcache.memory_plan", "kvcache.allocator", "kvcache.metrics",
+    "kvcache.native", "kvcache.sanitizer", "kvcache.layouts", "kvcache.placement", "kvcache.cli",
+}  # fmt: skip
 # Modules that do not need torch, in packages that otherwise do.
 TORCH_FREE_MODULES = {
-    "kvcache.sources",
-    "kvcache.sources.base",
-    "kvcache.sources.loads",
-    "kvcache_exchange.disaggregation",
-    "kvcache_exchange.disaggregation.connector",
-    "kvcache_exchange.disaggregation.layout",
-    "kvcache_exchange.disaggregation.leases",
-    "kvcache_exchange.disaggregation.offer",
-    "kvcache_exchange.disaggregation.options",
-    "kvcache_exchange.disaggregation.steps",
-    "kvcache.transfer",
-    "kvcache.compat.kv_transfer.aggregate",
-    "kvcache.compat.kv_transfer.cache_events",
-    "kvcache.transfer.description",
-    "kvcache.transfer.plan.fragments",
-    "kvcache.transfer.fetching",
-    "kvcache.transfer.plan.patterns",
-    "kvcache.transfer.plan.token_range",
-    "kvcache.transfer.plan.transfer_plan",
-    "kvcache.compat.kv_transfer.connector_calls",
-    "kvcache.transfer.sharding",
-    "kvcache.transfer.states",
-    "kvcache.transfer.transport.base",
-    "kvcache.transfer.transport.spans",
-    "kvcache.compat.kv_transfer.topology",
-    "kvcache_exchange.store",
-    "kvcache_exchange.store.base",
-    "kvcache_exchange.store.identity",
-    "kvcache_exchange.store.prefixes",
-    "kvcache_exchange.store.stats",
-    "kvcache_exchange.store.value_format",
-    "kvcache_exchange.store.writes",
-}
+    "kvcache.sources", "kvcache.sources.base", "kvcache.sources.loads",
+    "kvcache_exchange.disaggregation", "kvcache_exchange.disaggregation.connector",
+    "kvcache_exchange.disaggregation.layout", "kvcache_exchange.disaggregation.leases",
+    "kvcache_exchange.disaggregation.offer", "kvcache_exchange.disaggregation.options",
+    "kvcache_exchange.disaggregation.steps", "kvcache.transfer",
+    "kvcache.compat.kv_transfer.aggregate", "kvcache.compat.kv_transfer.cache_events",
+    "kvcache.transfer.description", "kvcache.transfer.plan.fragments", "kvcache.transfer.fetching",
+    "kvcache.transfer.plan.patterns", "kvcache.transfer.plan.token_range",
+    "kvcache.transfer.plan.transfer_plan", "kvcache.compat.kv_transfer.connector_calls",
+    "kvcache.transfer.sharding", "kvcache.transfer.states", "kvcache.transfer.transport.base",
+    "kvcache.transfer.transport.spans", "kvcache.compat.kv_transfer.topology",
+    "kvcache_exchange.store", "kvcache_exchange.store.base", "kvcache_exchange.store.identity",
+    "kvcache_exchange.store.prefixes", "kvcache_exchange.store.stats",
+    "kvcache_exchange.store.value_format", "kvcache_exchange.store.writes",
+}  # fmt: skip
 
 
 def room_of(module: str) -> str:

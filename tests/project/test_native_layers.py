@@ -15,17 +15,15 @@ MAY_INCLUDE = {
     "core/groups": {"core", "core/hashing", "core/pool"},
     "core/eviction": {"core", "core/pool"},
     "core/listeners": {"core", "core/pool"},
-    "core/manager": {
-        *("core", "core/hashing", "core/pool", "core/groups", "core/eviction", "core/listeners"),
-    },
+    "core/manager":
+        {*("core", "core/hashing", "core/pool", "core/groups", "core/eviction", "core/listeners")},
     "sanitizer": {"core"},
     "worker": set(),
     "ops": {"worker"},
-    "python": {
-        *("core", "core/hashing", "core/pool", "core/groups", "core/eviction", "core/manager"),
-        *("core/listeners", "sanitizer", "worker"),
-    },
-}
+    "python":
+        {*("core", "core/hashing", "core/pool", "core/groups", "core/eviction", "core/manager"),
+        *("core/listeners", "sanitizer", "worker")},
+}  # fmt: skip
 OUTSIDE = {"emul", "tests"}  # no product code; the emulator is in tools/cuda_emulator
 # Files that only read members of a type, without naming it.
 READS_MEMBERS = {("core/manager/prefix_finder.h", "core/groups/rules/page_rules.h")}

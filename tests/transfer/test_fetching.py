@@ -321,19 +321,16 @@ def test_empty_range_moves_nothing():
     assert found.runs.num_bytes == 0 and len(found.permuted) == len(found.missing) == 0
 
 
-@pytest.mark.parametrize(
-    "local, remote, tokens, said",
-    [
-        ([1, 2], [1, 2], (0, 9), "end_token is 9: expected at most 8"),
-        ([1, 2], [1, 2], (5, 4), "first_token is 5: expected 0 to 4"),
-        ([1, 1], [1, 2], (0, 8), "local_ids has page 1 twice"),
-        ([1, -2], [1, 2], (0, 8), "local_ids holds -2"),
-        ([1, 2], [1, 2**31], (0, 8), "remote_ids holds 2147483648"),
-        ([[1, 2]], [1, 2], (0, 8), "local_ids has shape [1, 2]"),
-        ([1.5, 2], [1, 2], (0, 8), "local_ids has dtype float64"),
-        ([1, 2], {1: [1, 2]}, (0, 8), "remote_ids is missing ranks [0] (ranks present: [1])"),
-    ],
-)
+@pytest.mark.parametrize("local, remote, tokens, said", [
+    ([1, 2], [1, 2], (0, 9), "end_token is 9: expected at most 8"),
+    ([1, 2], [1, 2], (5, 4), "first_token is 5: expected 0 to 4"),
+    ([1, 1], [1, 2], (0, 8), "local_ids has page 1 twice"),
+    ([1, -2], [1, 2], (0, 8), "local_ids holds -2"),
+    ([1, 2], [1, 2**31], (0, 8), "remote_ids holds 2147483648"),
+    ([[1, 2]], [1, 2], (0, 8), "local_ids has shape [1, 2]"),
+    ([1.5, 2], [1, 2], (0, 8), "local_ids has dtype float64"),
+    ([1, 2], {1: [1, 2]}, (0, 8), "remote_ids is missing ranks [0] (ranks present: [1])"),
+])  # fmt: skip
 def test_invalid_tables_are_rejected(local, remote, tokens, said):
     cache = CacheDescription(
         engine_id="a", num_layers=1, total_num_kv_heads=1, head_size=8, block_size=4

@@ -206,14 +206,6 @@ def test_remote_blocks_in_nhd_are_converted(local, remote_size, device):
     assert torch.equal(cache.cpu(), want)
 
 
-def test_three_functions_equal_the_general_function():
-    for (function, layout, takes_ratio), size in zip(FUNCTIONS, (4, None, 4), strict=True):
-        one, other = cache_of(layout), cache_of(layout)
-        function(one, [3, 1], *[BS // 4] * takes_ratio)
-        permute_received_blocks(other, [3, 1], remote_block_size=size)
-        assert torch.equal(one, other)
-
-
 def test_with_one_head_both_layouts_are_equal():
     mla = torch.randn(NB, BS, D)
     before = mla.clone()
@@ -246,20 +238,17 @@ def test_cache_stored_in_the_other_layout_is_rejected(function, layout, takes_ra
 
 @each_device
 @each_function
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([1, 2, 1], "indices, entry 2, is 1 again: expected each block once"),
-        ([1, NB], "indices, entry 1, is 11: expected 0 to 10"),
-        ([-1], "indices, entry 0, is -1: expected 0 to 10"),
-        ([2, 2**32], "indices holds 4294967296: expected blocks of the cache"),
-        ([1.0], "indices has dtype float64: expected integers"),
-        (torch.tensor([1.0]), "indices has dtype torch.float32: expected integers"),
-        ([True], "indices has dtype bool: expected integers"),
-        ([[1, 2]], r"indices has shape \[1, 2\]: expected \[n, 1\]"),
-        (3, r"indices has shape \[\]: expected \[n, 1\]"),
-    ],
-)
+@pytest.mark.parametrize(("ids", "message"), [
+    ([1, 2, 1], "indices, entry 2, is 1 again: expected each block once"),
+    ([1, NB], "indices, entry 1, is 11: expected 0 to 10"),
+    ([-1], "indices, entry 0, is -1: expected 0 to 10"),
+    ([2, 2**32], "indices holds 4294967296: expected blocks of the cache"),
+    ([1.0], "indices has dtype float64: expected integers"),
+    (torch.tensor([1.0]), "indices has dtype torch.float32: expected integers"),
+    ([True], "indices has dtype bool: expected integers"),
+    ([[1, 2]], r"indices has shape \[1, 2\]: expected \[n, 1\]"),
+    (3, r"indices has shape \[\]: expected \[n, 1\]"),
+])  # fmt: skip
 @pytest.mark.parametrize("on_device", [False, True])
 def test_invalid_indices_are_rejected(
     function, layout, takes_ratio, ids, message, on_device, device
@@ -271,17 +260,14 @@ def test_invalid_indices_are_rejected(
 
 
 @pytest.mark.parametrize(("function", "layout"), [(f, at) for f, at, ratio in FUNCTIONS if ratio])
-@pytest.mark.parametrize(
-    ("ratio", "message"),
-    [
-        (5, "block_size_ratio 5 does not divide the block size 12"),
-        (24, "block_size_ratio 24 does not divide the block size 12"),
-        (0, "block_size_ratio is 0: expected the number of remote blocks"),
-        (0.5, "block_size_ratio is 0.5: expected the number of remote blocks"),
-        (True, "block_size_ratio is True"),
-        (-2, r"indices has shape \[3\]: expected \[n, 2\] or n \* 2"),
-    ],
-)
+@pytest.mark.parametrize(("ratio", "message"), [
+    (5, "block_size_ratio 5 does not divide the block size 12"),
+    (24, "block_size_ratio 24 does not divide the block size 12"),
+    (0, "block_size_ratio is 0: expected the number of remote blocks"),
+    (0.5, "block_size_ratio is 0.5: expected the number of remote blocks"),
+    (True, "block_size_ratio is True"),
+    (-2, r"indices has shape \[3\]: expected \[n, 2\] or n \* 2"),
+])  # fmt: skip
 def test_invalid_ratio_is_rejected(function, layout, ratio, message):
     cache = cache_of(layout)
     refused(message, lambda: function(cache, [1, 2, 3], ratio), cache)
@@ -384,19 +370,6 @@ def test_conversion_makes_no_temporary_copy_of_the_payload():
     # large call. The plain implementation shows that a temporary copy would be detected.
     assert ours < 4, f"{ours} MiB more for 64 MiB of payload"
     assert plain > 60
-
-
-def test_overlapping_layers_are_rejected_and_packed_layers_accepted():
-    memory = torch.arange(10 * 4 * 2 * 2.0).view(10, 4, 2, 2)
-    refused("layer 0 and layer 1 share memory", lambda: permute_received_blocks(
-        [memory[0:8], memory[1:9]], [1, 2]), memory)  # fmt: skip
-    packed = torch.arange(6 * 3 * 2 * 4 * 2 * 2.0).view(6, 3, 2, 4, 2, 2)
-    layers = [packed[:, layer, kv] for layer in range(3) for kv in range(2)]
-    apart = [layer.clone() for layer in layers]
-    permute_received_blocks(layers, [1, 4], remote_block_size=2)
-    for one in apart:
-        permute_received_blocks(one, [1, 4], remote_block_size=2)
-    assert all(torch.equal(a, b) for a, b in zip(layers, apart))
 
 
 def test_default_device_does_not_affect_the_conversion():

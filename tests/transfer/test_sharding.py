@@ -76,24 +76,21 @@ def test_uneven_layers_are_reported():
         layers_of_rank(30, 4, 0)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: heads_of_rank(8, 4, 4), "tp_rank is 4: expected 0 to 3"),
-        (lambda: heads_of_rank(8, 4, -1), "tp_rank is -1: expected 0 to 3"),
-        (lambda: heads_of_rank(0, 4, 0), "total_num_kv_heads is 0"),
-        (lambda: heads_of_rank(8, 0, 0), "tp_size is 0"),
-        (lambda: ranks_of_head(8, 4, 8), "head is 8: expected 0 to 7"),
-        (lambda: layers_of_rank(8, 4, 4), "pp_rank is 4: expected 0 to 3"),
-        (lambda: layers_of_rank(8, 0, 0), "pp_size is 0"),
-        (lambda: layers_of_rank(0, 1, 0), "num_layers is 0"),
-        (lambda: replica_for(0, 1, 4, 2, 2), "reader is 2: expected 0 to 1"),
-        (lambda: replica_for(0, 1, 4, 0, 0), "num_readers is 0"),
-        (lambda: replica_for(2, 2, 4), "head is 2: expected 0 to 1"),
-        (lambda: size_ratio(0, 4, "tp_size"), "local tp_size is 0"),
-        (lambda: size_ratio(4, -4, "tp_size"), "remote tp_size is -4"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: heads_of_rank(8, 4, 4), "tp_rank is 4: expected 0 to 3"),
+    (lambda: heads_of_rank(8, 4, -1), "tp_rank is -1: expected 0 to 3"),
+    (lambda: heads_of_rank(0, 4, 0), "total_num_kv_heads is 0"),
+    (lambda: heads_of_rank(8, 0, 0), "tp_size is 0"),
+    (lambda: ranks_of_head(8, 4, 8), "head is 8: expected 0 to 7"),
+    (lambda: layers_of_rank(8, 4, 4), "pp_rank is 4: expected 0 to 3"),
+    (lambda: layers_of_rank(8, 0, 0), "pp_size is 0"),
+    (lambda: layers_of_rank(0, 1, 0), "num_layers is 0"),
+    (lambda: replica_for(0, 1, 4, 2, 2), "reader is 2: expected 0 to 1"),
+    (lambda: replica_for(0, 1, 4, 0, 0), "num_readers is 0"),
+    (lambda: replica_for(2, 2, 4), "head is 2: expected 0 to 1"),
+    (lambda: size_ratio(0, 4, "tp_size"), "local tp_size is 0"),
+    (lambda: size_ratio(4, -4, "tp_size"), "remote tp_size is -4"),
+])  # fmt: skip
 def test_values_out_of_range_are_reported(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -15,61 +15,41 @@ from kvcache.transfer.description import CacheDescription, Coordinates
 from tests.machinery.transfer_plan_checker import ORDERS, PACKINGS, PARTS, Memory, cache, of
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (of(tp_size=3), "total_num_kv_heads is 4, tp_size is 3"),
-        (of(pp_size=4), "num_layers is 2, pp_size is 4"),
-        (of(cp_interleave=3), "cp_interleave is 3: expected a divisor of block_size, 4"),
-        (of(block_size=0), "block_size is 0"),
-        (of(memory_order=("kv", "block", "token")), "memory_order is .*including .*token"),
-        (
-            of(memory_order=("token", "block", "head", "element")),
-            "only layer, kv and head before block",
-        ),
-        (of(memory_order=("block", "element", "token")), "expected element last"),
-        (of(memory_order=("block", "token", "token", "element")), "each at most once"),
-        (of(memory_order=("block", "token", "element")), "num_kv_heads is 4: expected 1 with the"),
-        (of(dtype="int3"), "dtype is 'int3'"),
-        (of(is_mla=True), "total_num_kv_heads is 4: expected 1 with is_mla"),
-        (of(version=2), "version is 2, of engine .*: expected 1"),
-        (of(stages=[(1, 1)]), "num_layers is 2: expected 1, the total number of layers"),
-        (of(stages=[(1, 3), (1, 1)]), "total_num_kv_heads is 4, tp_size is 3"),
-        (of(stages=[(1, 1), (1, 0)]), r"tp_size of stages\[1\] is 0"),
-        (of(stages=[(2, 1)], pp_size=2), "pp_size is 2: expected 1 with stages"),
-        (of(stages=[(2, 1)], tp_size=2), "tp_size is 2: expected 1 with stages"),
-        (of(scale_bytes_per_head=-1), "scale_bytes_per_head is -1"),
-        (
-            of(scale_bytes_per_head=4, packing="heads first"),
-            "scale_bytes_per_token is 16: expected 0 with the memory order",
-        ),
-        (of(k_scale=[[1.0], [1.0]]), "k_scale is given: expected None with dtype 'float32'"),
-        (
-            of(dtype="uint8", k_scale=[[1.0]]),
-            r"k_scale has shape \[1, 1\]: expected \[2, 1\] or \[2, 4\]",
-        ),
-        (
-            of(dtype="uint8", k_scale=[[1.0], [0.0]]),
-            r"k_scale is .*: expected finite numbers above 0",
-        ),
-        (
-            of(dtype="uint8", v_head_size=0, v_scale=[[1.0], [1.0]]),
-            "v_scale is given: expected None, because there is no V",
-        ),
-        (
-            of(stages=[(1, 1), (1, 2)], packing="blocks_first", page_stride=255),
-            "page_stride is 255: expected 256 to",
-        ),
-        (
-            of(stages=[(1, 1), (1, 2)], packing="blocks_first", page_stride=[256, 127]),
-            r"page_stride\[1\] is 127: expected 128 to",
-        ),
-        (
-            of(stages=[(1, 1), (1, 2)], packing="blocks_first", page_stride=[256]),
-            "page_stride has 1 entries: expected 2, one per stage",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("values", "message"), [
+    (of(tp_size=3), "total_num_kv_heads is 4, tp_size is 3"),
+    (of(pp_size=4), "num_layers is 2, pp_size is 4"),
+    (of(cp_interleave=3), "cp_interleave is 3: expected a divisor of block_size, 4"),
+    (of(block_size=0), "block_size is 0"),
+    (of(memory_order=("kv", "block", "token")), "memory_order is .*including .*token"),
+    (of(memory_order=("token", "block", "head", "element")),
+     "only layer, kv and head before block"),
+    (of(memory_order=("block", "element", "token")), "expected element last"),
+    (of(memory_order=("block", "token", "token", "element")), "each at most once"),
+    (of(memory_order=("block", "token", "element")), "num_kv_heads is 4: expected 1 with the"),
+    (of(dtype="int3"), "dtype is 'int3'"),
+    (of(is_mla=True), "total_num_kv_heads is 4: expected 1 with is_mla"),
+    (of(version=2), "version is 2, of engine .*: expected 1"),
+    (of(stages=[(1, 1)]), "num_layers is 2: expected 1, the total number of layers"),
+    (of(stages=[(1, 3), (1, 1)]), "total_num_kv_heads is 4, tp_size is 3"),
+    (of(stages=[(1, 1), (1, 0)]), r"tp_size of stages\[1\] is 0"),
+    (of(stages=[(2, 1)], pp_size=2), "pp_size is 2: expected 1 with stages"),
+    (of(stages=[(2, 1)], tp_size=2), "tp_size is 2: expected 1 with stages"),
+    (of(scale_bytes_per_head=-1), "scale_bytes_per_head is -1"),
+    (of(scale_bytes_per_head=4, packing="heads first"),
+     "scale_bytes_per_token is 16: expected 0 with the memory order"),
+    (of(k_scale=[[1.0], [1.0]]), "k_scale is given: expected None with dtype 'float32'"),
+    (of(dtype="uint8", k_scale=[[1.0]]),
+     r"k_scale has shape \[1, 1\]: expected \[2, 1\] or \[2, 4\]"),
+    (of(dtype="uint8", k_scale=[[1.0], [0.0]]), r"k_scale is .*: expected finite numbers above 0"),
+    (of(dtype="uint8", v_head_size=0, v_scale=[[1.0], [1.0]]),
+     "v_scale is given: expected None, because there is no V"),
+    (of(stages=[(1, 1), (1, 2)], packing="blocks_first", page_stride=255),
+     "page_stride is 255: expected 256 to"),
+    (of(stages=[(1, 1), (1, 2)], packing="blocks_first", page_stride=[256, 127]),
+     r"page_stride\[1\] is 127: expected 128 to"),
+    (of(stages=[(1, 1), (1, 2)], packing="blocks_first", page_stride=[256]),
+     "page_stride has 1 entries: expected 2, one per stage"),
+])  # fmt: skip
 def test_impossible_descriptions_are_rejected(values, message):
     with pytest.raises(ValueError, match=message):
         cache(**values)
@@ -131,12 +111,7 @@ def test_ranks_of_uneven_stages_are_numbered_by_stage():
         assert one.coordinates(number) == at and one.rank_of(Coordinates(*at)) == number
         assert len(one.heads(number)) == (2, 1, 4)[at[1]] == one.stage_of(number).heads_per_rank
         assert one.layers(number) == (range(1), range(1, 4), range(4, 6))[at[1]]
-    for name in (
-        "placement",
-        "region_bytes",
-        "region_strides",
-        "heads_per_rank",
-    ):
+    for name in ("placement", "region_bytes", "region_strides", "heads_per_rank"):
         with pytest.raises(
             ValueError, match=rf"{name} of engine 'a' differs by stage: use stage_of"
         ):

@@ -7,26 +7,21 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvcache.compat import KVTopology
 from kvcache.transfer.description import Coordinates
 from kvcache.transfer.plan.transfer_plan import plan_transfer
 from kvcache.transfer.sharding import ranks_of_head
-from tests.machinery.shared import sampled, spread
+from tests.machinery.shared import spread
 from tests.machinery.transfer_plan_checker import DIFFERENT, PACKINGS, cache, of
-from tests.machinery.transfer_plan_table import SIZES
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("dtype", "float16"),
-        ("head_size", 8),
-        ("v_head_size", 1),
-        ("num_layers", 4),
-        ("total_num_kv_heads", 8),
-        ("scale_bytes_per_head", 4),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [
+    ("dtype", "float16"),
+    ("head_size", 8),
+    ("v_head_size", 1),
+    ("num_layers", 4),
+    ("total_num_kv_heads", 8),
+    ("scale_bytes_per_head", 4),
+])  # fmt: skip
 def test_incompatible_engines_are_rejected(field, value):
     local, remote = cache(engine_id="L"), cache(engine_id="R", **{field: value})
     here = getattr(local, field)
@@ -49,7 +44,9 @@ def test_mixing_mla_and_heads_is_rejected_first():
 @pytest.mark.parametrize(("heads", "is_mla"), [(2, False), (1, True)])
 @pytest.mark.parametrize(
     "sizes",
-    spread(((each,) for each in itertools.product(SIZES, (1, 2), (1, 2, 4), (2, 8), (1, 2))), 13),
+    spread(
+        ((each,) for each in itertools.product((1, 2, 4, 8), (1, 2), (1, 2, 4), (2, 8), (1, 2))), 13
+    ),
 )
 def test_readers_are_spread_evenly_over_replicas(heads, is_mla, sizes):
     tp, pp, cp, remote_tp, remote_pp = sizes
@@ -68,55 +65,27 @@ def test_readers_are_spread_evenly_over_replicas(heads, is_mla, sizes):
         assert max(counts) - min(counts) <= 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("heads", "is_mla"),
-    sampled([(2, False), (1, True), (1, False), (4, False), (8, False)]),
-)
-def test_ranks_equal_the_topology(heads, is_mla):
-    num_checked = 0
-    stages = (1, 2, 4)
-    for tp, pp, remote_tp, remote_pp in itertools.product(SIZES, stages, SIZES, stages):
-        common = of(num_layers=4, total_num_kv_heads=heads, is_mla=is_mla)
-        local = cache(tp_size=tp, pp_size=pp, **common)
-        remote = cache(tp_size=remote_tp, pp_size=remote_pp, **common)
-        for rank in range(local.world_size):
-            _, pp_rank, tp_rank = local.coordinates(rank)
-            topology = KVTopology(
-                "a", tp_rank=tp_rank, tp_size=tp, pp_rank=pp_rank, pp_size=pp,
-                total_num_kv_heads=heads, is_mla=is_mla,
-            )  # fmt: skip
-            targets = topology.get_target_remote_ranks(remote_tp, remote_pp)
-            ranks = plan_transfer(local, remote, rank).remote_ranks
-            assert ranks == tuple(number for number, _, _ in targets)
-            num_checked += 1
-    assert num_checked == (1 + 2 + 4 + 8) * (1 + 2 + 4) * len(SIZES) * len(stages)
-
-
-@pytest.mark.parametrize(
-    ("local", "remote", "permutation", "num_fragments"),
-    [
-        # K and V of two layers form four separate parts.
-        (of(), of(), None, 4),
-        (of(packing="block_major"), of(packing="block_major"), None, 1),
-        (of(packing="block_major"), of(packing="blocks_first"), None, 2),
-        (of(packing="blocks_first"), of(packing="apart"), None, 4),
-        (of(), of(layout="HND"), (4, "HND"), 4),
-        (of(layout="HND"), of(), (4, "NHD"), 4),
-        (of(packing="block_major"), of(packing="block_major", layout="HND"), (4, "HND"), 1),
-        (of(layout="HND", block_size=16), of(layout="HND"), (4, "HND"), 16),
-        (of(layout="HND"), of(layout="HND", block_size=16), (16, "HND"), 16),
-        (of(block_size=16), of(), None, 16),  # rows in NHD do not depend on the block size
-        (of(block_size=16), of(layout="HND", tp_size=2), (4, "HND"), 32),
-        (of(), of(tp_size=2), None, 2 * 4 * 4),  # heads are read from two ranks, token by token
-        (of(layout="HND"), of(tp_size=2), (4, "NHD"), 2 * 4 * 4),
-        # With one head per rank, both layouts have the same order in memory.
-        (of(tp_size=4), of(layout="HND", tp_size=4), None, 4),
-        (of(cp_world_size=2), of(layout="HND"), None, 64),
-        (of(cp_world_size=2), of(layout="HND", cp_world_size=2), (4, "HND"), 4),
-        (of(cp_world_size=2, cp_interleave=2), of(layout="HND", cp_world_size=2), None, 64),
-    ],
-)
+@pytest.mark.parametrize(("local", "remote", "permutation", "num_fragments"), [
+    # K and V of two layers form four separate parts.
+    (of(), of(), None, 4),
+    (of(packing="block_major"), of(packing="block_major"), None, 1),
+    (of(packing="block_major"), of(packing="blocks_first"), None, 2),
+    (of(packing="blocks_first"), of(packing="apart"), None, 4),
+    (of(), of(layout="HND"), (4, "HND"), 4),
+    (of(layout="HND"), of(), (4, "NHD"), 4),
+    (of(packing="block_major"), of(packing="block_major", layout="HND"), (4, "HND"), 1),
+    (of(layout="HND", block_size=16), of(layout="HND"), (4, "HND"), 16),
+    (of(layout="HND"), of(layout="HND", block_size=16), (16, "HND"), 16),
+    (of(block_size=16), of(), None, 16),  # rows in NHD do not depend on the block size
+    (of(block_size=16), of(layout="HND", tp_size=2), (4, "HND"), 32),
+    (of(), of(tp_size=2), None, 2 * 4 * 4),  # heads are read from two ranks, token by token
+    (of(layout="HND"), of(tp_size=2), (4, "NHD"), 2 * 4 * 4),
+    # With one head per rank, both layouts have the same order in memory.
+    (of(tp_size=4), of(layout="HND", tp_size=4), None, 4),
+    (of(cp_world_size=2), of(layout="HND"), None, 64),
+    (of(cp_world_size=2), of(layout="HND", cp_world_size=2), (4, "HND"), 4),
+    (of(cp_world_size=2, cp_interleave=2), of(layout="HND", cp_world_size=2), None, 64),
+])  # fmt: skip
 def test_plan_uses_the_fewest_fragments(local, remote, permutation, num_fragments):
     plan = plan_transfer(cache(**local), cache(**remote), 0)
     assert (plan.permutation, plan.num_fragments) == (permutation, num_fragments)
@@ -126,19 +95,16 @@ def test_plan_uses_the_fewest_fragments(local, remote, permutation, num_fragment
     assert len(plan.fragments.length) == num_fragments
 
 
-@pytest.mark.parametrize(
-    ("packing", "num_fragments"),
-    [
-        # The transfer reads 4 of 8 heads in blocks of 4 tokens and 6 layers. In this order, the K
-        # and V of these heads are contiguous over all layers.
-        ("heads first", (1, 1)),
-        # K and V are each contiguous over all layers.
-        ("kv, heads, layers", (2, 2)),
-        # With layers outermost, each layer has one fragment for K and one for V.
-        ("block_major", (12, 12)),
-        ("apart", (12, 12)),
-    ],
-)
+@pytest.mark.parametrize(("packing", "num_fragments"), [
+    # The transfer reads 4 of 8 heads in blocks of 4 tokens and 6 layers. In this order, the K
+    # and V of these heads are contiguous over all layers.
+    ("heads first", (1, 1)),
+    # K and V are each contiguous over all layers.
+    ("kv, heads, layers", (2, 2)),
+    # With layers outermost, each layer has one fragment for K and one for V.
+    ("block_major", (12, 12)),
+    ("apart", (12, 12)),
+])  # fmt: skip
 def test_outermost_heads_form_one_fragment(packing, num_fragments):
     layout = "NHD" if packing in ("heads first", "kv, heads, layers") else "HND"
     common = of(num_layers=6, total_num_kv_heads=8, layout=layout, packing=packing)
@@ -159,29 +125,22 @@ def test_outermost_heads_form_one_fragment_per_stage():
     assert plan.remote_ranks == (0, 1) and plan.num_fragments == 4 + 4
 
 
-@pytest.mark.parametrize(
-    "packings", spread(((each,) for each in itertools.product(PACKINGS, repeat=2)), 4)
-)
+MAXIMAL = [(both, "NHD", False) for both in itertools.product(PACKINGS, repeat=2)]
+MAXIMAL += [
+    ((packing,) * 2, layout, True)
+    for packing in ("heads first", "kv, heads, layers")
+    for layout in ("NHD", "HND")
+]
+
+
+@pytest.mark.parametrize(("packings", "layout", "allow_permutation"), spread(MAXIMAL, 6))
 @pytest.mark.parametrize(("local", "remote"), [*DIFFERENT, (of(tp_size=2), of(tp_size=8))])
-def test_fragments_are_maximal(local, remote, packings):
+def test_fragments_are_maximal(local, remote, packings, layout, allow_permutation):
     local, remote = ({**side, "packing": p} for side, p in zip((local, remote), packings))
-    f = plan_transfer(cache(**local), cache(**remote), 0, allow_permutation=False).fragments
-    ends = set(
-        zip(
-            f.remote_rank, f.remote_page, f.remote_region, f.remote_offset + f.length,
-            f.local_page, f.local_region, f.local_offset + f.length,
-        )
-    )  # fmt: skip
-    begins = set(zip(*f[:-1]))
-    assert len(begins) == len(f.length) and not ends & begins
-
-
-@pytest.mark.parametrize("layout", sampled(["HND", "NHD"]))
-@pytest.mark.parametrize("packing", ["heads first", "kv, heads, layers"])
-@pytest.mark.parametrize(("local", "remote"), [*DIFFERENT, (of(tp_size=2), of(tp_size=8))])
-def test_fragments_are_maximal_with_outermost_heads(local, remote, packing, layout):
-    local, remote = ({**side, "packing": packing, "layout": layout} for side in (local, remote))
-    f = plan_transfer(cache(**local), cache(**remote), 0).fragments
+    if allow_permutation:
+        local, remote = ({**side, "layout": layout} for side in (local, remote))
+    plan = plan_transfer(cache(**local), cache(**remote), 0, allow_permutation=allow_permutation)
+    f = plan.fragments
     ends = set(
         zip(
             f.remote_rank, f.remote_page, f.remote_region, f.remote_offset + f.length,
@@ -230,46 +189,23 @@ def test_adjacent_whole_pages_form_one_run():
 def test_pages_that_do_not_fit_are_rejected():
     plan = plan_transfer(cache(), cache(tp_size=2), 0)
     pages = np.arange(1, 4, dtype=np.int32)[:, None]
-    for local, remote, error, message in (
-        (pages[:, 0], pages, ValueError, r"local_pages has shape \[3\]: expected \[groups, 1\]"),
-        (pages, pages[:2], ValueError, "rank 0 has 2 groups, but local_pages has 3"),
-        (
-            pages,
-            {0: pages},
-            ValueError,
-            r"remote_pages is missing ranks \[1\] \(ranks present: \[0\]",
-        ),
-        (pages, {"a": pages, 0: pages}, ValueError, r"ranks present: \['a', 0\]"),
-        (
-            pages - 1,
-            pages,
-            ValueError,
-            "local_pages holds 0: expected page numbers, 1 to 2147483647",
-        ),
-        (pages - 4, pages, ValueError, "local_pages holds -3: expected page numbers, 1 to"),
-        (pages, pages - 2, ValueError, "remote_pages holds -1: expected page numbers, 1 to"),
-        (
-            pages.astype(np.uint64) + 2**63,
-            pages,
-            ValueError,
-            "local_pages holds 9223372036854775809",
-        ),
-        (pages, pages.astype(np.int64) + 2**40, ValueError, "remote_pages holds 1099511627777"),
-        (
-            pages // 2 + 1,
-            pages,
-            ValueError,
-            "local_pages has page 2 twice: expected each page once",
-        ),
-        (
-            # The ids are too large for a bitmap, so duplicates are found by sorting.
-            pages // 2 + 10**6,
-            pages,
-            ValueError,
-            "local_pages has page 1000001 twice: expected each page once",
-        ),
-        (pages, pages.astype(float), TypeError, "remote_pages has dtype float64"),
+    large = pages.astype(np.int64)
+    for local, remote, message in (
+        (pages[:, 0], pages, r"local_pages has shape \[3\]: expected \[groups, 1\]"),
+        (pages, pages[:2], "rank 0 has 2 groups, but local_pages has 3"),
+        (pages, {0: pages}, r"remote_pages is missing ranks \[1\] \(ranks present: \[0\]"),
+        (pages, {"a": pages, 0: pages}, r"ranks present: \['a', 0\]"),
+        (pages - 1, pages, "local_pages holds 0: expected page numbers, 1 to 2147483647"),
+        (pages - 4, pages, "local_pages holds -3: expected page numbers, 1 to"),
+        (pages, pages - 2, "remote_pages holds -1: expected page numbers, 1 to"),
+        (pages.astype(np.uint64) + 2**63, pages, "local_pages holds 9223372036854775809"),
+        (pages, large + 2**40, "remote_pages holds 1099511627777"),
+        (pages // 2 + 1, pages, "local_pages has page 2 twice: expected each page once"),
+        # The ids are too large for a bitmap, so duplicates are found by sorting.
+        (pages // 2 + 10**6, pages, "local_pages has page 1000001 twice: expected each page once"),
+        (pages, pages.astype(float), "remote_pages has dtype float64"),
     ):
+        error = TypeError if "dtype" in message else ValueError
         with pytest.raises(error, match=message):
             plan.apply(local, remote)
 

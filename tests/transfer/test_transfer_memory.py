@@ -60,6 +60,19 @@ def tokens_of(storage, pages):
     ]
 
 
+def move(runs, here, there):
+    """Copy the bytes of a plan, for the addresses of regions here and on each remote rank."""
+    for rank, region, offset, to_region, to_offset, length in zip(*(c.tolist() for c in runs)):
+        ctypes.memmove(int(here[to_region]) + to_offset, int(there[rank][region]) + offset, length)
+
+
+def check_tokens(storage, mine, storages, theirs, ranks):
+    sources = [tokens_of(storages[rank], theirs[rank]) for rank in ranks]
+    for layer, found in enumerate(tokens_of(storage, mine)):
+        for part in range(2):
+            assert torch.equal(found[part], torch.cat([s[layer][part] for s in sources], dim=1))
+
+
 def carry_out(local, remote, storage, storages, mine, seed=0):
     """Transfer pages of rank 0 from remote storages with different page ids. Return the plan and
     the remote page ids.
@@ -75,8 +88,7 @@ def carry_out(local, remote, storage, storages, mine, seed=0):
     mine = mine.reshape(-1, plan.local_pages_per_group)
     shaped = {r: ids.reshape(len(mine), -1) for r, ids in theirs.items()}
     runs = plan.apply(mine, shaped).expand()
-    for rank, region, offset, to_region, to_offset, length in zip(*(c.tolist() for c in runs)):
-        ctypes.memmove(int(here[to_region]) + to_offset, int(there[rank][region]) + offset, length)
+    move(runs, here, there)
     permute_pages(storage, mine, plan.permutation)
     return plan, theirs
 
@@ -100,11 +112,7 @@ def test_every_token_arrives(packings, sizes, layouts, v_head_size):
     storages = [storage_of(remote, packings[1]) for _ in range(2)]
     mine = np.array([7, 3, 4, 5, 12, 30])
     plan, theirs = carry_out(local, remote, storage, storages, mine)
-    sources = [tokens_of(storages[rank], theirs[rank]) for rank in plan.remote_ranks]
-    for layer, found in enumerate(tokens_of(storage, mine)):
-        for part in range(2):
-            wanted = torch.cat([source[layer][part] for source in sources], dim=1)
-            assert torch.equal(found[part], wanted)
+    check_tokens(storage, mine, storages, theirs, plan.remote_ranks)
 
 
 SCALED = [name for name in OPTIONS if name != "heads first"]
@@ -130,10 +138,7 @@ def test_scales_of_storages_arrive_with_their_heads(packing, layouts, sizes):
             for rank in plan.remote_ranks
         ]
         assert torch.equal(found, torch.cat(wanted, dim=1))
-    sources = [tokens_of(storages[rank], theirs[rank]) for rank in plan.remote_ranks]
-    for layer, found in enumerate(tokens_of(storage, mine)):
-        for part in range(2):
-            assert torch.equal(found[part], torch.cat([s[layer][part] for s in sources], dim=1))
+    check_tokens(storage, mine, storages, theirs, plan.remote_ranks)
 
 
 def test_ranks_of_uneven_stages_have_own_addresses():
@@ -170,8 +175,7 @@ def test_states_arrive_in_pages_that_groups_share():
     here = region_addresses(whole, own)
     there = [region_addresses(half, pages, rank) for rank, pages in enumerate(theirs)]
     runs = plan.apply(np.array([5, 2]), np.array([8, 3])).expand()
-    for rank, region, offset, to_region, to_offset, length in zip(*(c.tolist() for c in runs)):
-        ctypes.memmove(int(here[to_region]) + to_offset, int(there[rank][region]) + offset, length)
+    move(runs, here, there)
     for layer, (page, source) in itertools.product(range(LAYERS), ((5, 8), (2, 3))):
         state = own.layer(layer)[page, : whole.state_bytes(0)]
         conv, ssm = state[: 20 * 3 * 2].view(20, 6), state[20 * 3 * 2 :].view(4, 20)
@@ -183,16 +187,13 @@ def test_states_arrive_in_pages_that_groups_share():
         assert torch.equal(ssm, torch.cat([part[10 * 3 * 2 :].view(2, 20) for part in parts]))
 
 
-@pytest.mark.parametrize(
-    ("changes", "sizes"),
-    [
-        ({}, [[24]] * 2),
-        ({}, [[32]] * 3),
-        ({}, [[32]]),
-        ({"page_stride": 64}, [[32]] * 2),
-        ({}, [[16, 16]] * 2),
-    ],
-)
+@pytest.mark.parametrize(("changes", "sizes"), [
+    ({}, [[24]] * 2),
+    ({}, [[32]] * 3),
+    ({}, [[32]]),
+    ({"page_stride": 64}, [[32]] * 2),
+    ({}, [[16, 16]] * 2),
+])  # fmt: skip
 def test_pages_of_other_states_are_rejected(changes, sizes):
     tensors = [StateTensor(sections=[(4, 4)])]
     described = StateDescription(engine_id="e", num_layers=2, tensors=tensors, **changes)
@@ -218,10 +219,7 @@ def test_shared_pages_are_described_by_their_stride():
     plan = plan_transfer(local, remote, 0)
     runs = plan.apply(np.array([[5], [6]]), np.array([[8], [9]])).expand()
     assert len(runs.length) == 4  # the reference does not merge adjacent runs
-    for _, region, offset, to_region, to_offset, length in zip(*(c.tolist() for c in runs)):
-        ctypes.memmove(
-            int(found[to_region]) + pages.base + to_offset, int(there[region]) + offset, length
-        )
+    move(runs, found + pages.base, [there])
     for layer in range(LAYERS):
         assert torch.equal(storage.key_cache(layer)[5:7], source.key_cache(layer)[8:10])
         assert torch.equal(storage.value_cache(layer)[5:7], source.value_cache(layer)[8:10])
@@ -234,37 +232,18 @@ def test_engine_tensors_have_addresses():
     assert found.tolist() == [cache.data_ptr() for cache in caches]
 
 
-@pytest.mark.parametrize(
-    ("description", "storage", "message"),
-    [
-        (
-            side(packing="apart"),
-            OPTIONS["blocks_first"],
-            "layer 0 has a fragment at byte 0, in pages 512 bytes",
-        ),
-        (
-            side(packing="blocks_first"),
-            {},
-            "layer 0 has a fragment at byte 0, in pages 256 bytes apart: exp",
-        ),
-        (
-            side(packing="blocks_first"),
-            OPTIONS["block_major"],
-            "pages 1024 bytes apart: expected pages 512",
-        ),
-        (
-            side(block_size=8),
-            {},
-            r"has fragments of \[256, 256\] bytes: expected \[512",
-        ),
-        (
-            side(),
-            {"num_layers": 3},
-            "pages have 3 layers, but the description has 2 per rank: expected equal",
-        ),
-        (side(), {"scale_bytes_per_token": 4}, r"has fragments of \[256, 256, 16\] bytes"),
-    ],
-)
+@pytest.mark.parametrize(("description", "storage", "message"), [
+    (side(packing="apart"), OPTIONS["blocks_first"],
+     "layer 0 has a fragment at byte 0, in pages 512 bytes"),
+    (side(packing="blocks_first"), {},
+     "layer 0 has a fragment at byte 0, in pages 256 bytes apart: exp"),
+    (side(packing="blocks_first"), OPTIONS["block_major"],
+     "pages 1024 bytes apart: expected pages 512"),
+    (side(block_size=8), {}, r"has fragments of \[256, 256\] bytes: expected \[512"),
+    (side(), {"num_layers": 3},
+     "pages have 3 layers, but the description has 2 per rank: expected equal"),
+    (side(), {"scale_bytes_per_token": 4}, r"has fragments of \[256, 256, 16\] bytes"),
+])  # fmt: skip
 def test_pages_must_match_their_description(description, storage, message):
     options = {"num_layers": LAYERS, "dtype": torch.float16, "backend": "FLASH_ATTN", **storage}
     pages = KVStorage(9, 4, HEADS, 8, **options).pages

@@ -21,37 +21,6 @@ from tests.machinery.transfer_plan_checker import (
     has_heads_outside,
     of,
 )
-from tests.machinery.transfer_plan_table import (
-    HEADS,
-    PARALLEL,
-    SIZES,
-    page_product,
-    parallel_product,
-    tally,
-)
-
-# The number of shares into which all combinations are divided. It is coprime to the numbers of
-# sizes, so that each share contains every size.
-NUM_SHARES = 797
-
-
-@pytest.mark.parametrize("share", sampled(range(0, NUM_SHARES, 32)))
-def test_plans_are_correct_for_all_parallel_sizes_and_numbers_of_heads(share):
-    count = len(range(share, len(SIZES) ** 6 * len(HEADS), NUM_SHARES))
-    counts, wrong = tally(parallel_product(start=share, step=NUM_SHARES))
-    assert not wrong
-    assert counts["right"] + counts["right, permuted"] == counts.total() == count
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", spread([(each,) for each in PARALLEL], 2), ids=str)
-def test_plans_are_correct_for_all_layouts_and_packings(parallel):
-    some = itertools.islice(page_product([parallel], block_sizes=(4, 8)), 0, None, 7)
-    counts, wrong = tally(some)
-    assert not wrong and counts["right"]
-    refused = counts["refused: cp_interleave"]  # an interleave of 8 tokens exceeds a block of 4
-    assert set(counts) <= {"right", "right, permuted", "refused: cp_interleave"}
-    assert counts.total() - refused > 40
 
 
 @pytest.mark.parametrize(
@@ -77,17 +46,14 @@ def test_equal_pages_move_whole_in_every_memory_order():
 
 
 @pytest.mark.parametrize("allow_permutation", [True, False])
-@pytest.mark.parametrize(
-    ("local", "remote"),
-    [
-        (of(tp_size=3), of(tp_size=2)),
-        (of(block_size=6), of(block_size=4)),
-        (of(pp_size=3), of(pp_size=2)),
-        (of(cp_world_size=3, cp_interleave=2), of(cp_world_size=2, block_size=6)),
-        (of(cp_world_size=2, cp_interleave=2), of(cp_world_size=3, layout="HND")),
-        (of(tp_size=6, cp_world_size=3), of(tp_size=4, pp_size=2, packing="block_major")),
-    ],
-)
+@pytest.mark.parametrize(("local", "remote"), [
+    (of(tp_size=3), of(tp_size=2)),
+    (of(block_size=6), of(block_size=4)),
+    (of(pp_size=3), of(pp_size=2)),
+    (of(cp_world_size=3, cp_interleave=2), of(cp_world_size=2, block_size=6)),
+    (of(cp_world_size=2, cp_interleave=2), of(cp_world_size=3, layout="HND")),
+    (of(tp_size=6, cp_world_size=3), of(tp_size=4, pp_size=2, packing="block_major")),
+])  # fmt: skip
 def test_plans_are_correct_for_sizes_that_do_not_divide_each_other(
     local, remote, allow_permutation
 ):
@@ -97,52 +63,45 @@ def test_plans_are_correct_for_sizes_that_do_not_divide_each_other(
         check(local, remote, rank, allow_permutation=allow_permutation, seed=rank)
 
 
-SCALE_ORDERS = [name for name in ORDERS if name not in ("heads first", "kv, heads, layers")]
-SCALE_ORDERS = [
-    name for name in SCALE_ORDERS if name != "all K, all V" and not has_heads_outside(name)
-]  # excludes memory orders that do not support scales
+OF_LAYERS = ("heads first", "kv, heads, layers", "all K, all V")  # without scales
+SCALE_ORDERS = [n for n in ORDERS if n not in OF_LAYERS and not has_heads_outside(n)]
 
 
 def drawn_side(rng, heads, num_layers, scales):
     """Draw a side with equal or uneven pipeline stages, context parallelism, and any memory order."""
     orders = SCALE_ORDERS if scales else [*ORDERS]
+    block_size = int(rng.choice([2, 4, 6, 8]))
     values = of(
-        packing=orders[rng.integers(len(orders))],
-        layout=("NHD", "HND")[rng.integers(2)],
-        block_size=int(2 ** rng.integers(1, 4)),
-        cp_world_size=int(rng.choice([1, 1, 2])),
-        cp_interleave=int(rng.choice([1, 2])),
-        total_num_kv_heads=heads,
-        is_mla=heads == 1 and bool(rng.integers(2)),
-        num_layers=num_layers,
-        scale_bytes_per_head=scales,
-    )
-    cuts = np.sort(
-        rng.choice(np.arange(1, num_layers), rng.integers(num_layers - 1), replace=False)
-    )
-    counts = np.diff([0, *cuts, num_layers]).tolist()
+        packing=orders[rng.integers(len(orders))], layout=("NHD", "HND")[rng.integers(2)],
+        block_size=block_size, cp_world_size=int(rng.choice([1, 1, 2, 3, 4, 8])),
+        cp_interleave=int(rng.choice([n for n in (1, 2, 4, 8) if block_size % n == 0])),
+        total_num_kv_heads=heads, is_mla=heads == 1 and bool(rng.integers(2)),
+        num_layers=num_layers, scale_bytes_per_head=scales,
+    )  # fmt: skip
+    cuts = rng.choice(np.arange(1, num_layers), rng.integers(num_layers), replace=False)
+    counts = np.diff([0, *np.sort(cuts), num_layers]).tolist()
     sizes = [tp for tp in (1, 2, 3, 4, 6, 8) if tp % heads == 0 or heads % tp == 0]
-    if rng.integers(4):
+    if rng.integers(2):
         values["stages"] = [(count, int(rng.choice(sizes))) for count in counts]
     else:
         values["tp_size"] = int(rng.choice(sizes))
-        values["pp_size"] = int(rng.choice([n for n in (1, 2, 3) if num_layers % n == 0]))
+        values["pp_size"] = int(rng.choice([n for n in (1, 2, 3, 4, 8) if num_layers % n == 0]))
     return values
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", sampled(range(30)))
-def test_plans_are_correct_for_random_uneven_stages_with_scales(seed):
+@pytest.mark.parametrize("seed", sampled(range(200), 8))
+def test_plans_are_correct_for_random_sides(seed):
+    """Draws all sizes of both sides, uneven stages, layouts, numbers of heads, MLA and scales."""
     rng = np.random.default_rng(seed)
-    for _ in range(12):
-        heads, num_layers = int(rng.choice([1, 2, 4, 6])), int(rng.integers(2, 6))
+    for _ in range(20):
+        heads, num_layers = int(rng.choice([1, 2, 4, 6, 8])), int(rng.integers(1, 9))
         scales = int(rng.choice([0, 4, 8]))
         local, remote = (drawn_side(rng, heads, num_layers, scales) for _ in range(2))
         remote["is_mla"] = local["is_mla"]
         size = 0 if local["is_mla"] else int(rng.choice([2, 1, 0]))
         local, remote = (cache(v_head_size=size, **side) for side in (local, remote))
-        allowed = bool(rng.integers(2))
-        for rank in rng.permutation(local.world_size)[:4].tolist():
+        allowed = bool(rng.integers(4))
+        for rank in rng.permutation(local.world_size)[:3].tolist():
             check(local, remote, rank, allow_permutation=allowed, seed=seed)
 
 
@@ -183,123 +142,36 @@ def test_scales_move_with_their_heads(packing, layouts, sizes):
     assert moved == group * 2 * local.heads_per_rank * (2 * 2 * 4 + 4)
 
 
-def spoiled(**changes):
-    """Return a function that applies `changes` to a plan. The changes modify the tables of layers
-    or runs in place.
-    """
-
-    def change(plan):
-        patterns = []
-        for pattern in plan.patterns:
-            layers, runs = pattern.layers.copy(), pattern.runs.copy()
-            changes.get("layers", lambda table: None)(layers)
-            changes.get("runs", lambda table: None)(runs)
-            patterns.append(replace(pattern, layers=layers, runs=runs))
-        return replace(plan, patterns=tuple(patterns))
-
-    return change
-
-
-def test_scales_of_another_layer_are_detected():
-    local = cache(packing="block_major", scale_bytes_per_head=4, tp_size=2)
-    remote = cache(packing="block_major", scale_bytes_per_head=4)
-    with pytest.raises(Wrong, match="an element is in the wrong place"):
-        check(local, remote, 0, change=spoiled_scales)
-
-
-def spoiled_scales(plan):
-    """Return the plan with the scales of the two layers exchanged."""
-    patterns = []
-    for pattern in plan.patterns:
-        layers = pattern.layers.copy()
-        if len(layers) == 2:  # this pattern has the scales of both layers, not K and V
-            layers[:, :2] = layers[::-1, :2].copy()
-        patterns.append(replace(pattern, layers=layers))
-    return replace(plan, patterns=tuple(patterns))
-
-
-def swap_k_and_v(layers):
-    layers[0::2, :2], layers[1::2, :2] = layers[1::2, :2].copy(), layers[0::2, :2].copy()
-
-
-def shift(column, by):
-    def change(table):
-        table[:, column] += by
-
-    return change
-
-
-def next_token(runs):
-    runs[:, 1] = (runs[:, 1] + 4 * ROW) % (4 * 4 * ROW)
-
-
-def half(runs):
-    runs[:, 4] //= 2
-
-
-def read_again_from_a_replica(plan):
+def with_pattern(plan, **changes):
+    """Return the plan with changes to the tables of its first pattern."""
     first = plan.patterns[0]
-    again = replace(first, remote_rank=first.remote_rank + 1)
-    return replace(plan, patterns=(*plan.patterns, again))
+    changes = {name: change(getattr(first, name).copy()) for name, change in changes.items()}
+    return replace(plan, patterns=(replace(first, **changes), *plan.patterns[1:]))
 
 
-def read_twice(plan):
-    return replace(plan, patterns=plan.patterns * 2)
-
-
-ROW = 2 * 4  # bytes
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (spoiled(layers=shift(1, ROW)), "an element is in the wrong place"),  # reads another head
-        (spoiled(runs=next_token), "an element is in the wrong place"),
-        (spoiled(layers=shift(1, 2)), "within an element"),
-        (spoiled(layers=shift(1, -(10**6))), "leaves its region"),
-        (spoiled(layers=shift(0, 4)), "a region that does not exist"),
-        (spoiled(layers=shift(3, ROW)), "not exactly the bytes|leaves its region"),
-        (spoiled(layers=swap_k_and_v), "an element is in the wrong place"),
-        (spoiled(runs=half), "not exactly the bytes"),
-        (read_again_from_a_replica, "a local byte is written twice"),
-        (read_twice, "a remote byte is fetched twice"),
-        (lambda plan: replace(plan, patterns=plan.patterns[1:]), "not exactly the bytes"),
-    ],
-    ids=[
-        "head", "token", "torn", "outside", "region", "local offset", "K and V", "half", "replica",
-        "twice", "missing",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda plan: with_pattern(plan, layers=lambda t: t + [0, 8, 0, 0]),
+     "an element is in the wrong place"),
+    (lambda plan: with_pattern(plan, layers=lambda t: t + [0, 2, 0, 0]), "within an element"),
+    (lambda plan: with_pattern(plan, layers=lambda t: t + [0, -(10**6), 0, 0]), "leaves its region"),
+    (lambda plan: with_pattern(plan, runs=lambda t: t // [1, 1, 1, 1, 2]), "not exactly the bytes"),
+    (lambda plan: replace(plan, patterns=plan.patterns * 2), "a remote byte is fetched twice"),
+    (lambda plan: replace(plan, patterns=plan.patterns[1:]), "not exactly the bytes"),
+    (lambda plan: replace(plan, permutation=ReceivePermutation(8, "HND")), "in the wrong place"),
+], ids=["head", "torn", "outside", "half", "twice", "missing", "permutation"])  # fmt: skip
 def test_planted_defects_are_detected(change, message):
-    # Local rank 0 holds 2 of 4 heads. It reads them from one remote rank that has all heads, or
-    # from two remote ranks that have one head each.
-    local = cache(tp_size=2)
-    for remote in (cache(), cache(tp_size=8)):
-        check(local, remote, 0)
-    replicated = change is read_again_from_a_replica
+    local = cache(tp_size=2, block_size=8)
+    check(local, cache(), 0)
     with pytest.raises(Wrong, match=message):
-        check(local, cache(tp_size=8) if replicated else cache(), 0, change=change)
+        check(local, cache(), 0, change=change)
 
 
-@pytest.mark.parametrize(
-    "wrong", [ReceivePermutation(4, "NHD"), ReceivePermutation(8, "HND"), None]
-)
-def test_wrong_permutation_is_detected(wrong):
-    local, remote = cache(block_size=8), cache(block_size=4, layout="HND")
-    check(local, remote, 0)
-    with pytest.raises(Wrong, match="an element is in the wrong place"):
-        check(local, remote, 0, change=lambda plan: replace(plan, permutation=wrong))
-
-
-@pytest.mark.parametrize(
-    ("local", "remote"),
-    [
-        (of(block_size=8), of(block_size=2, layout="HND")),
-        (of(block_size=8, layout="HND"), of(block_size=2, layout="HND")),
-        (of(block_size=2, layout="HND"), of(block_size=8, layout="HND")),
-        (of(block_size=4, layout="HND"), of(block_size=4, layout="NHD")),
-    ],
-)
+@pytest.mark.parametrize(("local", "remote"), [
+    (of(block_size=8), of(block_size=2, layout="HND")),
+    (of(block_size=8, layout="HND"), of(block_size=2, layout="HND")),
+    (of(block_size=2, layout="HND"), of(block_size=8, layout="HND")),
+    (of(block_size=4, layout="HND"), of(block_size=4, layout="NHD")),
+])  # fmt: skip
 def test_permutation_matches_the_permute_op(local, remote):
     import torch
 

@@ -5,12 +5,7 @@ import numpy as np
 import pytest
 
 from kvcache.compat import KVTopology, RemoteEngine
-from kvcache.transfer import (
-    StateDescription,
-    StateTensor,
-    plan_transfer,
-    source_readers,
-)
+from kvcache.transfer import StateDescription, StateTensor, plan_transfer, source_readers
 from tests.machinery.shared import sampled
 from tests.machinery.transfer_plan_checker import cache, of
 from tests.transfer.test_transfer_plan import drawn_side

@@ -72,11 +72,8 @@ def memory_of(described, rank, pages):
     return memory.reshape(len(names[0]), -1)
 
 
-def check(local, remote, rank, rng, change=None):
+def check(local, remote, rank, rng):
     plan = plan_states(local, remote, rank)
-    if change is not None:
-        patterns = [replace(pattern, runs=change(pattern.runs.copy())) for pattern in plan.patterns]
-        plan = replace(plan, patterns=tuple(patterns))
     mine = 1 + rng.permutation(PAGES - 1)[:3]
     theirs = [1 + rng.permutation(PAGES - 1)[:3] for _ in range(remote.world_size)]
     wanted = memory_of(local, rank, mine)
@@ -148,20 +145,17 @@ def mamba(**changes):
     return StateDescription(**{"engine_id": "e", **MAMBA, **changes})
 
 
-@pytest.mark.parametrize(
-    ("local", "remote", "ranks", "num_fragments"),
-    [
-        (of(), of(), [(0,)], 2),
-        (of(tp_size=2), of(tp_size=2), [(0,), (1,)], 2),
-        # The sections x and heads are read from 2 ranks, and B and C of one group from each rank.
-        (of(), of(tp_size=2), [(0, 1)], 2 * 2 * 4),
-        (of(tp_size=2), of(), [(0,), (0,)], 2 * 4),
-        # 4 ranks share 2 groups, so B and C are read from one of the two ranks that have them
-        (of(tp_size=2), of(tp_size=4), [(0, 1), (2, 3)], 2 * 4),
-        (of(tp_size=4), of(tp_size=4), [(0,), (1,), (2,), (3,)], 2),
-        (of(tp_size=2), of(stages=[(1, 1), (1, 4)]), [(0, 1, 2), (0, 3, 4)], 4 + 4),
-    ],
-)
+@pytest.mark.parametrize(("local", "remote", "ranks", "num_fragments"), [
+    (of(), of(), [(0,)], 2),
+    (of(tp_size=2), of(tp_size=2), [(0,), (1,)], 2),
+    # The sections x and heads are read from 2 ranks, and B and C of one group from each rank.
+    (of(), of(tp_size=2), [(0, 1)], 2 * 2 * 4),
+    (of(tp_size=2), of(), [(0,), (0,)], 2 * 4),
+    # 4 ranks share 2 groups, so B and C are read from one of the two ranks that have them
+    (of(tp_size=2), of(tp_size=4), [(0, 1), (2, 3)], 2 * 4),
+    (of(tp_size=4), of(tp_size=4), [(0,), (1,), (2,), (3,)], 2),
+    (of(tp_size=2), of(stages=[(1, 1), (1, 4)]), [(0, 1, 2), (0, 3, 4)], 4 + 4),
+])  # fmt: skip
 def test_known_examples_have_the_expected_state_slices(local, remote, ranks, num_fragments):
     local, remote = mamba(**local), mamba(**remote)
     rng = np.random.default_rng(0)
@@ -190,20 +184,6 @@ def test_different_channel_orders_move_single_elements():
     assert plan_states(last, first, 0).num_fragments == 24
     half = replace(last, tp_size=2)
     assert plan_states(half, last, 1).num_fragments == 3  # half of each row
-
-
-@pytest.mark.parametrize(("column", "by"), [(1, 2), (1, -6), (3, 4), (4, -2)])
-def test_planted_defects_are_detected(column, by):
-    local, remote = mamba(tp_size=2), mamba()
-    rng = np.random.default_rng(0)
-    check(local, remote, 1, rng)
-
-    def spoiled(runs):
-        runs[1, column] += by
-        return runs
-
-    with pytest.raises((AssertionError, ValueError)):
-        check(local, remote, 1, rng, change=spoiled)
 
 
 def test_states_with_different_tensors_are_rejected():
@@ -236,36 +216,27 @@ def test_description_round_trips_by_json_and_pickle():
         StateDescription.from_dict([])
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: StateTensor(sections=[]), ValueError, "sections is empty"),
-        (lambda: StateTensor(sections="ab"), TypeError, "sections is 'ab'"),
-        (lambda: StateTensor(sections=[3]), TypeError, r"sections\[0\] is 3: expected \(units"),
-        (lambda: StateTensor(sections=[(0, 1)]), ValueError, r"units of sections\[0\] is 0"),
-        (lambda: StateTensor(sections=[(1, 1)], row_size=0), ValueError, "row_size is 0"),
-        (lambda: StateTensor(sections=[(1, 1)], dtype="int3"), ValueError, "dtype is 'int3'"),
-        (lambda: mamba(tp_size=3), ValueError, r"sections\[0\] has 8 units, tp_size is 3"),
-        (lambda: mamba(pp_size=3), ValueError, "num_layers is 2, pp_size is 3"),
-        (lambda: mamba(stages=[(1, 1)]), ValueError, "num_layers is 2: expected 1, the total"),
-        (lambda: mamba(stages=[(2, 1)], tp_size=2), ValueError, "tp_size is 2: expected 1 with"),
-        (lambda: mamba(tensors=[]), TypeError, "tensors is .*: expected one StateTensor or more"),
-        (lambda: mamba(page_stride=3), ValueError, "page_stride is 3: expected 656 to"),
-        (lambda: mamba(page_stride=[1, 2]), ValueError, "page_stride has 2 entries: expected 1"),
-        (lambda: plan_states(mamba(), mamba(), 1), ValueError, "local_rank is 1: expected 0 to 0"),
-        (
-            lambda: plan_states(mamba(), mamba(num_layers=4), 0),
-            ValueError,
-            r"local num_layers is 2 \(engine 'e'\), but remote num_layers is 4",
-        ),
-        (lambda: plan_states(mamba(), {}, 0), TypeError, "remote is \\{.*: expected a StateDesc"),
-        (
-            lambda: plan_states(mamba(), mamba(), 0).apply(np.array([1, 1]), np.array([1, 2])),
-            ValueError,
-            "local_pages has page 1 twice",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda: StateTensor(sections=[]), ValueError, "sections is empty"),
+    (lambda: StateTensor(sections="ab"), TypeError, "sections is 'ab'"),
+    (lambda: StateTensor(sections=[3]), TypeError, r"sections\[0\] is 3: expected \(units"),
+    (lambda: StateTensor(sections=[(0, 1)]), ValueError, r"units of sections\[0\] is 0"),
+    (lambda: StateTensor(sections=[(1, 1)], row_size=0), ValueError, "row_size is 0"),
+    (lambda: StateTensor(sections=[(1, 1)], dtype="int3"), ValueError, "dtype is 'int3'"),
+    (lambda: mamba(tp_size=3), ValueError, r"sections\[0\] has 8 units, tp_size is 3"),
+    (lambda: mamba(pp_size=3), ValueError, "num_layers is 2, pp_size is 3"),
+    (lambda: mamba(stages=[(1, 1)]), ValueError, "num_layers is 2: expected 1, the total"),
+    (lambda: mamba(stages=[(2, 1)], tp_size=2), ValueError, "tp_size is 2: expected 1 with"),
+    (lambda: mamba(tensors=[]), TypeError, "tensors is .*: expected one StateTensor or more"),
+    (lambda: mamba(page_stride=3), ValueError, "page_stride is 3: expected 656 to"),
+    (lambda: mamba(page_stride=[1, 2]), ValueError, "page_stride has 2 entries: expected 1"),
+    (lambda: plan_states(mamba(), mamba(), 1), ValueError, "local_rank is 1: expected 0 to 0"),
+    (lambda: plan_states(mamba(), mamba(num_layers=4), 0), ValueError,
+     r"local num_layers is 2 \(engine 'e'\), but remote num_layers is 4"),
+    (lambda: plan_states(mamba(), {}, 0), TypeError, "remote is \\{.*: expected a StateDesc"),
+    (lambda: plan_states(mamba(), mamba(), 0).apply(np.array([1, 1]), np.array([1, 2])),
+     ValueError, "local_pages has page 1 twice"),
+])  # fmt: skip
 def test_invalid_arguments_are_reported(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -6,32 +6,23 @@ import pytest
 import torch
 
 from kvcache import Pages, SwapEngine
-from kvcache.worker.swap.calibration import (
-    DEFAULT,
-    Calibration,
-    calibration_of,
-    load,
-    path_for,
-)
+from kvcache.worker.swap.calibration import DEFAULT, Calibration, calibration_of, load, path_for
 from tests.machinery.simulated_device import SimulatedStreams
 
 KIB = 1024
 KERNEL_ALWAYS = ((0, ((0, "kernel"),)),)
 
 
-@pytest.mark.parametrize(
-    ("direction", "fragment", "number", "method"),
-    [
-        ("in", 4 * KIB, 1, "kernel"),
-        ("in", 64 * KIB - 1, 8191, "kernel"),
-        ("in", 64 * KIB - 1, 8192, "staging"),
-        ("in", 64 * KIB, 1, "copy_engine"),
-        ("in", 64 * KIB, 8192, "copy_engine"),
-        ("out", 128 * KIB - 1, 8192, "kernel"),
-        ("out", 4 * KIB, 100_000, "kernel"),
-        ("out", 1024 * KIB, 5000, "copy_engine"),
-    ],
-)
+@pytest.mark.parametrize(("direction", "fragment", "number", "method"), [
+    ("in", 4 * KIB, 1, "kernel"),
+    ("in", 64 * KIB - 1, 8191, "kernel"),
+    ("in", 64 * KIB - 1, 8192, "staging"),
+    ("in", 64 * KIB, 1, "copy_engine"),
+    ("in", 64 * KIB, 8192, "copy_engine"),
+    ("out", 128 * KIB - 1, 8192, "kernel"),
+    ("out", 4 * KIB, 100_000, "kernel"),
+    ("out", 1024 * KIB, 5000, "copy_engine"),
+])  # fmt: skip
 def test_built_in_thresholds_are_those_measured_on_an_h200(direction, fragment, number, method):
     assert DEFAULT.method(direction, fragment, number) == method
     assert "H200" in DEFAULT.machine
@@ -50,35 +41,24 @@ def test_calibration_is_stored_and_found_again(tmp_path, monkeypatch):
     assert calibration_of(torch.device("cpu")) is DEFAULT
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is not a valid calibration"),
-        ("[1]", "is not a valid calibration"),
-        ('{"version": 2, "machine": "a"}', "is not a valid calibration: .*missing"),
-        (
-            '{"version": 2, "machine": "a", "out": [[0, [[0, "dma"]]]], "in_": [[0, [[0, "kernel"]]]]}',
-            "out has 'dma': expected one of kernel, copy_engine, staging",
-        ),
-        (
-            '{"version": 2, "machine": "a", "out": [[0, [[5, "kernel"]]]], "in_": [[0, []]]}',
-            r"out has steps that begin at \[5\]: expected ascending sizes from 0",
-        ),
-        (
-            '{"version": 2, "machine": "a", "out": [[5, [[0, "kernel"]]]], "in_": [[0, []]]}',
-            r"out begins at \[5\]: expected ascending numbers of fragments from 0",
-        ),
-        (
-            '{"version": 2, "machine": "a", "out": [[0, [[0, "kernel"]]]], '
-            '"in_": [[0, [[0, "kernel"]]]], "num_thread_blocks": 0}',
-            "num_thread_blocks is 0: expected 1 or more",
-        ),
-        (
-            '{"machine": "a", "out": [[0, "kernel"]], "in_": [[0, "kernel"]], "num_thread_blocks": 8}',
-            "version is 1: expected 2; run `kvcache bench --calibrate` again",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("{", "is not a valid calibration"),
+    ("[1]", "is not a valid calibration"),
+    ('{"version": 2, "machine": "a"}', "is not a valid calibration: .*missing"),
+    ('{"version": 2, "machine": "a", "out": [[0, [[0, "dma"]]]], "in_": [[0, [[0, "kernel"]]]]}',
+     "out has 'dma': expected one of kernel, copy_engine, staging"),
+    ('{"version": 2, "machine": "a", "out": [[0, [[5, "kernel"]]]], "in_": [[0, []]]}',
+     r"out has steps that begin at \[5\]: expected ascending sizes from 0"),
+    ('{"version": 2, "machine": "a", "out": [[5, [[0, "kernel"]]]], "in_": [[0, []]]}',
+     r"out begins at \[5\]: expected ascending numbers of fragments from 0"),
+    (
+        '{"version": 2, "machine": "a", "out": [[0, [[0, "kernel"]]]], '
+        '"in_": [[0, [[0, "kernel"]]]], "num_thread_blocks": 0}',
+        "num_thread_blocks is 0: expected 1 or more",
+    ),
+    ('{"machine": "a", "out": [[0, "kernel"]], "in_": [[0, "kernel"]], "num_thread_blocks": 8}',
+     "version is 1: expected 2; run `kvcache bench --calibrate` again"),
+])  # fmt: skip
 def test_file_without_calibration_is_reported(tmp_path, text, message):
     path = tmp_path / "calibration.json"
     path.write_text(text)

@@ -154,18 +154,14 @@ def test_sent_changes_are_not_repeated():
         tables.mark_clean()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda tables: tables.swap_rows([0], [1], 0),
-        lambda tables: tables.swap_rows([1], [2], 0),
-        lambda tables: tables.move_rows([0], [1], 0),
-        lambda tables: tables.clear_rows([1], 0),
-        lambda tables: tables.append_row(0, 0, [7, 8], False),
-        lambda tables: tables.append_row(0, 1, [9], True),
-    ],
-    ids=["swap", "swap with an empty row", "move", "clear", "append", "reset"],
-)
+@pytest.mark.parametrize("change", [
+    lambda tables: tables.swap_rows([0], [1], 0),
+    lambda tables: tables.swap_rows([1], [2], 0),
+    lambda tables: tables.move_rows([0], [1], 0),
+    lambda tables: tables.clear_rows([1], 0),
+    lambda tables: tables.append_row(0, 0, [7, 8], False),
+    lambda tables: tables.append_row(0, 1, [9], True),
+], ids=["swap", "swap with an empty row", "move", "clear", "append", "reset"])  # fmt: skip
 def test_single_change_is_packed_completely(change):
     """The tables are so large that the change must be sent as a packed update, rather than as a
     copy of everything.

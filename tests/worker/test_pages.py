@@ -112,19 +112,23 @@ def test_pages_round_trip_through_the_host(form, layout):
         assert torch.equal(now[[1, 5, 6]], was[[2, 3, 6]]) and not now[[0, 2, 3, 4]].any()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("form", "layout"), EACH_FORM)
-def test_tokens_are_written_and_gathered_in_every_layout(form, layout):
-    kv = storage(form, layout)
+def test_tokens_are_written_and_gathered_in_every_layout(form, layout, device):
+    kv = storage(form, layout, device=device)
     generator = torch.Generator().manual_seed(1)
-    slots = torch.tensor([6, 34, -1, 5])
+    slots = torch.tensor([6, 34, -1, 5], device=device)
     for layer in range(kv.num_layers):
-        key = torch.randn(4, kv.num_kv_heads, kv.head_size, generator=generator).half()
-        value = torch.randn(4, kv.num_kv_heads, kv.v_head_size, generator=generator).half()
+        key = torch.randn(4, kv.num_kv_heads, kv.head_size, generator=generator).half().to(device)
+        value = (
+            torch.randn(4, kv.num_kv_heads, kv.v_head_size, generator=generator).half().to(device)
+        )
         kv.write(layer, key, value if kv.v_head_size else None, slots)
         found = kv.gather(layer, slots)
         key[2] = value[2] = 0
         assert torch.equal(found[0], key) and torch.equal(found[1], value)
         assert torch.equal(kv.key_cache(layer)[6, 4], key[1])
+    assert not any(kv.key_cache(layer)[0].any() for layer in range(kv.num_layers))  # the null block
 
 
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -152,37 +156,29 @@ def test_fp8_storage_applies_scales(form, layout, dtype, per_head):
             assert torch.equal(read, expected)
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 1), (3, 3), (1, 3)])
-def test_scales_with_wrong_shape_are_rejected(shape):
-    kv = storage("apart", "NHD", dtype=torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"v_scale is torch.float32\[.*\]: expected .*\[3, 1\] or"):
-        kv.set_scales(torch.ones(3, 1), torch.ones(shape))
-    assert kv.k_scale is None
+INVALID_SCALES = [
+    *((torch.ones(shape), r"v_scale is torch.float32\[.*\]: expected .*\[3, 1\] or")
+      for shape in ((3,), (2, 1), (3, 3), (1, 3))),
+    *((torch.tensor([[1.0], [value], [1.0]]), r"v_scale is .*: expected finite numbers above 0")
+      for value in (0.0, -1.0, float("nan"), float("inf"))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_scales_must_be_positive_and_finite(value):
+@pytest.mark.parametrize(("scale", "message"), INVALID_SCALES)
+def test_invalid_scales_are_rejected(scale, message):
     kv = storage("apart", "NHD", dtype=torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"v_scale is .*: expected finite numbers above 0"):
-        kv.set_scales(torch.ones(3, 1), torch.tensor([[1.0], [value], [1.0]]))
+    with pytest.raises(ValueError, match=message):
+        kv.set_scales(torch.ones(3, 1), scale)
     assert kv.k_scale is None
+    with pytest.raises(ValueError, match=r"torch.bfloat16: expected float8_e4m3fn or float8_e5m2"):
+        storage("apart", "NHD", dtype=torch.bfloat16).set_scales(*torch.ones(2, 3, 1))
 
 
 def test_scales_are_copied():
-    kv = storage("apart", "NHD", dtype=torch.float8_e4m3fn)
-    scale = torch.ones(3, 1)
+    kv, scale = storage("apart", "NHD", dtype=torch.float8_e4m3fn), torch.ones(3, 1)
     kv.set_scales(scale, scale)
     scale.fill_(float("nan"))
     assert torch.equal(kv.k_scale, torch.ones(3, 1)) and torch.equal(kv.v_scale, torch.ones(3, 1))
-
-
-def test_only_fp8_storage_has_scales():
-    kv = storage("apart", "NHD", dtype=torch.bfloat16)
-    with pytest.raises(
-        ValueError, match=r"dtype torch.bfloat16: expected float8_e4m3fn or float8_e5m2 for scales"
-    ):
-        kv.set_scales(*torch.ones(2, 3, 1))
-    assert kv.k_scale is None
 
 
 def test_page_of_a_packed_storage_is_one_fragment():
@@ -300,115 +296,73 @@ def two(shape, *others):
     return [torch.zeros(shape), *(torch.zeros(other) for other in others)]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: Pages.over([]), "there are no tensors: expected one or more per layer"),
-        (
-            lambda: Pages.over(two((4, 2), (5, 2))),
-            "layer 1 has 5 blocks on cpu, but layer 0 has 4 on cpu",
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: Pages.over([]), "there are no tensors: expected one or more per layer"),
+    (lambda: Pages.over(two((4, 2), (5, 2))),
+     "layer 1 has 5 blocks on cpu, but layer 0 has 4 on cpu"),
+    (lambda: Pages.over(two((4, 2)), 2), r"block_dim is 2, and layer 0 has shape \[4, 2\]"),
+    (lambda: Pages.over(two((4, 2)), [0, 0]), "block_dim has 2 entries: expected 1, one per"),
+    (lambda: Pages.over([torch.zeros(1, 2).expand(4, 2)]),
+     r"layer 0 has elements that share memory \(stride 0\): expected none"),
+    (lambda: Pages.allocate(0, [[4]]), "num_blocks is 0: expected 1 to 2147483647"),
+    (lambda: storage("apart", "NHD", num_blocks=0), "num_blocks is 0"),
+    (lambda: storage("apart", "NHD", head_size=-1), "head_size is -1"),
+    (lambda: storage("apart", "DNH"), "layout is 'DNH': expected 'NHD' or 'HND'"),
+    (lambda: storage("apart", "NHD", num_layers=0), "num_layers is 0"),
+    (lambda: storage("apart", "NHD").key_cache(3), "layer is 3: expected 0 to 2"),
+    (lambda: Pages.allocate(2, [[4]]).on_host(0), "num_blocks is 0: expected 1 to 2147483647"),
+    (lambda: KVStorage.from_tensors([]), "kv_caches is empty: expected one entry per layer"),
+    (lambda: KVStorage.from_tensors([torch.zeros(2, 2, 4, 1, 8)]),
+     r"kv_caches\[0\] has shape \[2, 2, 4, 1, 8\], which is ambiguous"),
+    (lambda: KVStorage.from_tensors([torch.zeros(3, 2, 4, 1, 8)], backend="FLASH_ATTN"),
+     r"kv_caches\[0\] has shape .*: expected \[2, block, token, head, element\] of backend"),
+    (lambda: KVStorage.from_tensors([torch.zeros(3, 3, 4, 1, 8)]),
+     r"kv_caches\[0\] has shape \[3, 3, 4, 1, 8\]: expected \[2, num_blocks"),
+    (lambda: KVStorage.from_tensors([torch.zeros(3, 2, 4, 1, 8), torch.zeros(3, 2, 4, 1, 9)]),
+     r"kv_caches\[1\] has blocks of torch.float32\[3, 4, 1, 9\] with strides"),
+    (lambda: KVStorage.from_tensors([(torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 2, 8))]),
+     "expected equal dtypes, and shapes that differ only in the last"),
+    (lambda: KVStorage.from_tensors([(torch.zeros(3, 4, 8), torch.zeros(3, 4, 8))]),
+     r"kv_caches\[0\] has shapes .*: expected a pair \(K, V\)"),
+    (
+        lambda: KVStorage.from_tensors(
+            [torch.zeros(3, 2, 4, 2, 8), torch.zeros(3, 2, 2, 4, 8).transpose(2, 3)]
         ),
-        (lambda: Pages.over(two((4, 2)), 2), r"block_dim is 2, and layer 0 has shape \[4, 2\]"),
-        (lambda: Pages.over(two((4, 2)), [0, 0]), "block_dim has 2 entries: expected 1, one per"),
-        (
-            lambda: Pages.over([torch.zeros(1, 2).expand(4, 2)]),
-            r"layer 0 has elements that share memory \(stride 0\): expected none",
+        r"kv_caches\[1\] has blocks .*: expected equal dtypes, shapes and orders in memory",
+    ),
+    (lambda: KVStorage.from_tensors([(torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 1, 8).half())]),
+     r"has K of torch.float32\[3, 4, 1, 8\] and V of torch.float16"),
+    (lambda: KVStorage.from_tensors([torch.zeros(3, 2, 4, 1, 16)[..., ::2]]),
+     r"kv_caches\[0\] has stride 2 in its last dimension: expected 1"),
+    (lambda: KVStorage.from_tensors([torch.zeros(3, 4, 8)], backend="FLASHINFER"),
+     r"kv_caches\[0\] has shape \[3, 4, 8\]: expected \[block, 2, token, head, element\] of"),
+    (lambda: KVStorage.from_tensors([torch.zeros(2, 0, 4, 2, 8)]),
+     r"layer 0 has shape \[2, 0, 4, 2, 8\]: expected elements in a block"),
+    (lambda: Pages.allocate(3, [[-4, 8]]),
+     r"sizes\[0\]\[0\] is -4: expected 0 to 9223372036854775807"),
+    (lambda: storage("apart", "NHD", backend="MLA"),
+     "num_kv_heads is 2: expected 1 with the memory order .* which has no heads"),
+    (lambda: storage("apart", "NHD", v_head_size=-1), "v_head_size is -1: expected 0 to"),
+    (lambda: storage("heads first", "HND", scale_bytes_per_token=4),
+     "scale_bytes_per_token is 4: expected 0 with the memory order .* not contiguous"),
+    (lambda: storage("apart", "NHD", backend="SHARED"),
+     "backend is 'SHARED': expected one of BLOCK_MAJOR, "),
+    (lambda: KVStorage.over(Pages.allocate(3, [[512]]), 4, 1, 8, backend="FLASH_ATTN"),
+     "backend is 'FLASH_ATTN': expected a backend that keeps K and V of a block together"),
+    (
+        lambda: KVStorage.from_tensors(
+            [torch.zeros(3, 4, 1, 8)], backend="FLASH_ATTN_DIFFKV", v_head_size=8
         ),
-        (lambda: Pages.allocate(0, [[4]]), "num_blocks is 0: expected 1 to 2147483647"),
-        (lambda: Pages.allocate(2, [[4]]).on_host(0), "num_blocks is 0: expected 1 to 2147483647"),
-        (lambda: KVStorage.from_tensors([]), "kv_caches is empty: expected one entry per layer"),
-        (
-            lambda: KVStorage.from_tensors([torch.zeros(2, 2, 4, 1, 8)]),
-            r"kv_caches\[0\] has shape \[2, 2, 4, 1, 8\], which is ambiguous",
-        ),
-        (
-            lambda: KVStorage.from_tensors([torch.zeros(3, 2, 4, 1, 8)], backend="FLASH_ATTN"),
-            r"kv_caches\[0\] has shape .*: expected \[2, block, token, head, element\] of backend",
-        ),
-        (
-            lambda: KVStorage.from_tensors([torch.zeros(3, 3, 4, 1, 8)]),
-            r"kv_caches\[0\] has shape \[3, 3, 4, 1, 8\]: expected \[2, num_blocks",
-        ),
-        (
-            lambda: KVStorage.from_tensors(
-                [torch.zeros(3, 2, 4, 1, 8), torch.zeros(3, 2, 4, 1, 9)]
-            ),
-            r"kv_caches\[1\] has blocks of torch.float32\[3, 4, 1, 9\] with strides",
-        ),
-        (
-            lambda: KVStorage.from_tensors([(torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 2, 8))]),
-            "expected equal dtypes, and shapes that differ only in the last",
-        ),
-        (
-            lambda: KVStorage.from_tensors([(torch.zeros(3, 4, 8), torch.zeros(3, 4, 8))]),
-            r"kv_caches\[0\] has shapes .*: expected a pair \(K, V\)",
-        ),
-        (
-            lambda: KVStorage.from_tensors(
-                [torch.zeros(3, 2, 4, 2, 8), torch.zeros(3, 2, 2, 4, 8).transpose(2, 3)]
-            ),
-            r"kv_caches\[1\] has blocks .*: expected equal dtypes, shapes and orders in memory",
-        ),
-        (
-            lambda: KVStorage.from_tensors(
-                [(torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 1, 8).half())]
-            ),
-            r"has K of torch.float32\[3, 4, 1, 8\] and V of torch.float16",
-        ),
-        (
-            lambda: KVStorage.from_tensors([torch.zeros(3, 2, 4, 1, 16)[..., ::2]]),
-            r"kv_caches\[0\] has stride 2 in its last dimension: expected 1",
-        ),
-        (
-            lambda: KVStorage.from_tensors([torch.zeros(3, 4, 8)], backend="FLASHINFER"),
-            r"kv_caches\[0\] has shape \[3, 4, 8\]: expected \[block, 2, token, head, element\] of",
-        ),
-        (
-            lambda: KVStorage.from_tensors([torch.zeros(2, 0, 4, 2, 8)]),
-            r"layer 0 has shape \[2, 0, 4, 2, 8\]: expected elements in a block",
-        ),
-        (
-            lambda: Pages.allocate(3, [[-4, 8]]),
-            r"sizes\[0\]\[0\] is -4: expected 0 to 9223372036854775807",
-        ),
-        (
-            lambda: storage("apart", "NHD", backend="MLA"),
-            "num_kv_heads is 2: expected 1 with the memory order .* which has no heads",
-        ),
-        (lambda: storage("apart", "NHD", v_head_size=-1), "v_head_size is -1: expected 0 to"),
-        (
-            lambda: storage("heads first", "HND", scale_bytes_per_token=4),
-            "scale_bytes_per_token is 4: expected 0 with the memory order .* not contiguous",
-        ),
-        (
-            lambda: storage("apart", "NHD", backend="SHARED"),
-            "backend is 'SHARED': expected one of BLOCK_MAJOR, ",
-        ),
-        (
-            lambda: KVStorage.over(Pages.allocate(3, [[512]]), 4, 1, 8, backend="FLASH_ATTN"),
-            "backend is 'FLASH_ATTN': expected a backend that keeps K and V of a block together",
-        ),
-        (
-            lambda: KVStorage.from_tensors(
-                [torch.zeros(3, 4, 1, 8)], backend="FLASH_ATTN_DIFFKV", v_head_size=8
-            ),
-            "v_head_size is 8: expected 0 to 7",
-        ),
-        (
-            lambda: storage("apart", "NHD", scale_bytes_per_token=-1),
-            "scale_bytes_per_token is -1: expected 0 to",
-        ),
-        (
-            lambda: storage("blocks first", "NHD", scale_bytes_per_token=1),
-            "scale_bytes_per_token is 1: expected a value for which a block's scales",
-        ),
-        (lambda: storage("apart", "NHD").scale_cache(0), "the storage has no scales: expected"),
-        (
-            lambda: storage("apart", "NHD").gather(0, torch.tensor([1]), torch.float32),
-            "tokens are torch.float32, but the storage is torch.float16: expected the same dtype",
-        ),
-    ],
-)
+        "v_head_size is 8: expected 0 to 7",
+    ),
+    (lambda: storage("apart", "NHD", scale_bytes_per_token=-1),
+     "scale_bytes_per_token is -1: expected 0 to"),
+    (lambda: storage("blocks first", "NHD", scale_bytes_per_token=1),
+     "scale_bytes_per_token is 1: expected a value for which a block's scales"),
+    (lambda: storage("apart", "NHD").scale_cache(0), "the storage has no scales: expected"),
+    (lambda: storage("apart", "NHD").gather(0, torch.tensor([1]), torch.float32),
+     "tokens are torch.float32, but the storage is torch.float16: expected the same dtype"),
+])  # fmt: skip
 def test_invalid_sizes_are_reported(call, message):
     with pytest.raises(ValueError, match=message):
         call()
@@ -473,15 +427,12 @@ def test_storage_writes_to_an_engines_separate_pages():
     assert raw[2][3, :64].any() and not raw[2][3, 64:].any() and not raw[1].any()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda m: [m, m],
-        lambda m: [m[0:5], m[1:6]],
-        lambda m: [m, m[:, 2:]],
-        lambda m: [m[:, :5], m[:, 4:]],
-    ],
-)
+@pytest.mark.parametrize("make", [
+    lambda m: [m, m],
+    lambda m: [m[0:5], m[1:6]],
+    lambda m: [m, m[:, 2:]],
+    lambda m: [m[:, :5], m[:, 4:]],
+])  # fmt: skip
 def test_layers_that_share_memory_are_rejected(make):
     with pytest.raises(ValueError, match="share memory: expected memory of their own"):
         Pages.over(make(torch.randn(6, 8)))
@@ -508,14 +459,11 @@ def test_aliased_memory_is_treated_as_one_region():
         PageCopy(Pages.over([memory[1:5]]), Pages.over([memory[:4]])).copy(np.array([[1, 2]]))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        torch.zeros(6, 4, 2, 8).bfloat16(),
-        torch.zeros(6, 8, 1, 8).half(),
-        torch.zeros(6, 2, 4, 8).half().transpose(1, 2),
-    ],
-)
+@pytest.mark.parametrize("other", [
+    torch.zeros(6, 4, 2, 8).bfloat16(),
+    torch.zeros(6, 8, 1, 8).half(),
+    torch.zeros(6, 2, 4, 8).half().transpose(1, 2),
+])  # fmt: skip
 def test_pages_of_another_dtype_shape_or_order_are_rejected(other):
     mine, others = Pages.over([torch.zeros(6, 4, 2, 8).half()]), Pages.over([other])
     with pytest.raises(ValueError, match=r"tensor 0 has blocks of .dtype, shape, dimensions from"):
@@ -673,13 +621,11 @@ def test_tokens_and_slots_must_be_tensors():
     key = torch.ones(1, 1, 8)
     kv.pages.memory.zero_()
     calls = {
-        "slot_mapping": [
-            lambda slots: kv.write(0, key, key, slots),
-            lambda slots: kv.gather(0, slots),
-        ],
+        "slot_mapping": [lambda slots: kv.write(0, key, key, slots),
+            lambda slots: kv.gather(0, slots)],
         "key": [lambda key: kv.write(0, key, None, slots)],
         "value": [lambda value: kv.write(0, key, value, slots)],
-    }
+    }  # fmt: skip
     for name, each in calls.items():
         for call in each:
             for value in (None, [17], np.array([17]), 17):
@@ -704,44 +650,31 @@ def separate_layers(num_layers=3, num_blocks=6, block_dim=1):
     ]
 
 
-@pytest.mark.parametrize("block_dim", [0, 1])
-def test_copy_on_write_pairs_are_copied_over_all_layers(block_dim):
-    layers = separate_layers(block_dim=block_dim)
-    want = [layer.clone() for layer in layers]
-    for layer in want:
-        layer.select(block_dim, 4).copy_(layer.select(block_dim, 1))
-        layer.select(block_dim, 2).copy_(layer.select(block_dim, 3))
-    Pages.over(layers, block_dim).copy(np.array([(1, 4), (3, 2)]))
-    assert all(torch.equal(a, b) for a, b in zip(layers, want, strict=True))
-
-
 @given(
     pairs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12),
     as_tensor=st.booleans(),
+    dim=st.integers(0, 1),
 )
-def test_pairs_are_copied_in_order(pairs, as_tensor):
-    layers = separate_layers()
+def test_copy_on_write_pairs_are_copied_in_order_over_all_layers(pairs, as_tensor, dim):
+    layers = separate_layers(block_dim=dim)
     want = [layer.clone() for layer in layers]
     for source, destination in pairs:
         for layer in want:
-            layer[:, destination] = layer[:, source].clone()
+            layer.select(dim, destination).copy_(layer.select(dim, source).clone())
     given_pairs = torch.tensor(pairs, dtype=torch.int32).view(-1, 2) if as_tensor else pairs
-    Pages.over(layers, 1).copy(given_pairs)
+    Pages.over(layers, dim).copy(given_pairs)
     assert all(torch.equal(a, b) for a, b in zip(layers, want, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("pairs", "error", "message"),
-    [
-        ([(1, 2), (6, 3)], ValueError, r"^pairs\[1\] reads page 6: expected 0 to 5"),
-        ([(-1, 3)], ValueError, r"^pairs\[0\] reads page -1: expected 0 to 5"),
-        ([(1, 2), (2, -1)], ValueError, r"^pairs\[1\] writes to page -1: expected 0 to 5"),
-        ([1, 2], ValueError, r"^pairs has shape \[2\]: expected \[n, 2\]"),
-        ([(1.5, 2)], TypeError, r"^pairs has dtype float64: expected integers"),
-        ([(0, 2**40)], ValueError, r"^pairs\[0\] writes to page 1099511627776"),
-        (None, ValueError, r"^pairs has shape \[\]"),
-    ],
-)
+@pytest.mark.parametrize(("pairs", "error", "message"), [
+    ([(1, 2), (6, 3)], ValueError, r"^pairs\[1\] reads page 6: expected 0 to 5"),
+    ([(-1, 3)], ValueError, r"^pairs\[0\] reads page -1: expected 0 to 5"),
+    ([(1, 2), (2, -1)], ValueError, r"^pairs\[1\] writes to page -1: expected 0 to 5"),
+    ([1, 2], ValueError, r"^pairs has shape \[2\]: expected \[n, 2\]"),
+    ([(1.5, 2)], TypeError, r"^pairs has dtype float64: expected integers"),
+    ([(0, 2**40)], ValueError, r"^pairs\[0\] writes to page 1099511627776"),
+    (None, ValueError, r"^pairs has shape \[\]"),
+])  # fmt: skip
 def test_invalid_pairs_copy_nothing(pairs, error, message):
     layers = separate_layers()
     with pytest.raises(error, match=message):

@@ -184,13 +184,10 @@ def test_failed_mapping_raises_memory_error(monkeypatch):
         Pages.allocate(2, [[64]]).on_host(4)
 
 
-@pytest.mark.parametrize(
-    ("limit", "advice"),
-    [
-        (64 << 20, r"The limit of locked memory is 64.0 MiB \(`ulimit -l`\): raise it"),
-        (resource.RLIM_INFINITY, "Locked memory is not limited here: free memory of the host, or"),
-    ],
-)
+@pytest.mark.parametrize(("limit", "advice"), [
+    (64 << 20, r"The limit of locked memory is 64.0 MiB \(`ulimit -l`\): raise it"),
+    (resource.RLIM_INFINITY, "Locked memory is not limited here: free memory of the host, or"),
+])  # fmt: skip
 def test_failed_registration_suggests_a_remedy(monkeypatch, limit, advice):
     monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))
     registering_gives(monkeypatch, 2)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random plans on a simulated device: every legal order of the streams' work must give the result
-of immediate execution, and removing any dependency must be detected.
+of immediate execution. The mutants of tests/machinery/mutants.py lack one dependency each.
 """
 
 import random
@@ -8,12 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from kvcache.step import NO_REPLACE
 from kvcache.worker import SwapEngine
-from kvcache.worker import worker as worker_module
-from kvcache.worker.swap.job import SwapStream
 from tests.machinery.shared import sampled
-from tests.worker.test_swap import FORMS, LAYERS, Race, pairs, plan, simulated_worker
+from tests.worker.test_swap import FORMS, LAYERS, pairs, plan, simulated_worker
 
 NUM_PAGES, NUM_HOST_PAGES = 12, 9
 WORKER_FORMS = {**FORMS, "by calibration": {}}
@@ -110,94 +107,18 @@ class Plans:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", sampled([range(4), range(4, 24)]), ids=str)
+@pytest.mark.parametrize("seeds", sampled([range(12), range(12, 40)]), ids=str)
 @pytest.mark.parametrize("form", WORKER_FORMS)
 def test_plans_are_correct_under_any_stream_order(form, seeds):
     for seed in seeds:
         assert Plans(seed, **WORKER_FORMS[form]).run() == 0, f"seed {seed}"
 
 
-def without(cls, name, result=None):
-    return lambda monkeypatch: monkeypatch.setattr(cls, name, lambda *_, **__: result)
-
-
-def taken_without(what):
-    """Plant a defect: calls of `before_write` omit pages of one kind."""
-
-    def patch(monkeypatch):
-        original = worker_module._written_pages
-
-        def written_pages(given, moves):
-            fewer = plan(given.step_id)
-            fewer.append_ids = [] if what == "appended" else given.append_ids
-            fewer.replace = [NO_REPLACE] if what == "replaced" else given.replace
-            kept = object.__new__(type(moves))
-            for name in ("swap_out", "copy", "zero", "swap_in"):
-                section = getattr(moves, name)
-                object.__setattr__(kept, name, section[:0] if name == what else section)
-            return original(fewer, kept)
-
-        monkeypatch.setattr(worker_module, "_written_pages", written_pages)
-
-    return patch
-
-
-def swap_streams_without(which, name):
-    """Plant a defect: swaps in one direction do not wait for pages that the other direction reads
-    or writes.
-    """
-
-    def patch(monkeypatch):
-        original = getattr(SwapStream, name)
-
-        def last(self, pages):
-            return None if (self.source.num_blocks == NUM_PAGES) == (which == "out") else original(
-                self, pages)  # fmt: skip
-
-        start = SwapEngine._start
-
-        def blind(self, *arguments):
-            monkeypatch.setattr(SwapStream, name, last)
-            try:
-                return start(self, *arguments)
-            finally:
-                monkeypatch.setattr(SwapStream, name, original)
-
-        monkeypatch.setattr(SwapEngine, "_start", blind)
-
-    return patch
-
-
-MISSING = {
-    "before a write to an appended page": taken_without("appended"),
-    "before a write to a replacement page": taken_without("replaced"),
-    "before a copy": taken_without("copy"),
-    "before clearing": taken_without("zero"),
-    "before any write": without(SwapEngine, "before_write"),
-    "before a read": without(SwapEngine, "before_read"),
-    "a swap-in after a swap-out that reads its target": swap_streams_without("out", "last_reading"),
-    "a swap-in after a swap-out that fills its source": swap_streams_without("out", "last_writing"),
-    "a swap-out after a swap-in that fills its source": swap_streams_without("in", "last_writing"),
-    "a swap-out after a swap-in that reads its target": swap_streams_without("in", "last_reading"),
-}
-# A worker waits for a swap-in before it continues, which also orders the swap-outs of the next
-# plan. These two defects are therefore only detectable if the engine is used without a worker.
-IMPLIED = [name for name in MISSING if name.startswith("a swap-out after")]
-BETWEEN_DIRECTIONS = [name for name in MISSING if name.startswith("a swap-")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("missing", [name for name in MISSING if name not in IMPLIED])
-def test_missing_stream_dependency_is_detected(monkeypatch, missing):
-    MISSING[missing](monkeypatch)
+@pytest.mark.parametrize("name", ["before_write", "before_read"])
+def test_missing_stream_dependency_is_detected(monkeypatch, name):
+    monkeypatch.setattr(SwapEngine, name, lambda *_: None)
     assert any(Plans(seed, method="kernel").run() for seed in range(200))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("missing", BETWEEN_DIRECTIONS)
-def test_dependencies_between_swap_directions_are_detected(monkeypatch, missing):
-    MISSING[missing](monkeypatch)
-    assert any(Race(seed, method="kernel").run(60) for seed in range(400))
 
 
 def test_staged_page_may_be_overwritten_before_reaching_host():

@@ -23,16 +23,9 @@ NUM_SHARES = 4
 _MARKED = re.compile(r"mark\.gpu|tests\.backends")
 SWAP_STEPS = 12  # steps per race and seed
 PYTEST = [
-    "python",
-    "-m",
-    "pytest",
-    "-m",
-    "gpu and not exhaustive",
-    "-q",
-    "--tb=short",
-    "-p",
+    "python", "-m", "pytest", "-m", "gpu and not exhaustive", "-q", "--tb=short", "-p",
     "no:cacheprovider",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

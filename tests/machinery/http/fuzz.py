@@ -37,23 +37,11 @@ HUGE = "9" * 5_000  # more digits than Python converts to an int by default
 WRONG: list[object] = [
     *(None, True, False, 0, -1, 1, 2, 2**31 - 1, 2**31, 2**53, 2**63, -(2**63), 2**64, 10**400),
     *(0.5, -0.5, 1e308, 5e-324, 1e-320, float("nan"), float("inf"), -float("inf")),
-    *(
-        "",
-        "a",
-        "\0",
-        "\ud800",
-        "a\udfffb",
-        "\uffff",
-        "é€😀",
-        "x" * 300,
-        "x" * 10_000,
-        "null",
-        "[1]",
-    ),
+    *("", "a", "\0", "\ud800", "a\udfffb", "\uffff", "é€😀", "x" * 300, "x" * 10_000, "null", "[1]"),
     *([], [[]], {}, [{}], [None], [1, 2], [1.5], ["a"], ["a", 1], [[1], [2]], [[1], "a"], [-1]),
     *([2**40], [512], [True], [[[1]]], {"a": 1}, {"type": "text", "text": "a"}, ["z" * 200] * 20),
     *([[1]] * 200, ["a"] * 40, [1] * 300),
-]
+]  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -77,19 +65,14 @@ def body_of(rng: random.Random, path: str) -> dict:
         content = rng.choice(["Who?", [{"type": "text", "text": "Who?"}]])
         body["messages"] = [{"role": rng.choice(["system", "user"]), "content": content}] * 2
     options = {
-        **{
-            "temperature": rng.choice([0, 0.7, 5e-324]),
-            "top_p": 0.9,
-            "top_k": 5,
-            "n": 2,
-            "seed": 7,
-        },
+        **{"temperature": rng.choice([0, 0.7, 5e-324]), "top_p": 0.9, "top_k": 5, "n": 2,
+            "seed": 7},
         **{"stop": rng.choice(["z", ["ab", "cd"]]), "stream": True, "user": "me", "echo": False},
         **{"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
         **{"logprobs": 3 if path == PATHS[0] else True, "repetition_penalty": 1.5},
         **{"ignore_eos": True, "stop_token_ids": [5], "metadata": {"a": "b"}},
         **{"response_format": {"type": "text"}},
-    }
+    }  # fmt: skip
     for name in rng.sample([*options], rng.randint(0, 4)):
         body[name] = options[name]
     if "stream" not in body:
@@ -99,17 +82,8 @@ def body_of(rng: random.Random, path: str) -> dict:
 
 def _changed(rng: random.Random, body: dict) -> tuple[bytes, str | None]:
     """Return a body with one error, and the name of the invalid field if there is one."""
-    names = [
-        *body,
-        "cache_salt",
-        "priority",
-        "top_logprobs",
-        "tools",
-        "tool_choice",
-        "\ud800",
-        "x" * 300,
-        "stop",
-    ]
+    others = ("cache_salt", "priority", "top_logprobs", "tools", "tool_choice", "stop")
+    names = [*body, *others, "\ud800", "x" * 300]
     name, kind = rng.choice(names), rng.random()
     if kind < 0.6:
         value = rng.choice(WRONG)

@@ -3,9 +3,9 @@
 
 `python -m tests.machinery.http.storm --turns N --seed S` starts `kvcache serve`. In each turn, the
 same honest clients run alone first, and then together with hostile clients, which are threads of
-another process. The hostile clients send tiny temperatures, floods of stop strings, large bodies,
-many prompts, many samples, surrogates, huge numbers and broken HTTP. Others disconnect in the
-middle of a stream, do not read, send single bytes slowly, or stay silent. The output is the number
+another process. The hostile clients send the random requests of `fuzz`, large bodies, many prompts,
+many samples and many stop strings. Others disconnect in the middle of a stream, do not read, send
+single bytes slowly, or stay silent. The output is the number
 of correct answers, the honest clients' p99 latency without and with hostile clients (each the
 median over the turns), and the ratio of the two.
 """
@@ -25,15 +25,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing.sharedctypes import Synchronized
 
 from tests.machinery.forked import context
-from tests.machinery.http.process import (
-    Reply,
-    ServeProcess,
-    ask,
-    connect,
-    reply_of,
-    request_of,
-    text_of,
-)
+from tests.machinery.http import fuzz
+from tests.machinery.http.process import Reply, ServeProcess, ask, connect, request_of, text_of
 
 PATH = "/v1/completions"
 OPTIONS = ["--max-model-len=512", "--max-num-seqs=32", "--budget=16MiB", "--request-timeout=5"]
@@ -111,11 +104,8 @@ class Hostile:
     def _own(self, **more: object) -> dict:
         return BODY | {"prompt": f"evil {self._rng.random()} " * 3, "max_tokens": 16} | more
 
-    def tiny_temperature(self) -> None:
-        self._post(self._own(temperature=self._rng.choice([5e-324, 1e-320, 1e-30])))
-
-    def stop_bomb(self) -> None:
-        self._post(self._own(stop=["z" * 500] * 1_000))
+    def random(self) -> None:
+        fuzz.send(self._port, fuzz.case_of(self._rng))
 
     def most_stops(self) -> None:
         self._post(self._own(stop=["z" * 127 + chr(97 + i) for i in range(16)], max_tokens=60))
@@ -123,22 +113,12 @@ class Hostile:
     def large_body(self) -> None:
         self._post(b'{"model":"llama","prompt":"' + b"a" * 3_000_000 + b'"}')
 
-    def large_list(self) -> None:
-        self._post(b'{"model":"llama","prompt":[' + b"1," * 35_000 + b"1.5]}")
-
     def many_prompts(self) -> None:
         prompts = [[self._rng.randrange(500), 1] for _ in range(self._rng.choice([64, 5_000]))]
         self._post(self._own(prompt=prompts, max_tokens=8))
 
     def many_samples(self) -> None:
         self._post(self._own(n=8, temperature=1.0, max_tokens=40))
-
-    def wrong_values(self) -> None:
-        wrong = self._rng.choice(["\ud800", 2**40, 10**400, -1, [], {"a": [[]] * 50}])
-        self._post(self._own() | {self._rng.choice(["prompt", "n", "seed", "stop", "user"]): wrong})
-
-    def deep(self) -> None:
-        self._post(b'{"prompt":' + b"[" * 20_000)
 
     def leaves_a_stream(self) -> None:
         with connect(self._port, 20) as connection:
@@ -166,11 +146,6 @@ class Hostile:
                 connection = stack.enter_context(connect(self._port, 20))
                 connection.sendall(self._rng.choice([b"", b"POST", b"GET / HTTP/1.1\r\n"]))
             time.sleep(3)
-
-    def broken(self) -> None:
-        with connect(self._port, 20) as connection:
-            connection.sendall(self._rng.randbytes(self._rng.randint(1, 5_000)) + b"\r\n\r\n")
-            reply_of(connection, 20)
 
 
 KINDS = [name for name in vars(Hostile) if not name.startswith("_")]

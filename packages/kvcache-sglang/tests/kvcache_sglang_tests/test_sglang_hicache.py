@@ -251,16 +251,13 @@ def test_pools_of_hybrid_models_are_stored_and_read_back(stores):
     assert made.batch_get_v2([short]) == {PoolName.SWA: [False] * 8}
 
 
-@pytest.mark.parametrize(
-    "extra,message",
-    [
-        ({"interface_v1": 0}, "interface_v1 is missing"),
-        ({"store": None}, "store is None"),
-        ({"folder": "/x"}, "options folder: expected store, capacity"),
-        ({"store": "nothing://x"}, r"place is 'nothing://x': expected a folder"),
-        ({"store": "/tmp/x", "capacity": "many"}, "capacity is 'many'"),
-    ],
-)
+@pytest.mark.parametrize("extra,message", [
+    ({"interface_v1": 0}, "interface_v1 is missing"),
+    ({"store": None}, "store is None"),
+    ({"folder": "/x"}, "options folder: expected store, capacity"),
+    ({"store": "nothing://x"}, r"place is 'nothing://x': expected a folder"),
+    ({"store": "/tmp/x", "capacity": "many"}, "capacity is 'many'"),
+])  # fmt: skip
 def test_wrong_options_are_rejected_at_startup(extra, message, monkeypatch):
     monkeypatch.setattr(hicache, "get_model", lambda: MODEL)
     with pytest.raises((TypeError, ValueError), match=message):

@@ -25,22 +25,16 @@ CLEAN = {
     "roomy": {},
     "tight": {"max_total_tokens": 640},
     "tight, overlap, mixed chunks": {"max_total_tokens": 640, **OVERLAP, **MIXED},
-    "tokens, tight, overlap": {
-        **{"max_total_tokens": 640, "page_size": 1, "chunked_prefill_size": 60},
-        **OVERLAP,
-    },
-    "pages of 64, overlap, mixed chunks": {
-        **{"max_total_tokens": 704, "page_size": 64},
-        **{**OVERLAP, **MIXED},
-    },
+    "tokens, tight, overlap":
+        {**{"max_total_tokens": 640, "page_size": 1, "chunked_prefill_size": 60}, **OVERLAP},
+    "pages of 64, overlap, mixed chunks": {**{"max_total_tokens": 704, "page_size": 64},
+        **{**OVERLAP, **MIXED}},
     "without a radix cache": {"max_total_tokens": 640, "disable_radix_cache": True, **OVERLAP},
     "hicache": {**HICACHE, **OVERLAP},
     "windows, overlap": {"family": "mellum", "max_total_tokens": 768, **OVERLAP},
-    "windows, tokens": {
-        **{"family": "mellum", "max_total_tokens": 640, "page_size": 1},
-        **{"chunked_prefill_size": 60, **MIXED},
-    },
-}
+    "windows, tokens": {**{"family": "mellum", "max_total_tokens": 640, "page_size": 1},
+        **{"chunked_prefill_size": 60, **MIXED}},
+}  # fmt: skip
 WORKS = [
     {"seed": 1, "turns": 6, "new_tokens": 60, "aborts": True},
     {"seed": 2, "turns": 4, "new_tokens": 90, "at_once": 6, "keys": True},

@@ -69,48 +69,31 @@ def connector(name, module, **extra):
     return "--kv-transfer-config", json.dumps(config)
 
 
-@pytest.mark.parametrize(
-    "options,message",
-    [
-        (
-            [
-                "--kv-transfer-config",
-                '{"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}',
-            ],
-            "SimpleCPUOffloadConnector reads vLLM's own block pool (bind_gpu_block_pool)",
-        ),
-        (
-            ["--kv-transfer-config", '{"kv_connector": "None", "kv_role": "kv_both"}'],
-            "Unsupported connector type: None",
-        ),
-        (
-            [*connector("KVCacheConnector", "disaggregation", nope=1)],
-            "connector KVCacheConnector: ",
-        ),
-        (
-            [*connector("KVCacheConnector", "disaggregation"), "--pipeline-parallel-size", "2"],
-            "pipeline_parallel_size is 2: this connector supports only 1",
-        ),
-        (
-            [*connector("OffloadingConnector", "offloading", spec_name="Spec")],
-            "connector OffloadingConnector: Unsupported spec type: Spec",
-        ),
-        (
-            [
-                *connector(
-                    "OffloadingConnector",
-                    "offloading",
-                    spec_name="KVCacheOffloadingSpec",
-                    spec_module_path="kvcache_vllm.offloading",
-                    cpu_bytes_to_use="much",
-                )
-            ],
-            "cpu_bytes_to_use is 'much'",
-        ),
-        (["--additional-config", '{"kvcache": {"evict": "lru"}}'], "option 'evict' for kvcache"),
-        (["--no-such-option"], "vLLM rejects them: unrecognized arguments: --no-such-option"),
-    ],
-)
+@pytest.mark.parametrize("options,message", [
+    (["--kv-transfer-config", '{"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}'],
+     "SimpleCPUOffloadConnector reads vLLM's own block pool (bind_gpu_block_pool)"),
+    (["--kv-transfer-config", '{"kv_connector": "None", "kv_role": "kv_both"}'],
+     "Unsupported connector type: None"),
+    ([*connector("KVCacheConnector", "disaggregation", nope=1)], "connector KVCacheConnector: "),
+    ([*connector("KVCacheConnector", "disaggregation"), "--pipeline-parallel-size", "2"],
+     "pipeline_parallel_size is 2: this connector supports only 1"),
+    ([*connector("OffloadingConnector", "offloading", spec_name="Spec")],
+     "connector OffloadingConnector: Unsupported spec type: Spec"),
+    (
+        [
+            *connector(
+                "OffloadingConnector",
+                "offloading",
+                spec_name="KVCacheOffloadingSpec",
+                spec_module_path="kvcache_vllm.offloading",
+                cpu_bytes_to_use="much",
+            )
+        ],
+        "cpu_bytes_to_use is 'much'",
+    ),
+    (["--additional-config", '{"kvcache": {"evict": "lru"}}'], "option 'evict' for kvcache"),
+    (["--no-such-option"], "vLLM rejects them: unrecognized arguments: --no-such-option"),
+])  # fmt: skip
 def test_unsupported_configurations_and_requests_are_reported(options, message, folder_of, capsys):
     status, said = told(capsys, folder_of("OLMo-2-7B"), *options)
     assert status == 1 and message in said, said

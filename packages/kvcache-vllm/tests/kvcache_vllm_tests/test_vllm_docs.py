@@ -64,17 +64,14 @@ def test_code_blocks_without_a_run_marker_are_rejected():
     assert {block.name for block in blocks if block.kind == "not run"} == NOT_RUN
 
 
-@pytest.mark.parametrize(
-    "text,message",
-    [
-        ("text\n\n```bash\nls\n```\n", "needs a name"),
-        ("text\n\n    vllm serve MODEL\n", "is indented"),
-        ("<!-- log: server -->\n```text\nline\n```\n", "no block of commands is named server"),
-        ("<!-- run: a -->\n```text\nls\n```\n", "needs ```bash"),
-        ("<!-- run: a -->\ntext\n", "has no block"),
-        ("<!-- run: a -->\n```bash\nls\n```\n" * 2, "used twice"),
-    ],
-)
+@pytest.mark.parametrize("text,message", [
+    ("text\n\n```bash\nls\n```\n", "needs a name"),
+    ("text\n\n    vllm serve MODEL\n", "is indented"),
+    ("<!-- log: server -->\n```text\nline\n```\n", "no block of commands is named server"),
+    ("<!-- run: a -->\n```text\nls\n```\n", "needs ```bash"),
+    ("<!-- run: a -->\ntext\n", "has no block"),
+    ("<!-- run: a -->\n```bash\nls\n```\n" * 2, "used twice"),
+])  # fmt: skip
 def test_unmarked_command_blocks_are_rejected(text, message):
     with pytest.raises(ValueError, match=message):
         blocks_of(text)

@@ -216,37 +216,6 @@ class TestExpeditedLoads:
         assert self.values(11, 12, 13) == [1, 2, 3] and self.finished(worker) == {1: 3 * 64}
         assert worker.take_failed_loads() == set()
 
-    def test_regular_load_queues_behind_a_regular_load(self, worker):
-        self.hold(worker, "in")
-        worker.submit_load(1, self.chunks(1), self.blocks_of(11))
-        worker.submit_load(2, self.chunks(3), self.blocks_of(14))
-        with pytest.raises(AssertionError, match="waits for work that cannot run"):
-            worker.wait({2})
-
-    def test_loads_into_the_same_block_run_in_order(self, worker):
-        self.hold(worker, "in")
-        worker.submit_load(1, self.chunks(1), self.blocks_of(11))
-        worker.submit_load(2, self.chunks(2), self.blocks_of(11), expedited=True)
-        with pytest.raises(AssertionError, match="waits for work that cannot run"):
-            worker.wait({2})
-        self.hold(worker)
-        worker.wait({2})
-        assert self.values(11) == [2] and set(self.finished(worker)) == {1, 2}
-
-    def test_store_to_a_chunk_waits_for_an_expedited_load_of_it(self, worker):
-        """After a reset, vLLM reassigns a chunk whose load is still in flight."""
-        self.hold(worker, "expedited")
-        worker.submit_load(1, self.chunks(1), self.blocks_of(11), expedited=True)
-        worker.submit_store(2, self.blocks_of(12), self.chunks(1))
-        with pytest.raises(AssertionError, match="waits for work that cannot run"):
-            worker.wait({2})
-        self.hold(worker)
-        worker.shutdown()
-        assert self.values(11) == [1] and set(self.finished(worker)) == {1, 2}
-        worker.submit_load(3, self.chunks(1), self.blocks_of(13), expedited=True)
-        worker.wait({3})
-        assert self.values(13) == [12] and worker.take_failed_loads() == set()
-
     def test_failed_expedited_load_is_reported(self, worker):
         self.hold(worker, "in")
         worker.submit_load(1, self.chunks(1), self.blocks_of(11))

@@ -118,64 +118,34 @@ class TestRefusals:
     says what to change.
     """
 
-    @pytest.mark.parametrize(
-        ("options", "error", "message"),
-        [
-            ({}, ValueError, "has no cpu_bytes_to_use: expected the bytes of host memory"),
-            ({"cpu_bytes_to_use": 0}, ValueError, "cpu_bytes_to_use is 0: expected"),
-            ({"cpu_bytes_to_use": "much"}, ValueError, "cpu_bytes_to_use is 'much': expected"),
-            (
-                {"eviction": "priority"},
-                ValueError,
-                "eviction is 'priority': expected one of learned",
-            ),
-            ({"eviction": 3}, ValueError, "eviction is 3: expected one of"),
-            (
-                {"eviction_options": {"share": 1}},
-                ValueError,
-                "^eviction 'lru': option 'share' is 1",
-            ),
-            (
-                {"eviction_options": [1]},
-                TypeError,
-                r"eviction_options is \[1\]: expected a dict of numbers",
-            ),
-            (
-                {"store": "evict"},
-                ValueError,
-                "store is 'evict': expected 'through' or 'selective' .vLLM",
-            ),
-            (
-                {"store": "learned"},
-                ValueError,
-                "store is 'learned': expected 'through' or 'selective'",
-            ),
-            ({"store": None}, ValueError, "store is None: expected 'through' or 'selective'"),
-            ({"num_requests_to_store": 0}, ValueError, "num_requests_to_store is 0: expected 1"),
-            ({"eviction_policy": "lru"}, ValueError, "has 'eviction_policy': expected eviction"),
-            (
-                {"sync_load_budget_bytes": 1},
-                ValueError,
-                "has 'sync_load_budget_bytes': expected nothing, because a failed load",
-            ),
-            ({"blocks": 4}, ValueError, "has 'blocks': expected one of cpu_bytes_to_use"),
-        ],
-    )
+    @pytest.mark.parametrize(("options", "error", "message"), [
+        ({}, ValueError, "has no cpu_bytes_to_use: expected the bytes of host memory"),
+        ({"cpu_bytes_to_use": 0}, ValueError, "cpu_bytes_to_use is 0: expected"),
+        ({"cpu_bytes_to_use": "much"}, ValueError, "cpu_bytes_to_use is 'much': expected"),
+        ({"eviction": "priority"}, ValueError, "eviction is 'priority': expected one of learned"),
+        ({"eviction": 3}, ValueError, "eviction is 3: expected one of"),
+        ({"eviction_options": {"share": 1}}, ValueError, "^eviction 'lru': option 'share' is 1"),
+        ({"eviction_options": [1]}, TypeError,
+         r"eviction_options is \[1\]: expected a dict of numbers"),
+        ({"store": "evict"}, ValueError,
+         "store is 'evict': expected 'through' or 'selective' .vLLM"),
+        ({"store": "learned"}, ValueError, "store is 'learned': expected 'through' or 'selective'"),
+        ({"store": None}, ValueError, "store is None: expected 'through' or 'selective'"),
+        ({"num_requests_to_store": 0}, ValueError, "num_requests_to_store is 0: expected 1"),
+        ({"eviction_policy": "lru"}, ValueError, "has 'eviction_policy': expected eviction"),
+        ({"sync_load_budget_bytes": 1}, ValueError,
+         "has 'sync_load_budget_bytes': expected nothing, because a failed load"),
+        ({"blocks": 4}, ValueError, "has 'blocks': expected one of cpu_bytes_to_use"),
+    ])  # fmt: skip
     def test_invalid_options_are_rejected_with_the_expected_values(self, options, error, message):
         own = {"cpu_bytes_to_use": 1 << 20} | options if options else {}
         with pytest.raises(error, match=message):
             HostTierOptions.of(own)
 
-    @pytest.mark.parametrize(
-        ("shown", "message"),
-        [
-            (
-                "vLLM's connector",
-                "kv_transfer_config has no kv_connector_module_path: expected",
-            ),
-            ("no chunk", "cpu_bytes_to_use is 64: expected at least"),
-            ("another spec", "spec_name is 'CPUOffloadingSpec'"),
-        ],
-    )
+    @pytest.mark.parametrize(("shown", "message"), [
+        ("vLLM's connector", "kv_transfer_config has no kv_connector_module_path: expected"),
+        ("no chunk", "cpu_bytes_to_use is 64: expected at least"),
+        ("another spec", "spec_name is 'CPUOffloadingSpec'"),
+    ])  # fmt: skip
     def test_invalid_options_stop_the_engine_at_startup(self, shown, message, chats_of):
         assert message in chats_of("llama")[shown]["error"]
