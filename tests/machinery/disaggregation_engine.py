@@ -36,27 +36,11 @@ class Engine:
     """An engine with all its ranks in this process."""
 
     def __init__(
-        self,
-        engine_id,
-        *,
-        tp=1,
-        pp=1,
-        block=16,
-        layout="NHD",
-        backend="FLASHINFER",
-        kinds=("full",),
-        num_blocks=200,
-        dtype="float32",
-        model=None,
-        options=None,
-        secret="",
-        manager=None,
-        device="cpu",
-        num_heads=HEADS,
-        head_size=SIZE,
-        num_layers=LAYERS,
+        self, engine_id, *, tp=1, pp=1, block=16, layout="NHD", backend="FLASHINFER",
+        kinds=("full",), num_blocks=200, dtype="float32", model=None, options=None, secret="",
+        manager=None, device="cpu", num_heads=HEADS, head_size=SIZE, num_layers=LAYERS,
         max_model_len=1024,
-    ):
+    ):  # fmt: skip
         self.num_heads, self.head_size = num_heads, head_size
         shape = {"num_kv_heads": num_heads // tp, "head_size": head_size, "dtype": dtype}
         layers = []
@@ -87,23 +71,17 @@ class Engine:
             for layer in range(pages.num_layers):
                 pages.layer(layer).fill_(0)
         self.manager = KVCacheManager.for_groups(
-            self.plan.groups,
-            self.plan.num_pages,
-            max_model_len,
-            num_preallocate_tokens=0,
+            self.plan.groups, self.plan.num_pages, max_model_len, num_preallocate_tokens=0,
             **(manager or {}),
-        )
+        )  # fmt: skip
+        states = {g: STATE for g, kind in enumerate(self.kinds) if kind == "state"}
+        layers = {
+            g: [f"{kind}.{i}" for i in range(num_layers)] for g, kind in enumerate(self.kinds)
+        }
         layouts = layouts_of_plan(
-            self.plan,
-            self.storages[0],
-            engine_id=engine_id,
-            tp_size=tp,
-            pp_size=pp,
-            states={g: STATE for g, kind in enumerate(self.kinds) if kind == "state"},
-            layers={
-                g: [f"{kind}.{i}" for i in range(num_layers)] for g, kind in enumerate(self.kinds)
-            },
-        )
+            self.plan, self.storages[0], engine_id=engine_id, tp_size=tp, pp_size=pp,
+            states=states, layers=layers,
+        )  # fmt: skip
         self.ranks = [
             CacheRank(layouts, storages, rank=rank, options=options, secret=secret.encode())
             for rank, storages in enumerate(self.storages)
@@ -365,31 +343,24 @@ def finish(engine, request, loaded, result):
 def serve(commands, **options):
     """Execute commands until the test process ends, and maintain leases meanwhile."""
     torch.set_num_threads(1)
-
-    def answer(**values):
-        send(commands, **values)
-
     with Engine(**options) as engine:
-        answer(ready=True)
-        obey(engine, commands, answer)
+        send(commands, ready=True)
+        while True:
+            engine.connector.poll()
+            if commands.poll(0.005):
+                send(commands, **obey(engine, received(commands)))
 
 
-def obey(engine, commands, answer):
-    while True:
-        engine.connector.poll()
-        if not commands.poll(0.005):
-            continue
-        command = received(commands)
-        match command.pop("command"):
-            case "prefill":
-                request = Request(command["id"], command["tokens"])
-                hit = engine.prefill(request)
-                if hit is None:
-                    answer(offer=None, hit=None)
-                    continue
+def obey(engine, command):
+    """Execute a command, and return the response."""
+    match command["command"]:
+        case "prefill":
+            request, offer = Request(command["id"], command["tokens"]), None
+            hit = engine.prefill(request)
+            if hit is not None:
                 offer = engine.connector.publish(request, lease_s=command.get("lease_s"))
-                answer(offer=offer, hit=hit)
-            case "load":
-                answer(results=load_all(engine, command["requests"]))
-            case "drained":
-                answer(drained=engine.drained(command.get("seconds", 10)))
+            return {"offer": offer, "hit": hit}
+        case "load":
+            return {"results": load_all(engine, command["requests"])}
+        case "drained":
+            return {"drained": engine.drained(command.get("seconds", 10))}

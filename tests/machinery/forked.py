@@ -54,6 +54,7 @@ class Forked:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.join()
+        self._process.close()
         self._commands.close()
 
     def ask(self, command: str, timeout_s: float = 90, **arguments: object) -> dict:

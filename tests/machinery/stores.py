@@ -5,6 +5,7 @@ through a tier.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import zlib
@@ -14,8 +15,10 @@ import numpy as np
 
 from kvcache import Admit, External, KVCacheManager, Request, Status, StepReport
 from kvcache.allocator import check_invariants
+from kvcache.events import BlockRemoved
 from kvcache_exchange.store import BlockStore, Circuit, StoreTier
-from kvcache_lab.content import mix64
+from kvcache_exchange.store.value_format import BlockKey, key_of_text
+from kvcache_lab.content import mix64, prefix_keys
 from kvcache_lab.running import Running, Span
 from kvcache_lab.verifier import KVVerifier
 from kvcache_lab.workload import WorkloadRequest
@@ -133,6 +136,7 @@ class StoreUser:
         self.events = []
         self.has_local_hit = {}  # whether requests had a local hit before their load
         self.num_hit = self.num_loaded = self.num_finished = 0
+        self.numbers = itertools.count(1)
         self.factors = [group.factors for each in self.verifiers for group in each.groups]
 
     @property
@@ -151,14 +155,16 @@ class StoreUser:
         staging_bytes = self.staging_blocks * (verifier.storage.pages.page_bytes + 192)
         return {"contents": verifier.storages, "staging_bytes": staging_bytes}
 
-    def add(self, item: WorkloadRequest, **options):
+    def add(self, tokens, **options):
+        tokens, number = np.array(tokens, np.int32), next(self.numbers)
+        item = WorkloadRequest(number, number, tokens, 1, prefix_keys(tokens))
         self.verifier.reserve(item.num_tokens)
-        self.waiting.append(Running(item, Request(str(item.index), item.token_ids, **options), 0))
+        self.waiting.append(Running(item, Request(str(number), tokens, **options), 0))
 
-    def run(self, *items, timeout_s=60.0):
+    def run(self, *prompts, timeout_s=60.0):
         """Serve requests until all have finished."""
-        for item in items:
-            self.add(item)
+        for tokens in prompts:
+            self.add(tokens)
         deadline = time.monotonic() + timeout_s
         while self.waiting or self.running or self.receiving:
             assert time.monotonic() < deadline, "a request hangs"
@@ -232,6 +238,73 @@ class StoreUser:
         ]
         return Span(running.item, running.row, tables, start, running.num_computed, running.num_hit)
 
+    def match(self, request):
+        """Wait for the lookup of a request, or of a prompt, and return the number of tokens found."""
+        if not isinstance(request, Request):
+            request = Request("probe", request)
+        while (found := self.tier.match(request)) is None:
+            time.sleep(0.001)
+        return found
+
+    def until(self, condition, timeout_s=60.0):
+        """Poll until a condition holds."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.tier.stats
+            self.tier.poll()
+            time.sleep(0.001)
+
+    @property
+    def told(self):
+        """Return the store's contents, according to the events with medium "storage"."""
+        self.events += self.tier.drain_events()
+        has = set()
+        for event in (each for each in self.events if each.medium == "storage"):
+            keys = {BlockKey(event.group, each.tobytes()) for each in event.block_hashes}
+            has = has - keys if isinstance(event, BlockRemoved) else has | keys
+        return has
+
+    @property
+    def held(self):
+        """Return the blocks that the stores of all ranks have."""
+        return set.intersection(*(
+            {key for text in store.values if (key := key_of_text(rank._fingerprint, text))}
+            for rank, store in self.ranks()
+        ))  # fmt: skip
+
+    def ranks(self):
+        """Return each rank with its store."""
+        return [(rank, self.store) for rank in self.tier._ranks]
+
+    def serve(self, choose, number, *, before_step=lambda: None, **rates):
+        """Serve random requests with common prefixes. Some are canceled, lose blocks, or are
+        interrupted by a reset or by new weights.
+        """
+        rates = {"cancel": 0.1, "invalidate": 0.05, "reset": 0.03, "new_weights": 0.02, **rates}
+        families = [[choose.randrange(1000) for _ in range(60)] for _ in range(4)]
+        for _ in range(number):
+            head = choose.choice(families)[: choose.randint(1, 50)]
+            tail = [choose.randrange(1000) for _ in range(choose.randint(1, 8))]
+            self.add([*head, *tail])
+            for _ in range(choose.randint(1, 6)):
+                before_step()
+                self.step(chunk=choose.choice([8, 16, 64]))
+                check_invariants(self.manager)
+                for each in [*self.running.values()]:
+                    if not each.num_left and choose.random() < 0.7:
+                        self.finish(each)
+                if self.receiving and choose.random() < rates["cancel"]:
+                    self.cancel(choose.choice([*self.receiving.values()]))
+                if self.running and choose.random() < rates["invalidate"]:
+                    blocks = self.manager.block_ids(choose.choice([*self.running.values()]).request)
+                    self.restart(self.tier.invalidate(blocks[blocks > 0][-2:]))
+                if choose.random() < rates["reset"]:
+                    self.manager.cache.reset()
+                if choose.random() < rates["new_weights"]:
+                    self.new_weights(choose.choice([None, "a", "b"]))
+                if choose.random() < 0.3:
+                    time.sleep(0.002)
+
     @staticmethod
     def check(how, spans):
         for span in spans:
@@ -299,15 +372,15 @@ class StoreUser:
         for each in [*self.running.values()]:
             self.manager.free(each.request)
         self.running.clear()
+        ranks = self.ranks()  # `close` may forget them
         assert self.tier.close(60)
-        assert getattr(self.store, "is_closed", True)
-        assert self.manager.pool.num_free == self.manager.pool.num_total
-        if self.manager.host_pool is not None:
-            assert self.manager.host_pool.num_free == self.manager.host_pool.num_total
-        check_invariants(self.manager)
-        for rank in self.tier._ranks:
+        for rank, store in ranks:
+            assert getattr(store, "is_closed", True)
             assert rank._staging.num_free == rank._staging.num_values
-        assert self.tier.num_loading_requests == 0 and self.tier._num_writing == 0
+        for pool in filter(None, (self.manager.pool, self.manager.host_pool)):
+            assert pool.num_free == pool.num_total
+        check_invariants(self.manager)
+        assert self.tier.num_loading_requests == 0
         self.events += self.tier.drain_events()
 
 

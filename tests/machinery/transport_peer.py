@@ -1,90 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer in a separate process, for `test_transports.py`.
+"""Sides of transports for tests: in the test process, or in a separate one that executes commands.
 
-The peer registers memory with a known pattern, reports its metadata, and executes commands. `lie`
-names a protocol violation that the peer commits, and `delay` names a step that it slows down.
+Each registers memory with a known pattern.
 """
 
-import json
+import itertools
 import os
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
 import numpy as np
-import torch
 
 from kvcache.transfer.transport import base
-from kvcache_exchange.transport import channel, connection, factory, handshake, lane
+from kvcache_exchange.transport.factory import make_transport
 from tests.machinery.forked import Forked, received, send
 from tests.machinery.network import enter
 
 POOL_BYTES = 1 << 20
 _FRAGMENT = 4096
+_numbers = itertools.count()
 
 
-def pattern(seed: int) -> np.ndarray:
-    """Return uint8[POOL_BYTES] that depends only on the seed."""
-    return np.random.default_rng(seed).integers(0, 256, POOL_BYTES, np.uint8)
+def pattern(seed: int, num_bytes: int = POOL_BYTES) -> np.ndarray:
+    """Return uint8[num_bytes] that depends only on the seed. A seed of 0 gives zeros."""
+    if seed == 0:
+        return np.zeros(num_bytes, np.uint8)
+    return np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
+
+
+class Side:
+    """A transport of this process, by default with a name that no other test uses."""
+
+    def __init__(self, name, agent=None, *, seed=0, num_bytes=POOL_BYTES, **options):
+        self.agent = agent or f"side {next(_numbers)}"
+        self.pool = pattern(seed, num_bytes)
+        self.address = self.pool.ctypes.data
+        self.transport = make_transport(self.agent, name, **{"timeout_s": 20, **options})
+        self.transport.register([(self.address, num_bytes)])
+
+    @property
+    def metadata(self):
+        return self.transport.metadata()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.transport.close()
+
+    def connect(self, other, **options):
+        return self.transport.connect(other.metadata, **options)
+
+    def read(self, other, local, remote, length, **options):
+        """Begin to read fragments from another side, which this one has connected to before."""
+        local, remote, length = np.broadcast_arrays(*map(np.atleast_1d, (local, remote, length)))
+        at = self.address + local, other.address + remote
+        return self.transport.read(other.agent, *at, length, **options)
 
 
 class Peer(Forked):
-    """A peer process that is controlled by a test.
-
-    Args:
-        name: Name of the transport.
-        agent: The name under which other agents know the peer.
-        options: Options of `serve`.
-    """
+    """A side in a process that is controlled by a test."""
 
     def __init__(self, name: str, agent: str = "peer", **options: object) -> None:
         super().__init__(serve, name=name, agent=agent, **options)
+        self.agent = agent
         self.metadata, self.address = self.greeting["metadata"].encode(), self.greeting["address"]
-
-
-def tell_lies(how: str) -> None:
-    """Patch the transport to violate the protocol in this way."""
-    if how == "version":
-        handshake.TRANSPORT_VERSION += 1
-    if how == "corrupt":  # changes the bytes after their digest was computed
-        real = lane.digest_of
-
-        def changed(piece: torch.Tensor) -> str:
-            digest = real(piece)
-            piece[0] ^= 1
-            return digest
-
-        lane.digest_of = changed
-    start = channel.Channel.put
-
-    def put(self: channel.Channel, header: dict, *parts: object, **body: object) -> None:
-        if how == "size" and header["op"] == "start":
-            header = {**header, "bytes": header["bytes"] + 1}
-        if how == "piece" and header["op"] == "piece":
-            header = {**header, "bytes": header["bytes"] + 1}
-        if how == "taken" and header["op"] == "start":
-            start(self, {"op": "taken"})
-        if how == "id" and header["op"] == "start":
-            header = {**header, "id": header["id"] + 1}
-        if how == "twice" and header["op"] == "start":
-            start(self, header, *parts, **body)
-        if how == "op" and header["op"] == "start":
-            header = {**header, "op": "begin"}
-        start(self, header, *parts, **body)
-
-    channel.Channel.put = put
-
-
-def take_longer(what: str) -> None:
-    """Make the step `what` of the transport half a second slower. Only "open" has an effect."""
-    if what == "open":
-        real = connection.Connection.open
-
-        def slow(self: connection.Connection, lane: object) -> None:
-            time.sleep(0.5)
-            real(self, lane)
-
-        connection.Connection.open = slow
 
 
 def attempt(
@@ -114,67 +95,28 @@ def attempt(
 def serve(
     commands: Connection,
     *,
-    name: str,
-    agent: str,
-    seed: int = 1,
-    secret: bytes = b"",
-    lie: str = "",
-    delay: str = "",
-    digest: bool = False,
-    host: str = "127.0.0.1",
-    timeout_s: float = 20.0,
     namespace: str | None = None,
     environment: Mapping[str, str] | None = None,
+    **options,
 ) -> None:
-    """Execute commands until the test process ends."""
+    """Execute commands until the test process ends. `options` are those of `Side`."""
     os.environ.update(environment or {})
     if namespace is not None:
         enter(namespace)
-    tell_lies(lie)
-    take_longer(delay)
-    pool = pattern(seed)
-    transport = factory.make_transport(
-        agent, name, secret=secret, host=host, timeout_s=timeout_s, digest=digest
-    )
-    transport.register([(pool.ctypes.data, pool.nbytes)])
-
-    def answer(**values: object) -> None:
-        send(commands, **values)
-
-    told = transport.metadata().decode()
-    if lie == "version":
-        told = json.dumps({**json.loads(told), "version": handshake.TRANSPORT_VERSION})
-    answer(metadata=told, address=pool.ctypes.data)
+    side = Side(**{"seed": 1, **options})
+    transport = side.transport
+    send(commands, metadata=side.metadata.decode(), address=side.address)
     while True:
         command = received(commands)
         match command.pop("command"):
             case "notifications":
-                deadline, found = time.monotonic() + 30, transport.notifications()
-                while len(found) < command["least"] and time.monotonic() < deadline:
-                    time.sleep(0.01)
+                found = []
+                while len(found) < command["least"]:
                     found += transport.notifications()
-                answer(found=[(peer, message.decode()) for peer, message in found])
+                    time.sleep(0.01)
+                send(commands, found=[(peer, message.decode()) for peer, message in found])
             case "busy":  # keeps the main thread busy until the next command
-                answer(begun=True)
                 while not commands.poll():
                     pass
-            case "pool":
-                answer(hex=pool[command["first"] : command["last"]].tobytes().hex())
-            case "connect":
-                try:
-                    peer = transport.connect(command["metadata"].encode(), timeout_s=20)
-                    answer(peer=peer)
-                except (ConnectionError, ValueError) as error:
-                    answer(error=str(error))
-            case "read":
-                here = pool.ctypes.data + np.array(command["local"])
-                read = transport.read(
-                    command["peer"], here, np.array(command["remote"]), np.array(command["length"])
-                )
-                read.wait(20)
-                answer(done=True)
             case "attempt":
-                answer(**attempt(transport, pool, timeout_s, **command))
-            case "fill":
-                pool[:] = command["value"]
-                answer(done=True)
+                send(commands, **attempt(transport, side.pool, transport.timeout_s, **command))

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields
-from functools import partial
 
 import numpy as np
 import torch
@@ -45,13 +44,11 @@ from kvcache.worker import (
 )
 from kvcache_exchange.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
 from kvcache_exchange.transport import make_transport
-from kvcache_lab.content import prefix_keys
-from kvcache_lab.workload import WorkloadRequest
 from kvcache_serve.engine import Engine, SamplingParams
 from kvcache_serve.engine.transformers import attach, layer_specs
 from kvcache_serve.engine.transformers.tiny_models import tiny_model
-from tests.machinery import stores
 from tests.machinery.shared import context_of, manager_of
+from tests.machinery.stores import MemoryStore, StoreUser
 from tests.machinery.wrong_calls.ops import Calls, make_wrong
 
 
@@ -673,21 +670,15 @@ def _(device: str) -> object:
     """The second engine loads what the first computed. Every token that either engine reads is
     checked.
     """
-    verifier, stores.KVVerifier = stores.KVVerifier, partial(stores.KVVerifier, device=device)
-    store, found = stores.MemoryStore(), []
-    try:
-        for num_host_blocks in (0, 30):
-            for _ in range(2):
-                user = stores.StoreUser(
-                    store, [GroupSpec("full_attention", 16)], num_host_blocks=num_host_blocks
-                )
-                tokens = np.arange(100, dtype=np.int32) + num_host_blocks
-                user.run(WorkloadRequest(0, 0, tokens, 0, prefix_keys(tokens)))
-                user.settle()
-                user.end()
-                found += [user.num_loaded, user.num_finished]
-    finally:
-        stores.KVVerifier = verifier
+    store, found = MemoryStore(), []
+    for num_host_blocks in (0, 30):
+        for _ in range(2):
+            options = {"num_host_blocks": num_host_blocks, "device": device}
+            user = StoreUser(store, [GroupSpec("full_attention", 16)], **options)
+            user.run(np.arange(100) + num_host_blocks)
+            user.settle()
+            user.end()
+            found += [user.num_loaded, user.num_finished]
     assert found[2] > 0
     return found
 

@@ -28,7 +28,6 @@ from kvcache_exchange.transport.connection import StagedTransfer
 from kvcache_exchange.transport.factory import make_transport
 from kvcache_exchange.transport.nixl_agent import Reach
 from kvcache_exchange.transport.nixl_direct import DirectTransfer
-from kvcache_lab_tests.test_replay import as_workload
 from tests.machinery.disaggregation_engine import Engine
 from tests.machinery.gpu_less import counts
 from tests.machinery.nixl_stand_in import nixl_agent, stand_in
@@ -438,10 +437,10 @@ def test_store_loads_follow_the_model_stream(num_host_blocks):
         store = MemoryStore()
         options = {"device": "cuda", "num_host_blocks": num_host_blocks, "host_write": "through"}
         one = StoreUser(store, [GROUP], **options)
-        one.run(*as_workload([[*range(30)], [*range(14), *range(50, 60)]]))
+        one.run([*range(30)], [*range(14), *range(50, 60)])
         one.settle()
         one.end()
         other = StoreUser(store, [GROUP], **options)
-        other.run(as_workload([[*range(30), *range(70, 80)]])[0])
+        other.run([*range(30), *range(70, 80)])
         assert other.num_loaded == 28
         other.end()

@@ -3,15 +3,13 @@
 no block may leak.
 """
 
-import json
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvcache import Admit, External, Request, Status
 from kvcache.allocator import check_invariants
-from kvcache_exchange_tests.test_disaggregation import lone
+from kvcache_exchange_tests.test_disaggregation import lone, offered
 
 NAMES = st.sampled_from([f"r{n}" for n in range(5)])
 
@@ -39,11 +37,11 @@ class Pair(RuleBasedStateMachine):
         request = Request(name, range(first, first + count))
         if self.theirs.step(new=[request]).status[0] != Status.SERVED:
             return
-        offer = self.sender.publish(request)
+        offer = offered(self.sender, request)
         assert (offer is None) == (name in self.leased)
         if offer is not None:
             self.leased.add(name)
-            self.offers[name] = json.loads(json.dumps(offer)), first, count
+            self.offers[name] = offer, first, count
 
     @rule(name=NAMES)
     def lease_ends(self, name):

@@ -6,47 +6,34 @@ import time
 
 import pytest
 
-from kvcache import Admit, External, Request
+from kvcache import Request
 from kvcache_exchange.disaggregation.steps import Results
-from kvcache_exchange_tests.test_disaggregation import lone
-from tests.machinery import disaggregation_engine as transport
+from kvcache_exchange_tests.test_disaggregation import (
+    admitted,
+    asked,
+    begun,
+    computed,
+    lone,
+    offered,
+)
+from tests.machinery.disaggregation_engine import Engine
 
 TOKENS = list(range(70))
 CHANGED = "the weights have changed"
 
 
-def computed(manager, name="r", tokens=TOKENS):
-    request = Request(name, tokens)
-    manager.step(new=[request])
-    return request
-
-
-def offered(engine, name="r"):
-    connector, manager, _ = engine
-    return json.loads(json.dumps(connector.publish(computed(manager, name))))
-
-
-def asked(name="r"):
-    return Request(name, [*TOKENS, 1])
-
-
-def admitted(engine, offer, name="r"):
-    connector, manager, _ = engine
-    request = asked(name)
-    count = connector.match(request, offer)
-    manager.step(new=[Admit(request, external=External(count, delayed=True))])
-    return request
+def offer_of(sender, name="r"):
+    return offered(sender[0], computed(sender[1], name))
 
 
 @pytest.mark.parametrize("version", [None, "step 1", 1])
 def test_offer_made_before_a_new_epoch_is_refused_after_it(version):
     sender, receiver = lone("p"), lone("d")
-    offer = offered(sender)
+    offer = offer_of(sender)
     receiver[1].cache.start_epoch(version)
     sender[1].cache.start_epoch(version)
-    with pytest.raises(
-        ValueError, match=r"^version of the weights is '.+' here, but '' in engine 'p'"
-    ):
+    message = r"^version of the weights is '.+' here, but '' in engine 'p'"
+    with pytest.raises(ValueError, match=message):
         receiver[0].match(asked(), offer)
     assert receiver[0].stats.refused_requests == 1
 
@@ -55,10 +42,14 @@ def test_offers_are_accepted_again_once_both_engines_name_the_same_weights():
     sender, receiver = lone("p"), lone("d")
     for version in ("step 1", "step 2"):
         sender[1].cache.start_epoch(version)
-        offer = offered(sender, version)
-        with pytest.raises(ValueError, match="version of the weights"):
+        offer = offer_of(sender, version)
+        message = f"version of the weights is '.*' here, but '{version}' in engine 'p'"
+        with pytest.raises(ValueError, match=message):
+            receiver[0].check_peer(json.loads(json.dumps(sender[0].describe())))
+        with pytest.raises(ValueError, match=message):
             receiver[0].match(asked(version), offer)
         receiver[1].cache.start_epoch(version)
+        receiver[0].check_peer(sender[0].describe())
         assert receiver[0].match(asked(version), offer) == 70
 
 
@@ -68,27 +59,26 @@ def test_unnamed_weights_are_known_to_one_engine_alone():
         manager.cache.start_epoch()
     assert one[1].cache.model_version != other[1].cache.model_version
     with pytest.raises(ValueError, match="version of the weights is 'unnamed "):
-        other[0].match(asked(), offered(one))
+        other[0].match(asked(), offer_of(one))
 
 
-def test_versions_are_validated_before_the_epoch_starts():
+@pytest.mark.parametrize(
+    ("version", "error", "message"),
+    [
+        (7, ValueError, "is 7: expected another name than that of the current weights, '7'"),
+        ("7", ValueError, "is '7': expected another name"),
+        ("", ValueError, "is '': expected another name"),
+        (True, TypeError, "is True: expected a string"),
+        (1.5, TypeError, "is 1.5: expected a string"),
+        ("\ud800", ValueError, "is .*: expected text that UTF-8 can hold"),
+    ],
+)
+def test_versions_are_validated_before_the_epoch_starts(version, error, message):
     manager = lone("p")[1]
     manager.cache.start_epoch(7)
-    manager.step(new=[Request("a", TOKENS)])
-    for version, error, message in (
-        (
-            7,
-            ValueError,
-            "model_version is 7: expected another name than that of the current weights, '7'",
-        ),
-        ("7", ValueError, "model_version is '7': expected another name"),
-        ("", ValueError, "model_version is '': expected another name"),
-        (True, TypeError, "model_version is True: expected a string"),
-        (1.5, TypeError, "model_version is 1.5: expected a string"),
-        ("\ud800", ValueError, "model_version is .*: expected text that UTF-8 can hold"),
-    ):
-        with pytest.raises(error, match=message):
-            manager.cache.start_epoch(version)
+    computed(manager)
+    with pytest.raises(error, match=f"model_version {message}"):
+        manager.cache.start_epoch(version)
     assert (manager.cache.epoch, manager.cache.model_version) == (1, "7")
     assert manager.cache.find_prefix(Request("b", TOKENS)).num_tokens == 64
 
@@ -96,7 +86,7 @@ def test_versions_are_validated_before_the_epoch_starts():
 def test_new_epoch_ends_all_leases():
     connector, manager, (rank,) = lone("p")
     for name in "ab":
-        offered((connector, manager, rank), name)
+        offer_of((connector, manager), name)
     manager.cache.start_epoch("step 1")
     assert connector.poll() == []
     assert rank.steps[-1].ends == {"a", "b"}
@@ -130,23 +120,16 @@ def test_request_that_was_freed_and_admitted_again_is_offered():
     request = computed(manager)
     manager.cache.start_epoch("step 1")
     manager.free(request)
+    assert connector.publish_cached(Request("x", [*TOKENS, 0])) is None  # of earlier weights
     manager.step(new=[request])
     offer = connector.publish(request)
     assert offer["identity"]["version"] == "step 1" and offer["num_tokens"] == 70
 
 
-def test_cached_prefix_of_earlier_weights_is_not_offered():
-    connector, manager, _ = lone("p")
-    manager.free(computed(manager))
-    manager.cache.start_epoch()
-    assert connector.publish_cached(Request("x", [*TOKENS, 0])) is None
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_load_in_flight_at_a_new_epoch_is_canceled_and_quarantined(num_ranks):
     receiver, manager, ranks = lone("d", num_ranks)
-    request = admitted((receiver, manager, ranks), offered(lone("p")))
-    receiver.begin(request)
+    begun(receiver, manager)
     manager.cache.start_epoch("step 1")
     (arrived,) = receiver.poll()
     assert (arrived.num_computed_tokens, arrived.num_loaded_tokens) == (None, 0)
@@ -159,8 +142,7 @@ def test_load_in_flight_at_a_new_epoch_is_canceled_and_quarantined(num_ranks):
 
 def test_load_that_arrived_with_the_new_epoch_loads_no_tokens():
     receiver, manager, (rank,) = lone("d")
-    request = admitted((receiver, manager, rank), offered(lone("p")))
-    receiver.begin(request)
+    request = begun(receiver, manager)
     rank.results.received.add("r")
     manager.cache.start_epoch("step 1")
     (arrived,) = receiver.poll()
@@ -173,11 +155,10 @@ def test_load_that_arrived_with_the_new_epoch_loads_no_tokens():
 @pytest.mark.parametrize("is_admitted", [False, True])
 def test_match_of_earlier_weights_is_not_loaded_and_its_sender_is_notified(is_admitted):
     receiver, manager, (rank,) = lone("d")
-    offer = offered(lone("p"))
+    request, offer = asked(), offer_of(lone("p"))
     if is_admitted:
-        request = admitted((receiver, manager, rank), offer)
+        request = admitted(receiver, manager, offer=offer)
     else:
-        request = asked()
         assert receiver.match(request, offer) == 70
     manager.cache.start_epoch()
     if is_admitted:
@@ -190,26 +171,13 @@ def test_match_of_earlier_weights_is_not_loaded_and_its_sender_is_notified(is_ad
     assert manager.pool.num_free == manager.pool.num_total
 
 
-def test_description_contains_the_version_of_the_weights():
-    one, other = lone("p"), lone("d")
-    one[0].check_peer(other[0].describe())
-    other[1].cache.start_epoch("step 1")
-    with pytest.raises(
-        ValueError, match="version of the weights is '' here, but 'step 1' in engine 'd'"
-    ):
-        one[0].check_peer(json.loads(json.dumps(other[0].describe())))
-
-
 def test_lookahead_tokens_on_which_kv_depends_must_be_equal():
     options = {"hash_algorithm": "engine:x", "num_hash_lookahead_tokens": 1, "hash_bytes": 16}
     connector, manager, _ = lone("p", **options)
     hashes = [bytes([i] * 16) for i in range(4)]
-    request = Request("r", TOKENS, block_hashes=hashes)
-    manager.step(new=[request])
-    offer = json.loads(json.dumps(connector.publish(request)))
-    assert (
-        offer["num_tokens"] == 69
-    )  # the KV of the last token depends on a token that is not known
+    offer = offered(connector, computed(manager, block_hashes=hashes))
+    # The KV of the last token depends on a token that is not known.
+    assert offer["num_tokens"] == 69
     receiver = lone("d", **options)[0]
     assert receiver.match(Request("a", [*TOKENS, 1], block_hashes=hashes), offer) == 69
     with pytest.raises(ValueError, match="the offer is for other tokens"):
@@ -221,10 +189,10 @@ def test_lookahead_tokens_on_which_kv_depends_must_be_equal():
 @pytest.mark.slow
 @pytest.mark.parametrize("has_arrived", [False, True])
 def test_load_over_a_transport_ends_without_tokens_at_a_new_epoch(has_arrived):
-    with transport.Engine("p") as sender, transport.Engine("d") as receiver:
+    with Engine("p") as sender, Engine("d") as receiver:
         request = Request("r", range(200))
         sender.prefill(request)
-        offer = json.loads(json.dumps(sender.connector.publish(request)))
+        offer = offered(sender.connector, request)
         again = Request("r", [*range(200), 7])
         assert receiver.admit(again, offer)
         if has_arrived:

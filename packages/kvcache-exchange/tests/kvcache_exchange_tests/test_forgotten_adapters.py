@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that KV of an adapter is neither offered, loaded nor stored under other weights."""
 
-import json
 import time
 from contextlib import ExitStack
 
 import pytest
 
-from kvcache import Admit, External, KVCacheManager, KVStorage, Request, StepReport
-from kvcache_exchange.store import StoreTier
+from kvcache import Admit, External, GroupSpec, Request, StepReport
+from kvcache_exchange_tests.test_disaggregation import asked, lone, offered
 from tests.machinery.disaggregation_engine import Engine
-from tests.machinery.stores import MemoryStore
+from tests.machinery.stores import MemoryStore, StoreUser
 
 ALPHA, BETA = ("alpha", "/adapters/alpha"), ("beta", "/adapters/beta")
 TOKENS = list(range(100))
@@ -24,10 +23,10 @@ def engines():
         yield [stack.enter_context(Engine(name)) for name in ("p", "d")]
 
 
-def offer_of(sender, name, lora, tokens=TOKENS):
-    request = Request(name, tokens, lora=lora)
+def offer_of(sender, name, lora):
+    request = Request(name, TOKENS, lora=lora)
     assert sender.prefill(request) is not None
-    return json.loads(json.dumps(sender.connector.publish(request)))
+    return offered(sender.connector, request)
 
 
 def finish(receiver, request):
@@ -39,22 +38,6 @@ def finish(receiver, request):
 
 
 # Disaggregation ----------------------------------------------------------------------------------------
-
-
-def test_an_offer_is_loaded_only_with_the_same_version(engines):
-    sender, receiver = engines
-    loras = [None, ALPHA, (*ALPHA, "1"), (*ALPHA, "2")]
-    for number, lora in enumerate(loras):
-        offer = offer_of(sender, f"{number}", lora)
-        for other in loras:
-            request = Request(f"{number}", [*TOKENS, 1], lora=other)
-            if other == lora:
-                assert receiver.connector.match(request, offer) == 100
-                receiver.connector.cancel(request)
-            else:
-                with pytest.raises(ValueError, match=OTHER):
-                    receiver.connector.match(request, offer)
-    assert sender.drained() and receiver.drained()
 
 
 @pytest.mark.parametrize("forgets", ["sender", "receiver", "both"])
@@ -92,103 +75,89 @@ def test_a_load_that_is_under_way_is_discarded(engines):
     assert sender.drained() and receiver.drained()
 
 
-def test_a_match_from_before_is_not_begun(engines):
-    sender, receiver = engines
-    offer = offer_of(sender, "r", ALPHA)
-    request = Request("r", [*TOKENS, 1], lora=ALPHA)
-    assert receiver.connector.match(request, offer) == 100
-    receiver.manager.cache.forget_adapter("alpha")
-    assert receiver.connector.match(request) == 0
-    receiver.manager.step(new=[Admit(request, external=External(100, delayed=True))])
+def test_a_match_from_before_is_not_begun():
+    (sender, theirs, _), (receiver, manager, _) = lone("p"), lone("d")
+    request = Request("r", range(70), lora=ALPHA)
+    theirs.step(new=[request])
+    offer = sender.publish(request)
+    request = asked(lora=ALPHA)
+    assert receiver.match(request, offer) == 70
+    manager.cache.forget_adapter("alpha")
+    assert receiver.match(request) == 0
+    manager.step(new=[Admit(request, external=External(70, delayed=True))])
     with pytest.raises(ValueError, match="has no load to begin"):
-        receiver.connector.begin(request)
-    receiver.connector.cancel(request)
-    assert receiver.drained()
+        receiver.begin(request)
 
 
 # Stores ------------------------------------------------------------------------------------------------
 
 
-class Stored:
-    """An engine whose blocks go to a store, and come from it."""
-
-    def __init__(self, store, stack):
-        self.manager = KVCacheManager(16, 40, 256, num_preallocate_tokens=0, enable_events=True)
-        pages = KVStorage(40, 16, num_kv_heads=1, head_size=8).pages
-        self.tier = StoreTier(self.manager, pages, store, model="m", timeout_s=60)
-        stack.callback(self.tier.close)
-
-    def compute(self, request):
-        plan = self.manager.step(new=[request])
-        self.report(plan)
-
-    def report(self, plan):
-        report = StepReport(plan.step_id, True)
-        self.manager.report(report)
-        self.tier.save(report)
-        while self.tier.is_busy:
-            self.tier.poll()
-            time.sleep(0.001)
-
-    def match(self, request):
-        while (count := self.tier.match(request)) is None:
-            time.sleep(0.001)
-        return count
-
-    def load(self, request):
-        count = self.match(request)
-        self.manager.step(new=[Admit(request, external=External(count, delayed=True))])
-        self.tier.begin(request)
-
-    def arrived(self):
-        while not (found := self.tier.poll()):
-            time.sleep(0.001)
-        return found[0]
-
-
 @pytest.fixture
 def stored():
     """Create two engines with one store, and close them after the test."""
-    with ExitStack() as stack:
-        store = MemoryStore()
-        yield Stored(store, stack), Stored(store, stack)
+    store = MemoryStore()
+    users = [StoreUser(store, [GroupSpec("full_attention", 4)], num_blocks=99) for _ in range(2)]
+    yield users
+    for user in users:
+        user.end()
+
+
+def compute(user, lora, tokens=TOKENS):
+    user.add(tokens, lora=lora)
+    user.run()
+    user.settle()
+
+
+def match(user, lora, tokens=TOKENS):
+    return user.match(Request("asked", tokens, lora=lora))
 
 
 def test_blocks_of_a_forgotten_adapter_are_not_loaded_from_a_store(stored):
     one, other = stored
-    for name, lora in (("a", ALPHA), ("b", BETA), ("v", (*ALPHA, "2"))):
-        one.compute(Request(name, TOKENS, lora=lora))
-    asked = Request("asked", TOKENS, lora=ALPHA)
-    assert other.match(asked) == 96
-    assert other.match(Request("v", TOKENS, lora=(*ALPHA, "3"))) == 0
+    for lora in (ALPHA, BETA, (*ALPHA, "2")):
+        compute(one, lora)
+    request = Request("asked", TOKENS, lora=ALPHA)
+    assert other.match(request) == 96 and match(other, (*ALPHA, "3")) == 0
+    assert other.match(request) == 96
     other.manager.cache.forget_adapter("alpha")
-    assert other.match(asked) == 0  # although its lookup found them
+    assert other.match(request) == 0  # although its lookup found them
     for lora, count in ((ALPHA, 0), ((*ALPHA, "2"), 0), (BETA, 96)):
-        assert other.match(Request(f"{lora}", TOKENS, lora=lora)) == count
-    assert one.match(Request("again", [*TOKENS, 1], lora=ALPHA)) == 0  # cached on the device
+        assert match(other, lora) == count
+    assert match(one, ALPHA) == 0  # cached on the device
 
 
 def test_a_load_from_a_store_that_is_under_way_is_discarded(stored):
     one, other = stored
-    one.compute(Request("a", TOKENS, lora=ALPHA))
-    request = Request("r", TOKENS, lora=ALPHA)
-    other.load(request)
+    compute(one, ALPHA)
+    other.add(TOKENS, lora=ALPHA)
+    while not other.receiving:
+        other.step()
     other.manager.cache.forget_adapter("alpha")
-    arrived = other.arrived()
-    assert (arrived.num_computed_tokens, arrived.num_loaded_tokens) == (0, 0)
-    assert arrived.error == "its adapter was forgotten"
+    while not (found := other.tier.poll()):
+        time.sleep(0.001)
+    assert (found[0].num_computed_tokens, found[0].num_loaded_tokens) == (0, 0)
+    assert found[0].error == "its adapter was forgotten"
 
 
 def test_what_a_forgotten_adapter_computes_is_stored_for_this_manager_only(stored):
     one, other = stored
     one.manager.cache.forget_adapter("alpha")
-    running = Request("running", TOKENS, lora=ALPHA)
-    one.compute(running)
+    one.add(TOKENS, lora=ALPHA)
+    while not one.running or next(iter(one.running.values())).num_left:
+        one.step()
+    one.settle()
+    (running,) = one.running.values()
     one.manager.cache.forget_adapter("alpha")
-    running.append_tokens([1] * 30)
-    one.report(one.manager.step([one.manager.row(running)], [30]))
-    assert other.match(Request("o", [*TOKENS, *[1] * 30], lora=ALPHA)) == 0
-    one.compute(Request("new", TOKENS, lora=ALPHA))
-    one.manager.cache.evict(range(1, 40))
-    assert one.match(Request("n", [*TOKENS, *[1] * 30], lora=ALPHA)) == 96  # of `new`
-    assert other.match(Request("p", TOKENS, lora=ALPHA)) == 0
+    running.request.append_tokens([1] * 30)
+    plan = one.manager.step([running.row], [30])
+    one.verifier.apply(plan)
+    report = StepReport(plan.step_id, True)
+    one.manager.report(report)
+    one.tier.save(report)
+    one.settle()
+    longer = [*TOKENS, *[1] * 30]
+    assert match(other, ALPHA, longer) == 0
+    compute(one, ALPHA)
+    one.manager.cache.evict(range(1, 99))
+    assert match(one, ALPHA, longer) == 100  # of the later request
+    assert match(other, ALPHA) == 0

@@ -8,12 +8,12 @@ that connects network namespaces (`tests/machinery/network.py`).
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
 
 import pytest
 
+from kvcache_exchange_tests.test_transports import NAMES
 from tests.machinery.network import DEVICE, Faults, Network, why_not
 from tests.machinery.transport_peer import Peer
 
@@ -24,15 +24,6 @@ AGENTS = ("reader", "server")
 TIMEOUT_S, GRACE_S = 3.0, 10.0
 RELIABLE_S = 20.0  # the timeout in tests where every transfer must succeed
 SIZE = 256 << 10
-NAMES = [
-    "tcp",
-    pytest.param(
-        "nixl",
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"
-        ),
-    ),
-]
 FAULTS = {
     "none": Faults(),
     "loss": Faults(loss=0.02),

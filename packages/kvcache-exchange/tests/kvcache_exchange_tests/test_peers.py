@@ -17,12 +17,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("zmq")
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-
-from kvcache import GroupSpec, Request, Status
-from kvcache.allocator import check_invariants
+from kvcache import GroupSpec, Request
 from kvcache_exchange.circuit import Circuit
 from kvcache_exchange.disaggregation.offer_calls import OfferRefusedError, OfferServer, offer_key
 from kvcache_exchange.peers import EventIndex, PeerSource
@@ -255,81 +250,6 @@ def test_groups_without_cached_blocks_cannot_be_offered():
         sender.connector.publish_cached(Request("asked", range(100)))
 
 
-class Offers(RuleBasedStateMachine):
-    """Random offers of cached blocks, checked against a model of each block's content."""
-
-    def __init__(self):
-        super().__init__()
-        self.connector, self.manager, self.ranks = lone("p", num_blocks=30, max_num_reqs=4)
-        self.running, self.contents, self.leases, self.number = {}, {}, {}, 0
-
-    @rule(prefix=st.integers(0, 2), count=st.integers(1, 150))
-    def compute(self, prefix, count):
-        self.number += 1
-        request = Request(f"r{self.number}", range(1000 * prefix, 1000 * prefix + count))
-        plan = self.manager.step(new=[request])
-        if plan.status[0] != Status.SERVED:
-            return
-        self.running[self.number] = request
-        kept = {block for blocks, _ in self.leases.values() for block in blocks}
-        for i, block in enumerate(self.manager.block_ids(request).tolist()):
-            if i * 16 >= plan.num_computed_tokens[0]:
-                assert block not in kept, "a block under lease was overwritten"
-                self.contents[block] = prefix, i
-
-    @rule()
-    def free(self):
-        if self.running:
-            self.manager.free(self.running.pop(next(iter(self.running))))
-
-    @rule(prefix=st.integers(0, 3), count=st.integers(1, 150), most=st.integers(0, 20))
-    def offer(self, prefix, count, most):
-        self.number += 1
-        tokens = [*range(1000 * prefix, 1000 * prefix + count), 0]
-        request = Request(f"o{self.number}", tokens)
-        num_kept = self.manager.pool.num_kept
-        cached = self.manager.cache.find_prefix(Request("x", tokens[:-1])).num_tokens
-        offer = self.connector.publish_cached(request, max_kept_blocks=most)
-        if offer is None:
-            is_full = self.manager.pool.num_free == 0 or len(self.running) == 4
-            assert cached == 0 or num_kept + cached // 16 > most or is_full
-            assert self.manager.pool.num_kept == num_kept
-            return
-        (blocks,) = offer["blocks"]
-        assert len(blocks) * 16 == offer["num_tokens"] == cached
-        assert [self.contents[each] for each in blocks] == [(prefix, i) for i in range(len(blocks))]
-        assert self.manager.pool.num_kept == num_kept + len(blocks) <= most
-        self.leases[request.request_id] = blocks, request
-
-    @rule()
-    def lease_ends(self):
-        if self.leases:
-            name = next(iter(self.leases))
-            del self.leases[name]
-            self.ranks[0].results.sent.add(name)
-            self.connector.poll()
-
-    @rule()
-    def reset(self):
-        self.manager.cache.reset()
-
-    @invariant()
-    def check(self):
-        check_invariants(self.manager)
-
-    def teardown(self):
-        while self.leases:
-            self.lease_ends()
-        while self.running:
-            self.free()
-        pool = self.manager.pool
-        assert pool.num_free == pool.num_total and pool.num_kept == 0
-
-
-TestOffers = Offers.TestCase
-TestOffers.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
-
-
 # --- indexes --------------------------------------------------------------------------------------
 
 
@@ -385,12 +305,11 @@ def test_invalid_arguments_of_an_index_are_rejected_by_name():
 class Remote:
     """A peer process as seen through its HTTP server: its description and real events."""
 
-    def __init__(self, engine_id, **model):
-        connector, self.manager, _ = lone(engine_id, model=model, enable_events=True)
+    def __init__(self, engine_id):
+        connector, self.manager, _ = lone(engine_id, enable_events=True)
         self.source = PeerSource(self.manager, connector, [])
         self.publisher = EventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="kv@a@b")
-        self.changes = {}
-        self.requests = 0
+        self.changes, self.requests = {}, 0
 
     def cache(self, first):
         request = Request(f"r{first}", range(first, first + 50))
@@ -489,9 +408,8 @@ def test_incompatible_peer_is_refused_by_name(network, remote, caplog, changes, 
     remote.changes = {"peer": own} if changes == {"peer": "own"} else changes
     network.wait(lambda: network.is_refused(message))
     before = remote.requests
-    network.wait(
-        lambda: remote.requests > before + 1
-    )  # the peer is checked again, in case it was restarted
+    # The peer is checked again, in case it was restarted.
+    network.wait(lambda: remote.requests > before + 1)
     assert len(re.findall(f"peer a:1 is not used: .*{message}", caplog.text)) == 1
     remote.changes = {}
     network.wait(lambda: network.source.errors["a:1"] is None)
@@ -502,9 +420,10 @@ def test_incompatible_peer_is_refused_by_name(network, remote, caplog, changes, 
     [
         ({"block_size": 32}, r"block_sizes is \[16\] here, but \[32\] in the peer: expected equal"),
         ({"hash_block_size": 8}, "hash_block_size is 16 here, but 8 in the peer"),
+        ({"model": {"weights": "other"}}, "weights of the model is None here, but 'other' in eng"),
     ],
 )
-def test_peer_with_other_blocks_is_refused_by_name(options, message):
+def test_peer_with_other_blocks_or_another_model_is_refused_by_name(options, message):
     engines = lone("a"), lone("b", **options)
     own, theirs = (PeerSource(manager, connector, []) for connector, manager, _ in engines)
     with pytest.raises(ValueError, match=message):
@@ -514,25 +433,14 @@ def test_peer_with_other_blocks_is_refused_by_name(options, message):
 def test_peer_with_other_weights_is_refused_until_their_versions_are_equal():
     engines = lone("a"), lone("b")
     own, theirs = (PeerSource(manager, connector, []) for connector, manager, _ in engines)
-    managers = [manager for _, manager, _ in engines]
     own.check_peer(theirs.describe())
-    for manager in managers:
+    for _, manager, _ in engines:
         manager.cache.start_epoch()
         with pytest.raises(ValueError, match="version of the weights is '"):
             own.check_peer(theirs.describe())
-    for manager in managers:
+    for _, manager, _ in engines:
         manager.cache.start_epoch("step 1")
     own.check_peer(theirs.describe())
-
-
-def test_peer_with_another_model_is_refused_by_name(monkeypatch):
-    remote = Remote("theirs", weights="other")
-    network = Network(monkeypatch, remote)
-    network.wait(
-        lambda: network.is_refused("weights of the model is None here, but 'other' in eng")
-    )
-    remote.publisher.close()
-    network.source.close()
 
 
 def test_endpoints_on_all_addresses_are_reached_at_the_address_of_the_peer(network):

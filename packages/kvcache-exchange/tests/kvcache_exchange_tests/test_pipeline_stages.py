@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of pipeline stages that hold different layers: planning, transfers, and rejection of ranks
-that group layers differently.
+"""Pipeline stages that hold different layers: planning, transfers, and ranks that are rejected because
+they group layers differently.
 """
 
 import random
 import time
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -163,16 +164,15 @@ def test_one_stage_with_fewer_layers_gets_smaller_pages():
         (None, 5, TypeError, "stages is 5"),
         (None, [[layer(0, "f")], [layer(0, "f")]], ValueError, "two layers have the name '0'"),
         (None, [[layer(0, "f")], ["a"]], TypeError, "a layer is 'a': expected a LayerSpec"),
+        (None, "no budget", TypeError, "budget_bytes is None"),
     ],
 )
 def test_invalid_stages_are_rejected_by_name(layers, stages, error, message):
+    budget = 2**20
+    if stages == "no budget":
+        stages, budget = stages_of("f|f"), None
     with pytest.raises(error, match=message):
-        plan_cache(layers, 2**20, stages=stages, max_model_len=64)
-
-
-def test_budget_is_required():
-    with pytest.raises(TypeError, match="budget_bytes is None"):
-        plan_cache(stages=stages_of("f|f"), max_model_len=64)
+        plan_cache(layers, budget, stages=stages, max_model_len=64)
 
 
 def test_a_cache_can_be_built_for_a_stage_without_layers_of_a_group():
@@ -275,13 +275,17 @@ def check_transfer(patterns, sizes, num_tokens, chunk, tp=(1, 1)):
             assert (place == value).all(), (patterns, value)
 
 
-@pytest.mark.parametrize("patterns", ["fww|wfw", "ff|ww", "sf|fm|w"])
-def test_stages_that_group_layers_differently_load_every_layer(patterns):
-    check_transfer(patterns, (16, 16), 160, 64)
-
-
-def test_stages_and_tensor_parallel_ranks_can_be_combined():
-    check_transfer("fw|wwf", (16, 32), 100, 64, tp=(2, 1))
+@pytest.mark.parametrize(
+    ("patterns", "sizes", "num_tokens", "tp"),
+    [
+        ("fww|wfw", (16, 16), 160, (1, 1)),
+        ("ff|ww", (16, 16), 160, (1, 1)),
+        ("sf|fm|w", (16, 16), 160, (1, 1)),
+        ("fw|wwf", (16, 32), 100, (2, 1)),  # stages and tensor-parallel ranks
+    ],
+)
+def test_stages_that_group_layers_differently_load_every_layer(patterns, sizes, num_tokens, tp):
+    check_transfer(patterns, sizes, num_tokens, 64, tp)
 
 
 @pytest.mark.slow
@@ -340,24 +344,17 @@ def test_the_summary_of_a_group_covers_every_field_except_its_layers():
     assert len(found | {one.summary}) == len(changes) + 1
 
 
+def manager_of(plan):
+    return KVCacheManager.for_groups(plan.groups, plan.num_pages, 256, enable_events=True)
+
+
 def separately_planned(patterns):
     return [plan_cache(own, 2**20, max_model_len=256) for own in stages_of(patterns)]
 
 
-class Handed:
-    """A rank in another process, of which the manager's process has the handshake only."""
-
-    def __init__(self, handshake):
-        self.handshake = handshake
-
-
-def ranks_of(layouts_of_ranks, storages, numbers, stack):
-    found = []
-    for layouts, of_rank, number in zip(layouts_of_ranks, storages, numbers):
-        rank = CacheRank(layouts, of_rank, rank=number, options=OPTIONS)
-        stack.callback(rank.close)
-        found.append(Handed(rank.handshake))
-    return found
+def handed(ranks):
+    """Return ranks of other processes, of which the manager's process has the handshakes only."""
+    return [SimpleNamespace(handshake=rank.handshake) for rank in ranks]
 
 
 def test_connector_rejects_ranks_that_group_layers_differently():
@@ -368,36 +365,40 @@ def test_connector_rejects_ranks_that_group_layers_differently():
         layouts_of_plan(*each, engine_id="e", pp_size=2, layers=names)
         for each in zip(plans, storages)
     ]
+
+    def ranks_of(plan_numbers, stack):
+        for rank, i in enumerate(plan_numbers):
+            made = CacheRank(layouts[i], storages[i], rank=rank, options=OPTIONS)
+            stack.callback(made.close)
+            yield made
+
     for number, what in enumerate(("full_attention", "sliding_window")):
         manager = KVCacheManager.for_groups(plans[number].groups, plans[0].num_pages, 256)
-        with ExitStack() as stack:
-            ranks = ranks_of(layouts, storages, range(2), stack)
-            with pytest.raises(
-                ValueError, match=r"^ranks\[1\] has group 0 with spec '.*plan_cache"
-            ):
-                Connector(manager, ranks, engine_id="e")
-            # Ranks that agree with each other, but not with the manager.
-            both = ranks_of([layouts[1 - number]] * 2, [storages[1 - number]] * 2, range(2), stack)
-            with pytest.raises(ValueError, match=rf"^ranks have .* as group 0: expected {what}"):
-                Connector(manager, both, engine_id="e")
+        # In the second case, ranks agree with each other, but not with the manager.
+        for plan_numbers, message in (
+            ((0, 1), r"^ranks\[1\] has group 0 with spec '.*plan_cache"),
+            ((1 - number, 1 - number), rf"^ranks have .* as group 0: expected {what}"),
+        ):
+            with ExitStack() as stack, pytest.raises(ValueError, match=message):
+                Connector(manager, handed(ranks_of(plan_numbers, stack)), engine_id="e")
 
 
 @pytest.mark.parametrize(
-    "change,message",
+    ("change", "message"),
     [
-        ({"spec": "recurrent() in blocks of 16 tokens"}, r"ranks\[1\] has group 1 with spec"),
-        ({"layers": ("x", "y", "z", "u")}, r"ranks\[1\] has group 1 with layers"),
-        ({"num_blocks": 59}, r"ranks\[1\] has group 1 with num_blocks 59: expected 200"),
-        ({"interior": "vec"}, r"ranks\[1\] has group 1 with interior 'vec'"),
-        ({"head_size": 4}, r"ranks\[1\] has group 1 with head_size 4: expected 8"),
-        ({"stages": None, "pp_size": 2}, r"ranks\[1\] has group 1 with pp_size 2: expected 1"),
-        (None, r"ranks\[1\] has 1 groups: expected 2"),
+        ({"spec": "recurrent() in blocks of 16 tokens"}, "has group 1 with spec"),
+        ({"layers": ("x", "y", "z", "u")}, "has group 1 with layers"),
+        ({"num_blocks": 59}, "has group 1 with num_blocks 59: expected 200"),
+        ({"interior": "vec"}, "has group 1 with interior 'vec'"),
+        ({"head_size": 4}, "has group 1 with head_size 4: expected 8"),
+        ({"stages": None, "pp_size": 2}, "has group 1 with pp_size 2: expected 1"),
+        (None, "has 1 groups: expected 2"),
     ],
 )
 def test_connector_rejects_any_rank_whose_layouts_differ(change, message):
     with ExitStack() as stack:
         engine = Engine("e", "fwww|fwff", stack=stack)
-        ranks = [Handed(rank.handshake) for rank in engine.ranks]
+        ranks = handed(engine.ranks)
         first, second = ranks[1].handshake.groups
         if change is None:
             changed = (first,)
@@ -406,39 +407,34 @@ def test_connector_rejects_any_rank_whose_layouts_differ(change, message):
         else:
             changed = first, replace(second, description=replace(second.description, **change))
         ranks[1].handshake = replace(ranks[1].handshake, groups=changed)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=rf"ranks\[1\] {message}"):
             Connector(engine.manager, ranks, engine_id="e")
 
 
 def test_connector_rejects_ranks_in_another_order_or_number():
     with ExitStack() as stack:
         engine = Engine("e", "fw|fw", stack=stack)
-        with pytest.raises(ValueError, match=r"ranks\[0\] is rank 1: expected rank 0"):
-            Connector(engine.manager, engine.ranks[::-1], engine_id="e")
-        with pytest.raises(ValueError, match=r"ranks\[1\] is rank 0: expected rank 1"):
-            Connector(engine.manager, engine.ranks[:1] * 2, engine_id="e")
-        with pytest.raises(ValueError, match="there are 1 ranks: expected 2"):
-            Connector(engine.manager, engine.ranks[:1], engine_id="e")
+        for ranks, message in (
+            (engine.ranks[::-1], r"ranks\[0\] is rank 1: expected rank 0"),
+            (engine.ranks[:1] * 2, r"ranks\[1\] is rank 0: expected rank 1"),
+            (engine.ranks[:1], "there are 1 ranks: expected 2"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                Connector(engine.manager, ranks, engine_id="e")
 
 
 @pytest.mark.parametrize("contents", [None, "storages", "text"])
 def test_store_rejects_pages_of_a_stage_that_groups_layers_differently(contents):
     plans = separately_planned("fww|wfw")
-    manager = KVCacheManager.for_groups(
-        plans[0].groups, plans[0].num_pages, 256, enable_events=True
-    )
-    storages = KVStorage.for_plan(plans[1])
+    manager, storages = manager_of(plans[0]), KVStorage.for_plan(plans[1])
     given = {None: None, "storages": storages, "text": "kv"}[contents]
     with pytest.raises(ValueError, match=r"^pages were created for groups .*plan_cache\(stages=\)"):
         StoreRank(manager, storages[0].pages, MemoryStore(), model="m", contents=given)
 
 
 def test_a_store_holds_the_blocks_of_stages_that_were_planned_together():
-    plans = plans_of("ff|ww")
-    manager = KVCacheManager.for_groups(
-        plans[0].groups, plans[0].num_pages, 256, enable_events=True
-    )
-    ranks = []
+    plans, ranks = plans_of("ff|ww"), []
+    manager = manager_of(plans[0])
     for i, plan in enumerate(plans):
         share = Share.of_rank(num_layers=4, num_heads=2, layers=(2 * i, 2 * i + 2))
         pages = KVStorage.for_plan(plan)[0].pages
@@ -469,8 +465,7 @@ def test_layouts_reject_stages_that_were_not_planned_together(given, error, mess
 
 def test_a_plan_needs_the_format_of_a_group_without_layers():
     plan = plans_of("ff|ww")[0]
-    with pytest.raises(ValueError, match=r"plan\.groups\[1\] has no layers: expected layers"):
-        KVStorage.for_plan(replace(plan, examples=()))
-    with pytest.raises(ValueError, match=r"plan\.groups\[1\] has no layers: expected layers"):
-        KVStorage.for_plan(replace(plan, examples=plan.examples[:1]))
+    for examples in ((), plan.examples[:1]):
+        with pytest.raises(ValueError, match=r"plan\.groups\[1\] has no layers: expected layers"):
+            KVStorage.for_plan(replace(plan, examples=examples))
     assert isinstance(KVStorage.for_plan(plan)[1].pages, Pages)

@@ -78,15 +78,13 @@ def test_offer_written_with_other_scales_is_refused(side, changes, message):
         receiver.connector.check_peer(sender.connector.describe())
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-def test_offer_with_equal_scales_is_accepted_in_either_form(side, heads):
-    sender, receiver = side("p", *scaled()), side("d", *scaled(heads=heads))
-    assert receiver.connector.match(Request("asked", range(41)), sender.offer()) == 40
-
-
-def test_scales_of_one_equal_no_scales(side):
+@pytest.mark.parametrize("heads", [None, 1, 2])
+def test_offer_with_equal_scales_is_accepted_in_any_form(side, heads):
     plan = plan_of()
-    sender, receiver = side("p", *scaled(1.0, 1.0)), side("d", plan, KVStorage.for_plan(plan))
+    if heads is None:  # scales of one equal no scales
+        sender, receiver = side("p", *scaled(1.0, 1.0)), side("d", plan, KVStorage.for_plan(plan))
+    else:
+        sender, receiver = side("p", *scaled()), side("d", *scaled(heads=heads))
     assert receiver.connector.match(Request("asked", range(41)), sender.offer()) == 40
 
 
@@ -104,21 +102,16 @@ def test_scales_are_fixed_while_a_rank_describes_them_to_others(side):
     one = side("p", plan, storages)
     before = storages[0].k_scale.clone()
     scale = torch.ones(1, 1)
-    with pytest.raises(
-        ValueError, match="the scales are already known to other engines or to a store"
-    ):
+    message = "the scales are already known to other engines or to a store"
+    with pytest.raises(ValueError, match=message):
         storages[0].set_scales(scale, scale)
     assert torch.equal(storages[0].k_scale, before)
     one.rank.close()
     storages[0].set_scales(scale, scale)
-    tier = StoreTier(
-        KVCacheManager.for_groups(plan.groups, plan.num_pages, 128, enable_events=True),
-        *(storages[0].pages, MemoryStore()),
-        model="m",
-    )
-    with pytest.raises(
-        ValueError, match="expected set_scales before CacheRank, StoreRank or StoreTier"
-    ):
+    manager = KVCacheManager.for_groups(plan.groups, plan.num_pages, 128, enable_events=True)
+    tier = StoreTier(manager, storages[0].pages, MemoryStore(), model="m")
+    message = "expected set_scales before CacheRank, StoreRank or StoreTier"
+    with pytest.raises(ValueError, match=message):
         storages[0].set_scales(scale, scale)
     assert tier.close()
     storages[0].set_scales(scale, scale)
@@ -134,10 +127,9 @@ def test_scales_set_after_the_layouts_are_rejected(side):
 
 def test_scales_of_all_ranks_are_required_where_ranks_differ():
     plan, storages = scaled(heads=2)
+    message = "scales is None, and group 0 has fp8 scales on this rank"
     for sizes in ({"tp_size": 2}, {"pp_size": 2, "layers": {0: ("a", "b")}}):
-        with pytest.raises(
-            ValueError, match="scales is None, and group 0 has fp8 scales on this rank"
-        ):
+        with pytest.raises(ValueError, match=message):
             layouts_of_plan(plan, storages, engine_id="p", **sizes)
     scale = [[0.02, 0.02, 0.5, 0.5]]  # of all heads of two ranks
     layouts = layouts_of_plan(plan, storages, engine_id="p", tp_size=2, scales={0: (scale, scale)})

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that removed values never return from the real stores, whichever call to the disk or to the
-master fails, and after restarts.
+"""Removed values never return from the real stores, whichever call to the disk or to the master
+fails, and after restarts.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import json
 import os
 import random
 import shutil
-import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +19,6 @@ import pytest
 from kvcache import GroupSpec, Request
 from kvcache_exchange.store import DiskStore, MooncakeStore, StoreError, removals
 from kvcache_exchange.store.removals import PendingRemovals
-from kvcache_lab_tests.test_replay import as_workload
 from tests.machinery import mooncake_master
 from tests.machinery.nixl_stand_in import stand_in
 from tests.machinery.shared import seed_of_test
@@ -77,7 +74,7 @@ def without_nixl():
 
 def resources(kind, request):
     """Prepare a kind of store. Return a Mooncake client, or None for a disk store."""
-    if kind == "stand-in":
+    if kind in ("stand-in", "a power loss"):
         request.getfixturevalue("without_nixl")
     return request.getfixturevalue("client") if kind == "mooncake" else None
 
@@ -114,20 +111,12 @@ class FaultyClient:
 
     def __init__(self, client, faults):
         self._client, self._faults = client, faults
-
-    def setup(self, *_):
-        return 0
-
-    register_buffer = setup
-
-    def close(self):
-        pass
+        self.setup = self.register_buffer = lambda *_: 0
+        self.close = lambda: None
 
     def __getattr__(self, name):
-        function = getattr(self._client, name)
-
         def call(keys, *others):
-            failure = [-900] * len(keys)
+            failure, function = [-900] * len(keys), getattr(self._client, name)
             return self._faults.call(function, keys, *others, failure=lambda: failure)
 
         return call
@@ -225,130 +214,6 @@ class Tried:
         self.check()
 
 
-def run(tried):
-    tried.put(0, 1, 2, 3)
-    tried.remove(1)
-    tried.put(4, 5, 6)  # fills the disk store
-    tried.put(1, 7)  # the disk store evicts
-    tried.remove(0, 1)  # the first may be evicted, the second is stored again
-    tried.remove(8)
-    tried.put(1, 2)
-    tried.remove(2, 6)
-    tried.check()
-
-
-@pytest.mark.parametrize("when", WHENS)
-@pytest.mark.parametrize("kind", STORES)
-def test_removed_values_never_return_whichever_call_fails(
-    kind, when, tmp_path, monkeypatch, request
-):
-    client = resources(kind, request)
-    for at in itertools.count():
-        with monkeypatch.context() as patches:
-            faults = Faults(at, when)
-            tried = Tried(tmp_path / f"{at}", patches, client, faults, f"{when} {at} ")
-            run(tried)
-            num_calls = faults.num_calls
-            tried.restart()
-            tried.put(0, 1, 2)
-            tried.remove(1)
-            tried.restart()
-            tried.store.close()
-        if at >= num_calls:
-            break
-    print(f"{kind}: each of {at} calls has failed")
-    assert at > 12
-
-
-@pytest.mark.parametrize(
-    "num_cases",
-    [
-        3,
-        pytest.param(300, marks=pytest.mark.slow),
-        pytest.param(10_000, marks=pytest.mark.exhaustive),
-    ],
-)
-@pytest.mark.parametrize("kind", STORES)
-def test_removed_values_never_return_in_random_runs(
-    kind, num_cases, tmp_path, monkeypatch, request
-):
-    client = resources(kind, request)
-    seed = seed_of_test()
-    print(f"seed {seed}, {num_cases} cases")
-    choose = random.Random(seed)
-    for case in range(num_cases):
-        with monkeypatch.context() as patches:
-            faults = Faults(choose.randrange(30), choose.choice(WHENS))
-            folder = tmp_path / f"{case}"
-            tried = Tried(folder, patches, client, faults, f"{seed} {case} ")
-            for _ in range(choose.randrange(2, 5)):
-                for _ in range(choose.randrange(1, 10)):
-                    numbers = choose.sample(range(len(KEYS)), choose.randrange(1, 6))
-                    choose.choice([tried.put, tried.put, tried.remove])(*numbers)
-                tried.restart()
-                faults.is_active = choose.random() < 0.5  # another fault, if the first was not met
-            faults.is_active = False
-            tried.store.close()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def test_invalid_block_is_not_loaded_by_the_next_engine_although_the_disk_has_failed(
-    tmp_path, monkeypatch, without_nixl
-):
-    def engine():
-        store = DiskStore(tmp_path, "256KiB")
-        return StoreUser(store, [GroupSpec("full_attention", 4)], circuit=patient())
-
-    prompt, user = as_workload([[*range(30)]]), engine()
-    user.run(*prompt)
-    user.settle()
-    assert user.tier.stats.stored_blocks == 7
-    blocks = user.manager.cache.find_prefix(Request("probe", range(30))).block_ids
-    with monkeypatch.context() as patches:
-        for each in OF_DISK:
-            patches.setattr(os, each, lambda *_: broken_disk())
-        user.tier.invalidate(blocks[3:4])
-        deadline = time.monotonic() + 60
-        while user.tier.stats.errors < 3:
-            assert user.tier.is_busy and time.monotonic() < deadline
-            user.tier.poll()
-            time.sleep(0.001)
-        assert user.tier.close(60)
-    removals._KEYS.clear()  # the next engine is another process
-    user = engine()
-    user.run(*prompt)
-    assert user.num_loaded == 12  # the blocks before the invalid one
-    user.settle()
-    assert user.tier.stats.stored_blocks > 0
-    user.end()
-
-
-def test_removed_value_is_overwritten_on_the_disk(tmp_path, monkeypatch, without_nixl):
-    """An interrupted put of the same key at the same position may write only the entry."""
-    tried = Tried(tmp_path, monkeypatch, None, Faults(1000, "before"))
-    tried.put(0, 1, 2)
-    tried.remove(0)
-    content = (tmp_path / "blocks.kv").read_bytes()
-    # Each position begins with an entry of 256 bytes.
-    assert [any(content[at : at + 256]) for at in (4096, 4352, 8192, 8448)] == [0, 0, 1, 1]
-    tried.store.close()
-
-
-def test_earlier_value_of_a_removed_key_does_not_return(tmp_path, monkeypatch, without_nixl):
-    """After an interrupted put, a file may have two values of a key."""
-    tried = Tried(tmp_path, monkeypatch, None, Faults(1000, "before"))
-    tried.put(0, 1)
-    tried.store.close()
-    path = tmp_path / "blocks.kv"
-    path.write_bytes((content := path.read_bytes()) + content[4096:])
-    tried.open()
-    assert sorted(tried.store.keys()) == KEYS[:2] and len(tried.store._free) == 4
-    tried.remove(0)
-    tried.restart()
-    assert tried.store.keys() == [KEYS[1]]
-    tried.store.close()
-
-
 class UnsyncedFile:
     """Records the writes to a file since the last `fdatasync`. A power loss undoes any of them.
 
@@ -381,7 +246,9 @@ class UnsyncedFile:
         self.lose()
 
     def write_back(self):
-        """Write some sectors."""
+        """Sometimes write some sectors without being asked."""
+        if self.choose.random() < 0.5:
+            return
         size = max([len(self.synced), *self.sizes])
         content = bytearray(self.synced.ljust(size, b"\0"))
         for at in [at for at in self.versions if self.choose.random() < 0.7]:
@@ -411,33 +278,136 @@ class UnsyncedFile:
         self.lose()
 
 
-@pytest.mark.parametrize("num_cases", [20, pytest.param(10_000, marks=pytest.mark.exhaustive)])
-def test_removed_values_never_return_after_a_power_loss(
-    num_cases, tmp_path, monkeypatch, without_nixl
+def run_in_order(tried):
+    tried.put(0, 1, 2, 3)
+    tried.remove(1)
+    tried.put(4, 5, 6)  # fills the disk store
+    tried.put(1, 7)  # the disk store evicts
+    tried.remove(0, 1)  # the first may be evicted, the second is stored again
+    tried.remove(8)
+    tried.put(1, 2)
+    tried.remove(2, 6)
+    tried.check()
+
+
+def run_at_random(tried, choose, after_each=lambda: None):
+    for _ in range(choose.randrange(1, 10)):
+        numbers = choose.sample(range(len(KEYS)), choose.randrange(1, 6))
+        choose.choice([tried.put, tried.put, tried.remove])(*numbers)
+        after_each()
+
+
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize("kind", STORES)
+def test_removed_values_never_return_whichever_call_fails(
+    kind, when, tmp_path, monkeypatch, request
 ):
+    client = resources(kind, request)
+    for at in itertools.count():
+        with monkeypatch.context() as patches:
+            faults = Faults(at, when)
+            tried = Tried(tmp_path / f"{at}", patches, client, faults, f"{when} {at} ")
+            run_in_order(tried)
+            num_calls = faults.num_calls
+            tried.restart()
+            tried.put(0, 1, 2)
+            tried.remove(1)
+            tried.restart()
+            tried.store.close()
+        if at >= num_calls:
+            break
+    print(f"{kind}: each of {at} calls has failed")
+    assert at > 12
+
+
+@pytest.mark.parametrize(
+    "num_cases",
+    [
+        3,
+        pytest.param(300, marks=pytest.mark.slow),
+        pytest.param(10_000, marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize("kind", [*STORES, "a power loss"])
+def test_removed_values_never_return_in_random_runs(
+    kind, num_cases, tmp_path, monkeypatch, request
+):
+    client = resources(kind, request)
     seed = seed_of_test()
     print(f"seed {seed}, {num_cases} cases")
     for case in range(num_cases):
         choose, folder = random.Random(f"{seed} {case}"), tmp_path / f"{case}"
         with monkeypatch.context() as patches:
-            disk = UnsyncedFile(folder / "blocks.kv", choose, patches)
             faults = Faults(choose.randrange(40), choose.choice(WHENS))
-            faults.on_failure = disk.lose
-            tried = Tried(folder, patches, None, faults, f"{case} ")
+            disk = None
+            if kind == "a power loss":
+                disk = UnsyncedFile(folder / "blocks.kv", choose, patches)
+                faults.on_failure = disk.lose
+            tried = Tried(folder, patches, client, faults, f"{seed} {case} ")
             for _ in range(choose.randrange(2, 5)):
-                for _ in range(choose.randrange(1, 8)):
-                    numbers = choose.sample(range(len(KEYS)), choose.randrange(1, 5))
-                    choose.choice([tried.put, tried.put, tried.remove])(*numbers)
-                    if choose.random() < 0.5:  # the system writes some data without being asked
-                        disk.write_back()
-                os.close(tried.store._fd)  # which releases the lock, and writes nothing
-                tried.store._fd = None
-                disk.crash()
+                run_at_random(tried, choose, disk.write_back if disk else lambda: None)
+                if disk:
+                    os.close(tried.store._fd)  # which releases the lock, and writes nothing
+                    tried.store._fd = None
+                    disk.crash()
                 tried.restart()
-                faults.is_active = choose.random() < 0.5
+                faults.is_active = choose.random() < 0.5  # another fault, if the first was not met
             faults.is_active = False
             tried.store.close()
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_invalid_block_is_not_loaded_by_the_next_engine_although_the_disk_has_failed(
+    tmp_path, monkeypatch, without_nixl
+):
+    def engine():
+        store = DiskStore(tmp_path, "256KiB")
+        return StoreUser(store, [GroupSpec("full_attention", 4)], circuit=patient())
+
+    prompt, user = [*range(30)], engine()
+    user.run(prompt)
+    user.settle()
+    assert user.tier.stats.stored_blocks == 7
+    blocks = user.manager.cache.find_prefix(Request("probe", prompt)).block_ids
+    with monkeypatch.context() as patches:
+        for each in OF_DISK:
+            patches.setattr(os, each, lambda *_: broken_disk())
+        user.tier.invalidate(blocks[3:4])
+        user.until(lambda: user.tier.stats.errors >= 3)
+        assert user.tier.is_busy and user.tier.close(60)
+    removals._KEYS.clear()  # the next engine is another process
+    user = engine()
+    user.run(prompt)
+    assert user.num_loaded == 12  # the blocks before the invalid one
+    user.settle()
+    assert user.tier.stats.stored_blocks > 0
+    user.end()
+
+
+def test_removed_value_is_overwritten_on_the_disk(tmp_path, monkeypatch, without_nixl):
+    """An interrupted put of the same key at the same position may write only the entry."""
+    tried = Tried(tmp_path, monkeypatch, None, Faults(1000, "before"))
+    tried.put(0, 1, 2)
+    tried.remove(0)
+    content = (tmp_path / "blocks.kv").read_bytes()
+    # Each position begins with an entry of 256 bytes.
+    assert [any(content[at : at + 256]) for at in (4096, 4352, 8192, 8448)] == [0, 0, 1, 1]
+    tried.store.close()
+
+
+def test_earlier_value_of_a_removed_key_does_not_return(tmp_path, monkeypatch, without_nixl):
+    """After an interrupted put, a file may have two values of a key."""
+    tried = Tried(tmp_path, monkeypatch, None, Faults(1000, "before"))
+    tried.put(0, 1)
+    tried.store.close()
+    path = tmp_path / "blocks.kv"
+    path.write_bytes((content := path.read_bytes()) + content[4096:])
+    tried.open()
+    assert sorted(tried.store.keys()) == KEYS[:2] and len(tried.store._free) == 4
+    tried.remove(0)
+    tried.restart()
+    assert tried.store.keys() == [KEYS[1]]
+    tried.store.close()
 
 
 def test_removal_that_could_not_be_recorded_is_repeated_in_the_same_process(
@@ -497,38 +467,22 @@ def test_file_that_another_process_is_still_writing_is_kept():
     assert not file.exists()
 
 
-class ClientWithoutAnswers:
-    """A Mooncake client that cannot reach its master. Some calls return no code at all."""
-
-    def setup(self, *options):
-        return 0
-
-    def register_buffer(self, *memory):
-        return 0
-
-    def batch_remove(self, keys, force):
-        return self.codes
-
-    def close(self):
-        pass
-
-
 @pytest.mark.parametrize("codes", [[], [0], [0, -900], [0, 0, 0]])
-def test_removal_is_repeated_unless_mooncake_confirms_each_key(monkeypatch, codes):
-    module = SimpleNamespace(MooncakeDistributedStore=ClientWithoutAnswers)
-    monkeypatch.setitem(sys.modules, "mooncake", SimpleNamespace(store=module))
-    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+def test_removal_is_repeated_unless_mooncake_confirms_each_key(codes):
+    """A client that cannot reach its master returns no code at all for some calls."""
+    client = SimpleNamespace(setup=lambda *_: 0, register_buffer=lambda *_: 0, close=lambda: None)
+    client.batch_remove = lambda keys, force: client.codes
     store = MooncakeStore("unconfirmed:1")
-    monkeypatch.setattr(store, "_reach", lambda: "127.0.0.1")
+    store._reach, store._new_client = lambda: "127.0.0.1", lambda: client
     memory = np.zeros(8, np.uint8)
     store.open(memory, 8)
-    store._client.codes = codes
+    client.codes = codes
     for call in (lambda: store.remove(["a", "b"]), lambda: store.get(["a"], [memory])):
         with pytest.raises(
             StoreError, match=r"batch_remove returned .*: expected 2 times 0 or -704"
         ):
             call()
-    store._client.codes = [0, -704]
+    client.codes = [0, -704]
     store.remove(["b"])
     assert store._removals.keys == []
     store.close()

@@ -18,10 +18,10 @@ from kvcache.transfer.transport.base import TransferError
 from kvcache.transfer.transport.spans import Spans
 from kvcache_exchange.transport import handshake
 from kvcache_exchange.transport.channel import receive_frame
-from kvcache_exchange.transport.factory import make_transport
 from kvcache_exchange.transport.metadata import parse_metadata
 from kvcache_exchange_tests.test_transports import NAMES
 from tests.machinery.shared import seed_of_test
+from tests.machinery.transport_peer import Side
 
 NUM_BYTES = 1 << 16
 GUARD = 4096  # number of unregistered bytes on either side of the pool
@@ -31,21 +31,16 @@ JUNK = (
 )  # fmt: skip
 
 
-class Side:
-    """A transport in this process whose pool lies between two guard areas."""
+class Guarded(Side):
+    """A side whose registered pool lies between two guard areas."""
 
     def __init__(self, name, agent):
-        self.memory = np.random.default_rng(3).integers(0, 256, NUM_BYTES + 2 * GUARD, np.uint8)
-        self.address = self.memory.ctypes.data + GUARD
-        self.transport = make_transport(agent, name, timeout_s=2, piece_bytes=1 << 13)
+        options = {"seed": 3, "num_bytes": NUM_BYTES + 2 * GUARD, "timeout_s": 2}
+        super().__init__(name, agent, piece_bytes=1 << 13, **options)
+        self.transport.unregister([(self.address, len(self.pool))])
+        self.address += GUARD
         self.transport.register([(self.address, NUM_BYTES)])
-        self.told = json.loads(self.transport.metadata())
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.transport.close()
+        self.told = json.loads(self.metadata)
 
 
 @pytest.fixture(params=NAMES)
@@ -62,17 +57,14 @@ def rng():
 
 def check_alive(side, name, before):
     """Check that this side still serves another peer and that none of its bytes has changed."""
-    with Side(name, f"honest {secrets.token_hex(4)}") as honest:
-        peer = honest.transport.connect(side.transport.metadata(), timeout_s=20)
-        honest.memory[:] = 0
+    with Guarded(name, f"honest {secrets.token_hex(4)}") as honest:
+        honest.connect(side, timeout_s=20)
+        honest.pool[:] = 0
         at = np.arange(0, NUM_BYTES, 64)
-        read = honest.transport.read(
-            peer, honest.address + at, side.address + at[::-1], np.full(len(at), 64), timeout_s=20
-        )
-        read.wait(20)
+        honest.read(side, at, at[::-1], 64, timeout_s=20).wait(20)
         wanted = before[GUARD:-GUARD].reshape(-1, 64)[::-1].ravel()
-        assert (honest.memory[GUARD:-GUARD] == wanted).all()
-    assert (side.memory == before).all()
+        assert (honest.pool[GUARD:-GUARD] == wanted).all()
+    assert (side.pool == before).all()
 
 
 def mutated(rng, value):
@@ -112,8 +104,8 @@ def encoded(rng, header, payload, how_often):
 
 @pytest.mark.slow
 def test_mutated_handshakes_are_rejected(name, rng, monkeypatch):
-    with Side(name, "side") as side:
-        before = side.memory.copy()
+    with Guarded(name, "side") as side:
+        before = side.pool.copy()
         with monkeypatch.context() as patch:
             # The side waits for the rest of truncated frames, so the timeout is short. The honest
             # peer below uses the full timeout.
@@ -162,8 +154,8 @@ def shake_hands(sock, told, mine, rng, wrong):
 
 
 def test_mutated_metadata_are_rejected(name, rng):
-    with Side(name, "side") as side, Side(name, "other") as other:
-        before = side.memory.copy()
+    with Guarded(name, "side") as side, Guarded(name, "other") as other:
+        before = side.pool.copy()
         for _ in range(100):
             told = mutated(rng, other.told)
             data = bytearray(json.dumps(told).encode())
@@ -220,11 +212,11 @@ def drawn_frame(rng, address):
 
 @pytest.mark.slow
 def test_malicious_frames_of_connected_peer_are_rejected(name, rng):
-    with Side(name, "side") as side:
-        before = side.memory.copy()
+    with Guarded(name, "side") as side:
+        before = side.pool.copy()
         for number in range(12):
-            with Side(name, f"liar {number}") as liar:
-                peer = liar.transport.connect(side.transport.metadata(), timeout_s=20)
+            with Guarded(name, f"liar {number}") as liar:
+                peer = liar.connect(side, timeout_s=20)
                 channel = liar.transport._connections[peer].channel
                 channel._on_frame = lambda header, payload: None  # the liar ignores all frames
                 try:
@@ -235,14 +227,8 @@ def test_malicious_frames_of_connected_peer_are_rejected(name, rng):
                     pass  # disconnected
                 # Requests that this side sends to the liar must end, with or without an error.
                 try:
-                    side.transport.read(
-                        f"liar {number}",
-                        np.array([side.address]),
-                        np.array([liar.address]),
-                        np.array([8]),
-                        timeout_s=0.2,
-                    ).wait(1)
-                    before[GUARD : GUARD + 8] = side.memory[GUARD : GUARD + 8]
+                    side.read(liar, 0, 0, 8, timeout_s=0.2).wait(1)
+                    before[GUARD : GUARD + 8] = side.pool[GUARD : GUARD + 8]
                 except TransferError:
                     pass
         check_alive(side, name, before)

@@ -19,12 +19,12 @@ from kvcache.transfer.transport.base import TransferError
 from kvcache.transfer.transport.spans import Spans, joined
 from kvcache_exchange.transport import nixl_lane
 from kvcache_exchange.transport.connection import StagedTransfer
-from kvcache_exchange.transport.factory import make_transport
 from kvcache_exchange.transport.nixl_agent import Reach
 from kvcache_exchange.transport.nixl_direct import DirectTransfer
 from kvcache_exchange.transport.registered import RegisteredMemory, check_apart, check_within
 from tests.machinery.forked import Forked, send
 from tests.machinery.shared import sampled
+from tests.machinery.transport_peer import Side
 
 needs_nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"
@@ -78,26 +78,29 @@ def test_invalid_reach_is_rejected(reach):
 
 
 class Pair:
-    """Two transports in this process, each with a pool."""
+    """Two connected sides. The first reads from the second."""
 
     def __init__(self, num_bytes, name="nixl", **options):
-        self.mine = np.zeros(num_bytes, np.uint8)
-        self.theirs = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
-        self.sides = [make_transport(each, name, timeout_s=30, **options) for each in "ab"]
-        for side, pool in zip(self.sides, (self.mine, self.theirs)):
-            side.register([(pool.ctypes.data, num_bytes)])
-        self.peer = self.sides[0].connect(self.sides[1].metadata())
+        options = {"num_bytes": num_bytes, "timeout_s": 30, **options}
+        self.sides = Side(name, "a", **options), Side(name, "b", seed=1, **options)
+        self.mine, self.theirs = (each.pool for each in self.sides)
+        self.sides[0].connect(self.sides[1])
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        for side in self.sides:
-            side.close()
+        for each in self.sides:
+            each.transport.close()
 
     def read(self, local, remote, size):
-        begins = self.mine.ctypes.data + local, self.theirs.ctypes.data + remote
-        return self.sides[0].read(self.peer, *begins, np.full(len(local), size))
+        return self.sides[0].read(self.sides[1], local, remote, size)
+
+    def expected(self, local, remote, size):
+        found = np.zeros_like(self.mine)
+        for mine, theirs in zip(local.tolist(), remote.tolist()):
+            found[mine:][:size] = self.theirs[theirs:][:size]
+        return found
 
 
 @needs_nixl
@@ -118,11 +121,10 @@ def test_direct_path_is_used_if_faster(monkeypatch, other, options, size, path):
     monkeypatch.setattr(Reach, "of_this", lambda: next(told))
     with Pair(1 << 20, **options) as pair:
         at = np.arange(0, 1 << 20, 128 << 10)
-        move = pair.read(at, at[::-1].copy(), size)
+        move = pair.read(at, at[::-1], size)
         move.wait(10)
         assert type(move) is path
-        for mine, theirs in zip(at, at[::-1]):
-            assert (pair.mine[mine:][:size] == pair.theirs[theirs:][:size]).all()
+        assert (pair.mine == pair.expected(at, at[::-1], size)).all()
 
 
 @needs_nixl
@@ -139,17 +141,14 @@ def test_long_block_lists_are_split_among_threads():
             move = pair.read(local, remote, 8 << 10)
             move.wait(20)
             assert type(move) is DirectTransfer
-            expected = np.zeros_like(pair.mine)
-            for mine, theirs in zip(local.tolist(), remote.tolist()):
-                expected[mine:][: 8 << 10] = pair.theirs[theirs:][: 8 << 10]
-            assert (pair.mine == expected).all()
+            assert (pair.mine == pair.expected(local, remote, 8 << 10)).all()
 
 
 @needs_nixl
 def test_idle_agent_yields_the_core():
     """With NIXL's defaults, the threads of both agents would each occupy a core."""
     with Pair(1 << 20) as pair:
-        pair.read(np.array([0]), np.array([0]), 1 << 20).wait(10)
+        pair.read(0, 0, 1 << 20).wait(10)
         begin = time.process_time()
         time.sleep(1)
         assert time.process_time() - begin < 0.2
@@ -268,7 +267,7 @@ def test_pieces_arrive_in_order_at_slow_receiver(name, num_pieces):
     options = {"direct_bytes": None} if name == "nixl" else {}
     with Pair(num_pieces * piece, name, piece_bytes=piece, **options) as pair:
         pair.theirs[:] = np.repeat(np.arange(1, num_pieces + 1, dtype=np.uint8), piece)
-        memory = pair.sides[0].memory
+        memory = pair.sides[0].transport.memory
         scatter = memory.scatter
 
         def slow_scatter(*args):
@@ -276,7 +275,7 @@ def test_pieces_arrive_in_order_at_slow_receiver(name, num_pieces):
             scatter(*args)
 
         memory.scatter = slow_scatter
-        pair.read(np.array([0]), np.array([0]), num_pieces * piece).wait(30)
+        pair.read(0, 0, num_pieces * piece).wait(30)
         assert (pair.mine == pair.theirs).all()
 
 
@@ -286,15 +285,12 @@ def test_close_ends_threads_after_a_failed_read(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp")
     before = _threads()
     with Pair(64 << 20) as pair:
-        _, incoming = pair.sides[0]._connections[pair.peer]._flows
+        _, incoming = pair.sides[0].transport._connections["b"]._flows
         incoming._say = lambda op, **values: None  # the receiver no longer frees space
-        begins = pair.mine.ctypes.data, pair.theirs.ctypes.data
         at = np.arange(0, 64 << 20, 4096)
-        move = pair.sides[0].read(
-            pair.peer, begins[0] + at, begins[1] + at[::-1], np.full(len(at), 4096)
-        )
+        move = pair.read(at, at[::-1], 4096)
         time.sleep(0.05)
-        pair.sides[1].disconnect("a")
+        pair.sides[1].transport.disconnect("a")
         with pytest.raises(TransferError):
             move.wait(20)
     _wait_for_ends_of_threads(before)
@@ -309,17 +305,16 @@ def test_close_while_a_piece_starts_ends_threads(monkeypatch):
     gc.disable()
     try:
         with Pair(1 << 20, direct_bytes=None) as pair:
-            lane = pair.sides[1]._connections["a"].lane
+            lane = pair.sides[1].transport._connections["a"].lane
             start = lane._agent.begin
 
             def begin(*args):
                 handle = start(*args)
-                pair.sides[1].disconnect("a")
+                pair.sides[1].transport.disconnect("a")
                 return handle
 
             monkeypatch.setattr(lane._agent, "begin", begin)
-            at = pair.mine.ctypes.data, pair.theirs.ctypes.data
-            move = pair.sides[0].read(pair.peer, *map(np.atleast_1d, at), np.array([1 << 20]))
+            move = pair.read(0, 0, 1 << 20)
             with pytest.raises(TransferError):
                 move.wait(20)
             monkeypatch.undo()
@@ -359,11 +354,11 @@ def test_released_pages_are_not_written(monkeypatch, how, delay_ms):
         move = pair.read(at, np.arange(count) * size, size)
         time.sleep(delay_ms / 1000)
         if how == "disconnect":
-            pair.sides[0].disconnect(pair.peer)
+            pair.sides[0].transport.disconnect("b")
         elif how == "cancel":
             move.cancel("for a test")
         else:
-            pair.sides[0].close()
+            pair.sides[0].transport.close()
         deadline = time.monotonic() + 10
         while not move.is_released:
             assert time.monotonic() < deadline
