@@ -141,8 +141,8 @@ bench-vllm: setup
 # Call the public API with invalid and hostile arguments for SECONDS, or CALLS times. Prints the seed
 # and any findings. SCENES restricts the run to the given modules, and SEED repeats an earlier run.
 fuzz: setup
-	$(BIN)/python -m tests.machinery.wrong_calls --seconds $(SECONDS) $(CALLS:%=--calls %) \
-	  $(SEED:%=--seed %) $(SCENES:%=--scene=%)
+	$(BIN)/python -m tests.machinery.hostile wrong --seconds $(SECONDS) $(CALLS:%=--calls %) \
+	  $(SEED:%=--seed %) $(SCENES)
 
 # Compile every kernel, with warnings and register spills as errors. Requires nvcc, but no GPU.
 cuda-check: setup

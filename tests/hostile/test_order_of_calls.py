@@ -28,7 +28,7 @@ from kvcache import (
 from kvcache.allocator import check_invariants
 from kvcache.compat import BlockSpaceManager
 from kvcache.compat.vllm_block_table import BlockTable
-from tests.machinery.interrupts.instants import Alarm
+from tests.machinery.hostile.instants import Alarm
 
 
 def make(**options) -> KVCacheManager:

@@ -9,8 +9,8 @@ import inspect
 import pytest
 import torch
 
-from tests.machinery.other_device.cases import CASES, NO_TENSORS, PACKAGES
-from tests.machinery.other_device.matrix import table
+from tests.machinery.hostile.other_device import table
+from tests.machinery.hostile.other_device_cases import CASES, NO_TENSORS, PACKAGES
 from tests.project.test_layers import is_torch_free
 
 

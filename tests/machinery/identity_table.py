@@ -323,254 +323,166 @@ STEPS = "distributes tokens over steps; the content of blocks is the same"
 BY_RANK = "covered by the caller's text `rank`: a manager has no data about other ranks"
 BY_SPEC = "covered by LayerSpec and GroupSpec: stores create no CacheDescription"
 
+
+def rows(prefix: str, of: Any, /, base=None, same="", **changed: object) -> dict[str, Row]:
+    """Return a row for each field of a class or parameter of a function."""
+    return {f"{prefix}.{name}": Row(of, {name: x}, base, same) for name, x in changed.items()}
+
+
+def elsewhere(of: Any, same: str, *names: str) -> dict[str, Row]:
+    """Return rows for fields that another field distinguishes or that cannot be tested."""
+    return {name: Row(of, same=same) for name in names}
+
+
 TABLE: dict[str, Row] = {
-    "LayerSpec.name": Row(of_layer, {"name": "c"}),
+    **rows("LayerSpec", of_layer, name="c", block_size=32, num_kv_heads=4, head_size=32,
+        v_head_size=32, dtype="float16", scale_bytes_per_token=16, transferred=False,
+        drafts=True),
+    **rows("LayerSpec", of_layer, options={"window": 48}, base=WINDOW),
+    **rows("LayerSpec", of_layer, replicated=True, base={"plan": {"context_parallel": CP}}),
+    **rows("LayerSpec", of_layer, state_bytes=8192, base=STATE),
+    **rows("LayerSpec", of_layer, is_mla=True, base={"num_kv_heads": 1, "head_size": 32,
+        "v_head_size": 16}),
+    **rows("LayerSpec", of_layer, cached=False, base={"transferred": False}),
+    **rows("GroupSpec", of_group, kind="recurrent", block_size=8, cached=False,
+        transferred=False, drafts=True),
+    **rows("GroupSpec", of_group, options={"window": 48}, base=WINDOW),
+    **rows("GroupSpec", of_group, replicated=True, base={"context_parallel": CP}),
+    **rows("GroupSpec", of_group, layers=("b", "a"), base={"layers": ("a", "b")}),
+    **rows("CachePlan", of_plan, layer_page_bytes=16384, context_parallel=CP),
+    **rows("CachePlan", of_plan, max_model_len=128, same=HOW_MANY),
+    **rows("CachePlan", of_plan, max_num_batched_tokens=32, same=STEPS),
+    **rows("AttentionBackend", of_backend, name="Y", same="only the memory orders matter"),
+    **rows("AttentionBackend", of_backend, dims=("block", "token", "kv", "head", "element"),
+        nhd=("block", "token", "kv", "head", "element")),
+    **rows("AttentionBackend", of_backend, hnd=("block", "head", "kv", "token", "element"),
+        base={"storage": {"layout": "HND"}}),
+    **rows("AttentionBackend", of_backend,
+        nhd_cross_layers=("block", "layer", "token", "kv", "head", "element"),
+        base={
+            "nhd_cross_layers": ("block", "layer", "kv", "token", "head", "element"),
+            "storage": {"cross_layers": True},
+        }),
+    **rows("AttentionBackend", of_backend,
+        hnd_cross_layers=("block", "head", "layer", "kv", "token", "element"),
+        base={
+            "hnd_cross_layers": ("block", "layer", "kv", "head", "token", "element"),
+            "storage": {"cross_layers": True, "layout": "HND"},
+        }),
+    **rows("AttentionBackend", of_backend, unequal_head_sizes=True,
+        base={"dims": ("block", "token", "head", "element")}),
+    **rows("KVStorage", of_storage, num_blocks=20, same=HOW_MANY),
+    **rows("KVStorage", of_storage, block_size=8, head_size=16, v_head_size=4, num_layers=1,
+        dtype="float16", layout="HND", scale_bytes_per_token=8),
+    **rows("KVStorage", of_storage, backend="FLASH_ATTN_DIFFKV", base={"backend": "FLASHINFER"}),
+    **rows("KVStorage", of_storage, cross_layers=True, base={"backend": "TRITON_ATTN",
+        "layout": "HND"}),
+    **rows("build", of_build, max_num_reqs=8, num_host_blocks=9, num_preallocate_tokens=0,
+        same=HOW_MANY),
+    **rows("build", of_build, backend="FLASH_ATTN_DIFFKV", layout="HND", enable_caching=False),
+    **rows("build", of_kernels, kernel_sizes=[16]),
+    **rows("build", of_build, num_speculative_tokens=3, same=STEPS),
+    **rows("build", of_build, clear="fresh", same="only bytes that no token owns are cleared"),
+    **rows("CacheOptions", of_build, hash_block_size=8, hash_seed="s",
+        hash_algorithm="xxh3_128_cbor"),
+    **rows("CacheOptions", of_build, watermark=0.1, same=HOW_MANY),
+    **rows("CacheOptions", of_build, fence_frees=True, engine_copies_states=True, prefault=False,
+        eviction="learned", same=WHEN),
+    **rows("CacheOptions", of_build, enable_events=False, same="a tier requires events"),
+    **rows("CacheOptions", of_build, explain_misses=1, same="only affects statistics"),
+    **rows("CacheOptions", of_build, hash_bytes=16, base={"hash_algorithm": "engine:x",
+        "hash_bytes": 32}),
+    **rows("CacheOptions", of_build, num_hash_lookahead_tokens=1,
+        base={"hash_algorithm": "engine:x"}),
+    **rows("CacheOptions", of_windows, retention_interval=0, same=WHEN),
+    **rows("CacheOptions", of_build, eviction_options={}, base={"eviction": "learned"}, same=WHEN),
+    **rows("CacheOptions", of_build, host_eviction="learned", base={"num_host_blocks": 9,
+        "eviction": "learned"}, same=WHEN),
+    **rows("CacheOptions", of_build, host_eviction_options={}, base={"num_host_blocks": 9,
+        "host_eviction": "lru"}, same=WHEN),
+    **rows("CacheOptions", of_build, host_write="through", base={"num_host_blocks": 9}, same=WHEN),
+    **rows("CacheOptions", of_build, min_gain_to_write=0.1, base={"num_host_blocks": 9,
+        "eviction": "learned", "host_eviction": "learned"}, same=WHEN),
+    **rows("fingerprint", of_identity, pages=Pages.allocate(9, [[2048, 2048]]), model="n",
+        rank="tp 1 of 2", contents="v and k", cp_kv_cache_interleave_size=2),
+    **rows("start_epoch", of_version, model_version="step 1"),
+    **rows("Share", of_share, layers=(1, 2), num_layers=3, heads=(1, 2), num_heads=3,
+        cp_world_size=2, tp=(1, 2)),
+    **rows("Share", of_share, cp_rank=1, base={"cp_world_size": 2}),
+    **rows("KVIdentity", of_value, model={"name": "n"}, version="step 1", groups=(),
+        hashing={"algorithm": "b", "seed": "s", "bytes": 32}, lookahead=1, part={"rank": "1"}),
+    **rows("CacheDescription", of_description, tp_size=2, pp_size=2, stages=[(1, 1), (1, 2)],
+        num_layers=4, total_num_kv_heads=4, cp_world_size=2, head_size=16, block_size=32,
+        v_head_size=4, dtype="float16", memory_order=("block", "kv", "head", "token", "element"),
+        scale_bytes_per_head=4),
+    **rows("CacheDescription", of_description, cp_interleave=4, base={"cp_world_size": 2}),
+    **rows("CacheDescription", of_description, page_stride=4096, base={"memory_order": ("layer",
+        "block", "kv", "token", "head", "element")}),
+    **rows("CacheDescription", of_description, k_scale=[[1.0], [2.0]],
+        v_scale=[[1.0, 1.0], [1.0, 2.0]], base={"dtype": "float8_e4m3fn"}),
+    **rows("StateDescription", of_states, num_layers=4, tp_size=2, pp_size=2, cp_world_size=2,
+        stages=[(1, 1), (1, 2)], page_stride=4096),
+    **rows("StateTensor", of_tensor, sections=[(4, 8)], row_size=4, channels_last=True,
+        dtype="float32"),
+    **rows("GroupLayout", of_layout, layers=("a", "c"), pages_per_block=2, num_blocks=120,
+        interior="vec"),
     "LayerSpec.kind": Row(of_layer, WINDOW),
-    "LayerSpec.block_size": Row(of_layer, {"block_size": 32}),
-    "LayerSpec.num_kv_heads": Row(of_layer, {"num_kv_heads": 4}),
-    "LayerSpec.head_size": Row(of_layer, {"head_size": 32}),
-    "LayerSpec.v_head_size": Row(of_layer, {"v_head_size": 32}),
-    "LayerSpec.dtype": Row(of_layer, {"dtype": "float16"}),
-    "LayerSpec.options": Row(of_layer, {"options": {"window": 48}}, WINDOW),
-    "LayerSpec.replicated": Row(
-        of_layer, {"replicated": True}, {"plan": {"context_parallel": CP}}
-    ),
-    "LayerSpec.state_bytes": Row(of_layer, {"state_bytes": 8192}, STATE),
-    "LayerSpec.scale_bytes_per_token": Row(of_layer, {"scale_bytes_per_token": 16}),
-    "LayerSpec.is_mla": Row(
-        of_layer, {"is_mla": True}, {"num_kv_heads": 1, "head_size": 32, "v_head_size": 16}
-    ),
-    "LayerSpec.cached": Row(of_layer, {"cached": False}, {"transferred": False}),
-    "LayerSpec.transferred": Row(of_layer, {"transferred": False}),
-    "LayerSpec.drafts": Row(of_layer, {"drafts": True}),
-    "GroupSpec.kind": Row(of_group, {"kind": "recurrent"}),
-    "GroupSpec.block_size": Row(of_group, {"block_size": 8}),
-    "GroupSpec.options": Row(of_group, {"options": {"window": 48}}, WINDOW),
-    "GroupSpec.replicated": Row(of_group, {"replicated": True}, {"context_parallel": CP}),
-    "GroupSpec.layers": Row(of_group, {"layers": ("b", "a")}, {"layers": ("a", "b")}),
-    "GroupSpec.cached": Row(of_group, {"cached": False}),
-    "GroupSpec.transferred": Row(of_group, {"transferred": False}),
-    "GroupSpec.drafts": Row(of_group, {"drafts": True}),
     "options of sliding_window.window": Row(of_group, {"options": {"window": 48}}, WINDOW),
-    "options of chunked_local.chunk_size": Row(
-        of_group, {"options": {"chunk_size": 64}},
-        {"kind": "chunked_local", "options": {"chunk_size": 32}},
-    ),
-    "options of circular_window.window": Row(
-        of_group, {"options": {"window": 24, "buffer": 64}},
-        {"kind": "circular_window", "options": {"window": 32, "buffer": 64}, "cached": False},
-    ),
-    "options of circular_window.buffer": Row(
-        of_group, {"options": {"window": 32, "buffer": 96}},
-        {"kind": "circular_window", "options": {"window": 32, "buffer": 64}, "cached": False},
-    ),
-    "options of recurrent.num_speculative_blocks": Row(
-        of_group, {"options": {"num_speculative_blocks": 2}}, {"kind": "recurrent"}
-    ),
-    "ContextParallel.pcp_world_size": Row(
-        of_group, {"context_parallel": ContextParallel(pcp_world_size=2)}
-    ),
-    "ContextParallel.pcp_rank": Row(
-        of_group, {"context_parallel": ContextParallel(pcp_world_size=2, pcp_rank=1)},
-        {"context_parallel": ContextParallel(pcp_world_size=2)},
-    ),
+    "options of chunked_local.chunk_size": Row( of_group, {"options": {"chunk_size": 64}},
+        {"kind": "chunked_local", "options": {"chunk_size": 32}},),
+    "options of circular_window.window": Row( of_group, {"options": {"window": 24,
+        "buffer": 64}}, {"kind": "circular_window", "options": {"window": 32, "buffer": 64},
+        "cached": False},),
+    "options of circular_window.buffer": Row( of_group, {"options": {"window": 32,
+        "buffer": 96}}, {"kind": "circular_window", "options": {"window": 32, "buffer": 64},
+        "cached": False},),
+    "options of recurrent.num_speculative_blocks": Row( of_group,
+        {"options": {"num_speculative_blocks": 2}}, {"kind": "recurrent"}),
+    "ContextParallel.pcp_world_size": Row( of_group,
+        {"context_parallel": ContextParallel(pcp_world_size=2)}),
+    "ContextParallel.pcp_rank": Row( of_group,
+        {"context_parallel": ContextParallel(pcp_world_size=2, pcp_rank=1)},
+        {"context_parallel": ContextParallel(pcp_world_size=2)},),
     "ContextParallel.dcp_world_size": Row(of_group, {"context_parallel": CP}),
-    "ContextParallel.dcp_rank": Row(
-        of_group, {"context_parallel": ContextParallel(dcp_world_size=2, dcp_rank=1)},
-        {"context_parallel": CP},
-    ),
+    "ContextParallel.dcp_rank": Row( of_group,
+        {"context_parallel": ContextParallel(dcp_world_size=2, dcp_rank=1)},
+        {"context_parallel": CP},),
     "CachePlan.layers": Row(of_layer, {"names": ("a", "c")}),
     "CachePlan.groups": Row(of_layer, WINDOW),
     "CachePlan.page_bytes": Row(of_plan, {"layer_page_bytes": 16384}),
     "CachePlan.num_pages": Row(of_plan, {"budget_bytes": 2**23}, same=HOW_MANY),
-    "CachePlan.layer_page_bytes": Row(of_plan, {"layer_page_bytes": 16384}),
     "CachePlan.padding_bytes": Row(of_plan, {"layer_page_bytes": 16384}),
-    "CachePlan.max_model_len": Row(of_plan, {"max_model_len": 128}, same=HOW_MANY),
-    "CachePlan.max_num_batched_tokens": Row(of_plan, {"max_num_batched_tokens": 32}, same=STEPS),
-    "CachePlan.context_parallel": Row(of_plan, {"context_parallel": CP}),
-    "CachePlan.examples": Row(of_plan, same="formats of groups without layers on this rank"),
-    "CachePlan.max_encoder_tokens": Row(
-        of_layer, {"plan": {"max_encoder_tokens": 64}}, {"kind": "cross_attention"}, HOW_MANY
-    ),
-    "AttentionBackend.name": Row(of_backend, {"name": "Y"}, same="only the memory orders matter"),
-    "AttentionBackend.dims": Row(
-        of_backend, {"dims": ("block", "token", "kv", "head", "element")}
-    ),
-    "AttentionBackend.nhd": Row(of_backend, {"nhd": ("block", "token", "kv", "head", "element")}),
-    "AttentionBackend.hnd": Row(
-        of_backend, {"hnd": ("block", "head", "kv", "token", "element")},
-        {"storage": {"layout": "HND"}},
-    ),
-    "AttentionBackend.nhd_cross_layers": Row(
-        of_backend, {"nhd_cross_layers": ("block", "layer", "token", "kv", "head", "element")},
-        {"nhd_cross_layers": ("block", "layer", "kv", "token", "head", "element"),
-         "storage": {"cross_layers": True}},
-    ),
-    "AttentionBackend.hnd_cross_layers": Row(
-        of_backend, {"hnd_cross_layers": ("block", "head", "layer", "kv", "token", "element")},
-        {"hnd_cross_layers": ("block", "layer", "kv", "head", "token", "element"),
-         "storage": {"cross_layers": True, "layout": "HND"}},
-    ),
-    "AttentionBackend.unequal_head_sizes": Row(
-        of_backend, {"unequal_head_sizes": True}, {"dims": ("block", "token", "head", "element")}
-    ),
-    "KVStorage.num_blocks": Row(of_storage, {"num_blocks": 20}, same=HOW_MANY),
-    "KVStorage.block_size": Row(of_storage, {"block_size": 8}),
+    "CachePlan.max_encoder_tokens": Row( of_layer, {"plan": {"max_encoder_tokens": 64}},
+        {"kind": "cross_attention"}, HOW_MANY),
     "KVStorage.num_kv_heads": Row(of_storage, {"num_kv_heads": 4, "head_size": 4}),
-    "KVStorage.head_size": Row(of_storage, {"head_size": 16}),
-    "KVStorage.v_head_size": Row(of_storage, {"v_head_size": 4}),
-    "KVStorage.num_layers": Row(of_storage, {"num_layers": 1}),
-    "KVStorage.dtype": Row(of_storage, {"dtype": "float16"}),
-    "KVStorage.device": Row(of_storage, same="the host gets the same bytes from every device"),
-    "KVStorage.backend": Row(
-        of_storage, {"backend": "FLASH_ATTN_DIFFKV"}, {"backend": "FLASHINFER"}
-    ),
-    "KVStorage.layout": Row(of_storage, {"layout": "HND"}),
-    "KVStorage.cross_layers": Row(
-        of_storage, {"cross_layers": True},
-        {"backend": "TRITON_ATTN", "layout": "HND"},
-    ),
-    "KVStorage.scale_bytes_per_token": Row(of_storage, {"scale_bytes_per_token": 8}),
-    "build.plan": Row(of_layer, same="covered by the fields of CachePlan"),
-    "build.max_num_reqs": Row(of_build, {"max_num_reqs": 8}, same=HOW_MANY),
-    "build.device": Row(of_build, same="the host gets the same bytes from every device"),
-    "build.backend": Row(of_build, {"backend": "FLASH_ATTN_DIFFKV"}),
-    "build.layout": Row(of_build, {"layout": "HND"}),
-    "build.kernel_sizes": Row(of_kernels, {"kernel_sizes": [16]}),
-    "build.num_speculative_tokens": Row(of_build, {"num_speculative_tokens": 3}, same=STEPS),
-    "build.cp_kv_cache_interleave_size": Row(
-        of_layer, {"made": {"cp_kv_cache_interleave_size": 4}},
-        {"plan": {"context_parallel": CP}},
-    ),
-    "build.num_host_blocks": Row(of_build, {"num_host_blocks": 9}, same=HOW_MANY),
-    "build.clear": Row(
-        of_build, {"clear": "fresh"}, same="only bytes that no token owns are cleared"
-    ),
+    "build.cp_kv_cache_interleave_size": Row( of_layer,
+        {"made": {"cp_kv_cache_interleave_size": 4}}, {"plan": {"context_parallel": CP}},),
     "build.swap_options": Row(of_build, {"num_host_blocks": 9, "swap_options": {}}, same=WHEN),
-    "build.enable_caching": Row(of_build, {"enable_caching": False}),
-    "build.num_preallocate_tokens": Row(of_build, {"num_preallocate_tokens": 0}, same=HOW_MANY),
-    "CacheOptions.hash_block_size": Row(of_build, {"hash_block_size": 8}),
-    "CacheOptions.watermark": Row(of_build, {"watermark": 0.1}, same=HOW_MANY),
-    "CacheOptions.fence_frees": Row(of_build, {"fence_frees": True}, same=WHEN),
-    "CacheOptions.engine_copies_states": Row(of_build, {"engine_copies_states": True}, same=WHEN),
-    "CacheOptions.enable_events": Row(of_build, {"enable_events": False}, same="a tier requires events"),
-    "CacheOptions.prefault": Row(of_build, {"prefault": False}, same=WHEN),
-    "CacheOptions.explain_misses": Row(of_build, {"explain_misses": 1}, same="only affects statistics"),
-    "CacheOptions.hash_seed": Row(of_build, {"hash_seed": "s"}),
-    "CacheOptions.hash_algorithm": Row(of_build, {"hash_algorithm": "xxh3_128_cbor"}),
-    "CacheOptions.hash_bytes": Row(
-        of_build, {"hash_bytes": 16}, {"hash_algorithm": "engine:x", "hash_bytes": 32}
-    ),
-    "CacheOptions.num_hash_lookahead_tokens": Row(
-        of_build, {"num_hash_lookahead_tokens": 1}, {"hash_algorithm": "engine:x"}
-    ),
-    "CacheOptions.retention_interval": Row(of_windows, {"retention_interval": 0}, same=WHEN),
-    "CacheOptions.eviction": Row(of_build, {"eviction": "learned"}, same=WHEN),
-    "CacheOptions.eviction_options": Row(
-        of_build, {"eviction_options": {}}, {"eviction": "learned"}, same=WHEN
-    ),
-    "CacheOptions.host_eviction": Row(
-        of_build, {"host_eviction": "learned"}, {"num_host_blocks": 9, "eviction": "learned"},
-        same=WHEN
-    ),
-    "CacheOptions.host_eviction_options": Row(
-        of_build, {"host_eviction_options": {}}, {"num_host_blocks": 9, "host_eviction": "lru"},
-        same=WHEN,
-    ),
-    "CacheOptions.host_write": Row(
-        of_build, {"host_write": "through"}, {"num_host_blocks": 9}, same=WHEN
-    ),
-    "CacheOptions.min_gain_to_write": Row(
-        of_build, {"min_gain_to_write": 0.1},
-        {"num_host_blocks": 9, "eviction": "learned", "host_eviction": "learned"}, same=WHEN
-    ),
-    "fingerprint.manager": Row(of_identity, same="covered by the groups and options above"),
-    "fingerprint.pages": Row(of_identity, {"pages": Pages.allocate(9, [[2048, 2048]])}),
-    "fingerprint.model": Row(of_identity, {"model": "n"}),
-    "fingerprint.rank": Row(of_identity, {"rank": "tp 1 of 2"}),
-    "fingerprint.contents": Row(of_identity, {"contents": "v and k"}),
-    "fingerprint.cp_kv_cache_interleave_size": Row(of_identity, {"cp_kv_cache_interleave_size": 2}),
     "KVStorage.set_scales.k_scale": Row(of_layer, {"scales": (0.5, 1.0)}, FP8),
     "KVStorage.set_scales.v_scale": Row(of_layer, {"scales": (0.02, 0.5)}, FP8),
     "BlockParts.blocks_per_page": Row(of_kernels, {"kernel_sizes": [16]}),
     "BlockParts.views": Row(of_storage, {"dtype": "float16"}),
     "PageContents.storages": Row(of_storage, {"layout": "HND"}),
-    "PageContents.cp_interleave": Row(
-        of_layer, {"made": {"cp_kv_cache_interleave_size": 4}}, {"plan": {"context_parallel": CP}}
-    ),
-    "PageContents.groups": Row(of_storage, same=OF_GROUPS),
-    "start_epoch.model_version": Row(of_version, {"model_version": "step 1"}),
-    "Share.layers": Row(of_share, {"layers": (1, 2)}),
-    "Share.num_layers": Row(of_share, {"num_layers": 3}),
-    "Share.heads": Row(of_share, {"heads": (1, 2)}),
-    "Share.num_heads": Row(of_share, {"num_heads": 3}),
-    "Share.cp_rank": Row(of_share, {"cp_rank": 1}, {"cp_world_size": 2}),
-    "Share.cp_world_size": Row(of_share, {"cp_world_size": 2}),
-    "Share.tp": Row(of_share, {"tp": (1, 2)}),
-    "KVIdentity.model": Row(of_value, {"model": {"name": "n"}}),
-    "KVIdentity.version": Row(of_value, {"version": "step 1"}),
-    "KVIdentity.groups": Row(of_value, {"groups": ()}),
-    "KVIdentity.hashing": Row(of_value, {"hashing": {"algorithm": "b", "seed": "s", "bytes": 32}}),
-    "KVIdentity.lookahead": Row(of_value, {"lookahead": 1}),
-    "KVIdentity.part": Row(of_value, {"part": {"rank": "1"}}),
-    "CacheDescription.engine_id": Row(of_description, same="a name; all engines share one store"),
-    "CacheDescription.tp_size": Row(of_description, {"tp_size": 2}),
-    "CacheDescription.pp_size": Row(of_description, {"pp_size": 2}),
-    "CacheDescription.stages": Row(of_description, {"stages": [(1, 1), (1, 2)]}),
-    "CacheDescription.num_layers": Row(of_description, {"num_layers": 4}),
-    "CacheDescription.total_num_kv_heads": Row(of_description, {"total_num_kv_heads": 4}),
-    "CacheDescription.cp_world_size": Row(of_description, {"cp_world_size": 2}),
-    "CacheDescription.cp_interleave": Row(
-        of_description, {"cp_interleave": 4}, {"cp_world_size": 2}
-    ),
-    "CacheDescription.head_size": Row(of_description, {"head_size": 16}),
-    "CacheDescription.block_size": Row(of_description, {"block_size": 32}),
-    "CacheDescription.v_head_size": Row(of_description, {"v_head_size": 4}),
-    "CacheDescription.is_mla": Row(
-        of_description, {"is_mla": True, "head_size": 16, "v_head_size": 0},
-        {"total_num_kv_heads": 1, "head_size": 16, "v_head_size": 0},
-    ),
-    "CacheDescription.dtype": Row(of_description, {"dtype": "float16"}),
-    "CacheDescription.memory_order": Row(
-        of_description, {"memory_order": ("block", "kv", "head", "token", "element")}
-    ),
-    "CacheDescription.page_stride": Row(
-        of_description, {"page_stride": 4096},
-        {"memory_order": ("layer", "block", "kv", "token", "head", "element")},
-    ),
-    "CacheDescription.scale_bytes_per_head": Row(of_description, {"scale_bytes_per_head": 4}),
-    "CacheDescription.k_scale": Row(
-        of_description, {"k_scale": [[1.0], [2.0]]}, {"dtype": "float8_e4m3fn"}
-    ),
-    "CacheDescription.v_scale": Row(
-        of_description, {"v_scale": [[1.0, 1.0], [1.0, 2.0]]}, {"dtype": "float8_e4m3fn"}
-    ),
-    "CacheDescription.hash_algorithm": Row(
-        of_description, same="informs the caller; the identity has the algorithm of the manager"
-    ),
-    "CacheDescription.version": Row(
-        of_description, same="other versions are refused when a description is created"
-    ),
-    "StateDescription.engine_id": Row(of_states, same="a name"),
-    "StateDescription.num_layers": Row(of_states, {"num_layers": 4}),
+    "PageContents.cp_interleave": Row( of_layer, {"made": {"cp_kv_cache_interleave_size": 4}},
+        {"plan": {"context_parallel": CP}}),
+    "CacheDescription.is_mla": Row( of_description, {"is_mla": True, "head_size": 16,
+        "v_head_size": 0}, {"total_num_kv_heads": 1, "head_size": 16, "v_head_size": 0},),
     "StateDescription.tensors": Row(of_tensor, {"sections": [(8, 4), (2, 1)]}),
-    "StateDescription.tp_size": Row(of_states, {"tp_size": 2}),
-    "StateDescription.pp_size": Row(of_states, {"pp_size": 2}),
-    "StateDescription.cp_world_size": Row(of_states, {"cp_world_size": 2}),
-    "StateDescription.stages": Row(of_states, {"stages": [(1, 1), (1, 2)]}),
-    "StateDescription.page_stride": Row(of_states, {"page_stride": 4096}),
-    "StateDescription.version": Row(
-        of_states, same="other versions are refused when a description is created"
-    ),
-    "StateTensor.sections": Row(of_tensor, {"sections": [(4, 8)]}),
-    "StateTensor.row_size": Row(of_tensor, {"row_size": 4}),
-    "StateTensor.channels_last": Row(of_tensor, {"channels_last": True}),
-    "StateTensor.dtype": Row(of_tensor, {"dtype": "float32"}),
-    "GroupLayout.layers": Row(of_layout, {"layers": ("a", "c")}),
     "GroupLayout.description": Row(of_description, {"head_size": 16}),
-    "GroupLayout.pages_per_block": Row(of_layout, {"pages_per_block": 2}),
-    "GroupLayout.num_blocks": Row(of_layout, {"num_blocks": 120}),
-    "GroupLayout.interior": Row(of_layout, {"interior": "vec"}),
+    "CachePlan.examples": Row(of_plan, same="formats of groups without layers on this rank"),
+    "KVStorage.device": Row(of_storage, same="the host gets the same bytes from every device"),
+    "build.plan": Row(of_layer, same="covered by the fields of CachePlan"),
+    "build.device": Row(of_build, same="the host gets the same bytes from every device"),
+    "fingerprint.manager": Row(of_identity, same="covered by the groups and options above"),
+    "PageContents.groups": Row(of_storage, same=OF_GROUPS),
+    "CacheDescription.engine_id": Row(of_description, same="a name; all engines share one store"),
+    "CacheDescription.hash_algorithm": Row(of_description,
+        same="informs the caller; the identity has the algorithm of the manager"),
+    "CacheDescription.version": Row(of_description,
+        same="other versions are refused when a description is created"),
+    "StateDescription.engine_id": Row(of_states, same="a name"),
+    "StateDescription.version": Row(of_states,
+        same="other versions are refused when a description is created"),
     "GroupLayout.spec": Row(of_layout, same=OF_GROUPS),
 }  # fmt: skip
 

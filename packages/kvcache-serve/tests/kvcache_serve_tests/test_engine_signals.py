@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 from kvcache.allocator import check_invariants
 from kvcache_serve.engine import SamplingParams
 from kvcache_serve.engine.signals import SignalHold
-from tests.machinery.interrupts import engines
-from tests.machinery.interrupts.instants import Alarm, Interrupt, interrupted_at
+from tests.machinery.hostile import engines
+from tests.machinery.hostile.instants import Alarm, Interrupt, interrupted_at
 from tests.machinery.shared import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -2,7 +2,7 @@
 """Fuzzes the ops with invalid arguments: values out of range, wrong shapes, and arguments that
 share memory.
 
-    python -m tests.machinery.wrong_calls.ops LIBRARY [--calls N] [--seed N]
+    python -m tests.machinery.hostile.ops LIBRARY [--calls N] [--seed N]
 
 LIBRARY is a library of the CPU ops or of the emulated kernels, preferably built with AddressSanitizer
 (`tests.machinery.emulation`). A rejected call must not change any tensor, and an accepted call must
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import faulthandler
+import functools
 import random
 import sys
 import time
@@ -26,6 +27,31 @@ DTYPES = [torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.uint8, 
 SLOW_S = 2.0
 
 
+NAMES = (
+    "slot_mapping", "update_block_tables", "gather_block_tables", "attention_metadata", "write_kv",
+    "gather_kv", "copy_blocks", "permute_blocks_",
+)  # fmt: skip
+
+
+@functools.cache
+def _schema(name: str) -> list:
+    """Return the arguments of an op of the library that is loaded."""
+    of_emulation = getattr(torch.ops.kvcache_emul, name, None)
+    op = of_emulation or getattr(torch.ops.kvcache, name)
+    return [each for each in op.default._schema.arguments if each.name != "owners"]
+
+
+def arguments(name: str) -> list[str]:
+    """Return the names of an op's arguments."""
+    return [each.name for each in _schema(name)]
+
+
+def written(name: str) -> list[int]:
+    """Return the numbers of the arguments to which an op writes."""
+    given = enumerate(_schema(name))
+    return [i for i, each in given if each.alias_info and each.alias_info.is_write]
+
+
 class Calls:
     """Draws valid calls, each with new tensors."""
 
@@ -35,9 +61,7 @@ class Calls:
 
     def draw(self) -> tuple[str, list]:
         """Draw an op and valid arguments. Return its name and the arguments."""
-        names = ("slot_mapping", "update_block_tables", "gather_block_tables", "attention_metadata")
-        names += ("write_kv", "gather_kv", "copy_blocks", "permute_blocks_")
-        name = self.rng.choice(names)
+        name = self.rng.choice(NAMES)
         return name, getattr(self, name)()
 
     def ids(self, *shape: int, high: int = 8, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -140,23 +164,11 @@ class Calls:
         ]
 
 
-WRITTEN = {
-    "slot_mapping": [7],
-    "update_block_tables": [0],
-    "gather_block_tables": [6],
-    "attention_metadata": [8, 9, 10, 11, 12, 13],
-    "write_kv": [2, 3],
-    "gather_kv": [3, 4],
-    "copy_blocks": [1],
-    "permute_blocks_": [0],
-}
-
-
 def make_wrong(rng: random.Random, name: str, args: list) -> int:
     """Make one argument in `args` invalid, and return its index."""
     place = rng.randrange(len(args))
     value = args[place]
-    if isinstance(value, torch.Tensor) and place not in WRITTEN[name] and rng.random() < 0.3:
+    if isinstance(value, torch.Tensor) and place not in written(name) and rng.random() < 0.3:
         _alias(rng, name, args, place)
     elif isinstance(value, torch.Tensor):
         args[place] = _wrong_tensor(rng, value)
@@ -171,7 +183,7 @@ def make_wrong(rng: random.Random, name: str, args: list) -> int:
 
 def _alias(rng: random.Random, name: str, args: list, place: int) -> None:
     """Move an argument into the memory of an argument to which the op writes."""
-    value, target = args[place], args[rng.choice(WRITTEN[name])]
+    value, target = args[place], args[rng.choice(written(name))]
     if not isinstance(target, torch.Tensor) or value is target:
         return
     if not 0 < value.numel() < 10_000:
@@ -223,24 +235,9 @@ def contents(args: list) -> list[bytes]:
     return [bytes(view.numpy()) for view in views]
 
 
-ARGUMENTS = {
-    "slot_mapping": "tables groups num_rows rows query_start_loc positions num_blocks_per_row out",
-    "update_block_tables": "tables updates",
-    "gather_block_tables": "tables groups num_rows idx_mapping num_computed_tokens max_num_tokens out",
-    "attention_metadata": "tables groups num_rows rows query_lens seq_lens num_blocks_per_row "
-    "max_num_tokens query_start_loc seqused_k block_tables paged_kv_indptr paged_kv_indices "
-    "paged_kv_last_page_len",
-    "write_kv": "key value key_cache value_cache slot_mapping k_scale v_scale",
-    "gather_kv": "key_cache value_cache slot_mapping key value k_scale v_scale",
-    "copy_blocks": "src dst regions pairs num_src_blocks num_dst_blocks engine pages_per_run "
-    "num_thread_blocks",
-    "permute_blocks_": "cache offsets indices remote_block_size remote_is_hnd",
-}
-
-
 def names_argument(text: str, name: str) -> bool:
     """Return whether a message names an argument of the op."""
-    return any(argument in text for argument in [*ARGUMENTS[name].split(), "row of token"])
+    return any(argument in text for argument in [*arguments(name), "row of token"])
 
 
 def main() -> int:
@@ -276,7 +273,7 @@ def main() -> int:
         except Exception as raised:
             error = raised
         faulthandler.cancel_dump_traceback_later()
-        at_call = f"seed {seed}, call {at}: {name}, argument {ARGUMENTS[name].split()[place]}"
+        at_call = f"seed {seed}, call {at}: {name}, argument {arguments(name)[place]}"
         if time.process_time() - started > SLOW_S:
             kinds["slow"] += 1
             print(f"SLOW {at_call}", flush=True)

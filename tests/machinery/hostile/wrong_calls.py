@@ -31,8 +31,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+import torch
+
 from tests.machinery.forked import context
-from tests.machinery.wrong_calls.messages import is_clear
+from tests.machinery.hostile.messages import is_clear
+from tests.machinery.hostile.scenes import SCENES
+from tests.machinery.hostile.state import difference
+from tests.machinery.hostile.values import TENSORS, OwnError, variant
+from tests.machinery.hostile.world import finish, walked
 
 SLOW_S = 2.0
 HANG_S, BUSY_S = 60.0, 5.0  # limits per call in seconds of wall time and of CPU time
@@ -222,8 +228,6 @@ class _Child:
         """Check whether the call also changes a new scene, because other threads may have changed
         this one.
         """
-        from tests.machinery.wrong_calls.state import difference
-
         scene = make()
         try:
             before = scene.state()
@@ -272,8 +276,6 @@ class _Child:
 
     def _made(self, call: _Call, make: Callable) -> str:
         """Make a call. Return the kind of result."""
-        from tests.machinery.wrong_calls.values import OwnError
-
         self.note.write(call.at, call.scene, call.name, call.shown)
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         signal.setitimer(signal.ITIMER_VIRTUAL, BUSY_S)
@@ -309,11 +311,11 @@ class _Child:
             self._restore_streams()
 
     def _compare(self, make: Callable, scene: object, wanted: object, refused: list[_Call]) -> None:
-        problem = _difference(scene, wanted)
+        problem = difference(wanted, scene.follow())
         if problem is None:
             return
         for each in refused:  # find out which call caused the change
-            found = _difference(_after(make, [each]), wanted)
+            found = difference(wanted, _after(make, [each]).follow())
             if found is not None:
                 self.tell({**each.event("changed"), "text": f"{each.text} THEN {found}"[:600]})
                 return
@@ -330,12 +332,6 @@ def _held() -> tuple[int, int]:
 def child(seed: int, first: int, count: int, names: list[str] | None) -> None:
     """Make the calls and write the findings."""
     warnings.simplefilter("ignore")
-    import torch
-
-    from tests.machinery.wrong_calls.scenes import SCENES
-    from tests.machinery.wrong_calls.values import TENSORS
-    from tests.machinery.wrong_calls.walked import walked
-
     torch.set_num_threads(1)
     # `torch` imports many modules the first time such a tensor is created or printed.
     for make in TENSORS:
@@ -426,25 +422,12 @@ def _after(make: Callable, calls: list[_Call]) -> object:
     return scene
 
 
-def _difference(scene: object, wanted: object) -> str | None:
-    try:
-        got = scene.follow()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    if got == wanted:
-        return None
-    where = next((i for i, (a, b) in enumerate(zip(got, wanted)) if a != b), -1)
-    return f"answer {where} differs"
-
-
 class _Call:
     """Call number `at` of a seed, made on a scene. The seed, the number and the scene determine the
     arguments.
     """
 
     def __init__(self, seed: int, at: int, name_of_scene: str, scene: object) -> None:
-        from tests.machinery.wrong_calls.values import variant
-
         rng = random.Random(f"{seed}:{at}")
         self.seed, self.at, self.scene = seed, at, name_of_scene
         self.name, self._function, arguments, further = scene.draw(rng)
@@ -459,8 +442,6 @@ class _Call:
         self.error: BaseException | None = None
 
     def make(self) -> None:
-        from tests.machinery.wrong_calls.walked import finish
-
         started = time.process_time()  # CPU time; waiting time is limited by `_soon`
         try:
             finish(self._function(**self._passed))
@@ -558,6 +539,11 @@ def summary(counts: Counts) -> Iterator[str]:
         yield f"{name}: " + ", ".join(f"{count} {kind}" for kind, count in of_name.items())
     for key, count in counts.unclear.most_common():
         yield f"unclear {count}: {key}: {counts.examples[key][:200]}"
+
+
+def is_unclear(counts: Counts) -> bool:
+    """Return whether too many rejected calls have unclear messages."""
+    return share_unclear(counts) > MOST_UNCLEAR
 
 
 def share_unclear(counts: Counts) -> float:

@@ -7,7 +7,7 @@ import collections
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import fields, is_dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -53,25 +53,21 @@ class WrongLength(list):
         return 5
 
 
-class Raises:
-    """An object that raises in every operation."""
+def _raising(name: str, *methods: str) -> type:
+    """Return a class whose objects raise in these operations."""
 
-    def __index__(self) -> int:
-        raise OwnError("__index__")
+    def of(method: str) -> Callable:
+        def raises(self: object, *arguments: object, **options: object) -> None:
+            raise OwnError(method)
 
-    def __len__(self) -> int:
-        raise OwnError("__len__")
+        return raises
 
-    def __iter__(self) -> Iterator[int]:
-        raise OwnError("__iter__")
+    return type(name, (), {method: of(method) for method in methods})
 
-    def __eq__(self, other: object) -> bool:
-        raise OwnError("__eq__")
 
-    __hash__ = None
-
-    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
-        raise OwnError("__array__")
+Raises = _raising("Raises", "__index__", "__len__", "__iter__", "__eq__", "__array__")
+NoTruth = _raising("NoTruth", "__bool__", "__hash__")
+Unprintable = _raising("Unprintable", "__repr__")
 
 
 class WrongIndex:
@@ -88,16 +84,6 @@ class NegativeLength(list):
         return -1  # noqa: PLE0303
 
 
-class NoTruth:
-    """An object whose truth value cannot be determined."""
-
-    def __bool__(self) -> bool:
-        raise OwnError("__bool__")
-
-    def __hash__(self) -> int:
-        raise OwnError("__hash__")
-
-
 class EqualsAll:
     """An object that compares equal to everything."""
 
@@ -106,13 +92,6 @@ class EqualsAll:
 
     def __hash__(self) -> int:
         return 0
-
-
-class Unprintable:
-    """An object whose repr raises."""
-
-    def __repr__(self) -> str:
-        raise OwnError("__repr__")
 
 
 def _endless() -> Iterator[int]:
@@ -163,119 +142,51 @@ SCALARS = [
     )
 ]
 LISTS = [
-    list,
-    tuple,
-    dict,
-    set,
-    lambda: [0],
-    lambda: [1],
-    lambda: [-1],
-    lambda: [1, 1],
-    lambda: [1, 2, 3],
-    lambda: [True],
-    lambda: [None],
-    lambda: ["a"],
-    lambda: [1.5],
-    lambda: [2**31],
-    lambda: [2**70],
-    lambda: [Decimal(1)],
-    lambda: [1, None],
-    lambda: [[1]],
-    lambda: [[1, 2], [3]],
-    lambda: [(1, 2)],
-    lambda: [object()],
-    lambda: [Raises()],
-    lambda: [Unprintable()],
-    lambda: {1: 2},
-    lambda: {"a": 1},
-    lambda: {"window": 1.5},
-    lambda: {1},
-    lambda: frozenset({1, 2}),
-    lambda: iter([1]),
-    lambda: (i for i in (1, 2)),
-    lambda: [0] * 100_000,
-    _endless,
-    _itself,
-    ClaimsMany,
-    ManyMembers,
-    lambda: WrongLength([1]),
-    lambda: NegativeLength([1]),
-    NoTruth,
-    EqualsAll,
-    _deep,
-    lambda: collections.deque([1, 2]),
-    lambda: {"a": float("nan")},
-    lambda: {1: [2], "b": None},
-    lambda: [("a", 1, 2), ("b",)],
-    lambda: ["a", "a"],
-    lambda: [b"a"],
-    lambda: ["\ud800"],
-    lambda: [float("nan")],
-    lambda: [10**5000],
-    lambda: bytes(2**20),
-    Raises,
-    WrongIndex,
-    Unprintable,
-    object,
-]
+    list, tuple, dict, set, lambda: [0], lambda: [1], lambda: [-1], lambda: [1, 1],
+    lambda: [1, 2, 3], lambda: [True], lambda: [None], lambda: ["a"], lambda: [1.5],
+    lambda: [2**31], lambda: [2**70], lambda: [Decimal(1)], lambda: [1, None], lambda: [[1]],
+    lambda: [[1, 2], [3]], lambda: [(1, 2)], lambda: [object()], lambda: [Raises()],
+    lambda: [Unprintable()], lambda: {1: 2}, lambda: {"a": 1}, lambda: {"window": 1.5}, lambda: {1},
+    lambda: frozenset({1, 2}), lambda: iter([1]), lambda: (i for i in (1, 2)),
+    lambda: [0] * 100_000, _endless, _itself, ClaimsMany, ManyMembers, lambda: WrongLength([1]),
+    lambda: NegativeLength([1]), NoTruth, EqualsAll, _deep, lambda: collections.deque([1, 2]),
+    lambda: {"a": float("nan")}, lambda: {1: [2], "b": None}, lambda: [("a", 1, 2), ("b",)],
+    lambda: ["a", "a"], lambda: [b"a"], lambda: ["\ud800"], lambda: [float("nan")],
+    lambda: [10**5000], lambda: bytes(2**20), Raises, WrongIndex, Unprintable, object,
+]  # fmt: skip
 ARRAYS = [
-    lambda: np.zeros(0, np.int32),
-    lambda: np.zeros((0, 2), np.int64),
-    lambda: np.array([1], np.int32),
-    lambda: np.array([1, 2, 3]),
-    lambda: np.array([-1]),
-    lambda: np.array([2**31]),
-    lambda: np.array([2**63 - 1]),
-    lambda: np.array([2**64 - 1], np.uint64),
-    lambda: np.array([1.0]),
-    lambda: np.array([float("nan")]),
-    lambda: np.array([True]),
-    lambda: np.array([None]),
-    lambda: np.array(["a"]),
-    lambda: np.array([1], np.complex64),
-    lambda: np.array([1], "datetime64[s]"),
-    lambda: np.array([1], ">i4"),
-    lambda: np.zeros((1, 2), np.int32),
-    lambda: np.zeros((2, 3), np.int32),
-    lambda: np.ones((1, 1, 1), np.int64),
-    lambda: np.arange(10, dtype=np.int32)[::-2],
-    lambda: np.arange(10, dtype=np.int32)[::3],
-    lambda: np.ma.masked_array([1, 2], [True, False]),
-    lambda: np.matrix([1, 2]),
-    _readonly,
-    _structured,
-    lambda: np.broadcast_to(np.int32(1), (HUGE,)),
-    lambda: np.broadcast_to(np.int64(1), (HUGE,)),
-    lambda: np.broadcast_to(np.uint8(1), (HUGE,)),
-    lambda: np.broadcast_to(np.float32(1), (HUGE,)),
+    lambda: np.zeros(0, np.int32), lambda: np.zeros((0, 2), np.int64),
+    lambda: np.array([1], np.int32), lambda: np.array([1, 2, 3]), lambda: np.array([-1]),
+    lambda: np.array([2**31]), lambda: np.array([2**63 - 1]),
+    lambda: np.array([2**64 - 1], np.uint64), lambda: np.array([1.0]),
+    lambda: np.array([float("nan")]), lambda: np.array([True]), lambda: np.array([None]),
+    lambda: np.array(["a"]), lambda: np.array([1], np.complex64),
+    lambda: np.array([1], "datetime64[s]"), lambda: np.array([1], ">i4"),
+    lambda: np.zeros((1, 2), np.int32), lambda: np.zeros((2, 3), np.int32),
+    lambda: np.ones((1, 1, 1), np.int64), lambda: np.arange(10, dtype=np.int32)[::-2],
+    lambda: np.arange(10, dtype=np.int32)[::3], lambda: np.ma.masked_array([1, 2], [True, False]),
+    lambda: np.matrix([1, 2]), _readonly, _structured,
+    lambda: np.broadcast_to(np.int32(1), (HUGE,)), lambda: np.broadcast_to(np.int64(1), (HUGE,)),
+    lambda: np.broadcast_to(np.uint8(1), (HUGE,)), lambda: np.broadcast_to(np.float32(1), (HUGE,)),
     lambda: np.broadcast_to(np.int32(1), (HUGE, 2)),
     lambda: np.broadcast_to(np.int32(1), (2, HUGE)),
-]
+]  # fmt: skip
 TENSORS = [
-    lambda: torch.zeros(0),
-    lambda: torch.tensor([1]),
-    lambda: torch.tensor([1], dtype=torch.int32),
-    lambda: torch.tensor([-1]),
-    lambda: torch.tensor([2**62]),
-    lambda: torch.tensor([1.5]),
-    lambda: torch.tensor([True]),
-    lambda: torch.tensor([1j]),
+    lambda: torch.zeros(0), lambda: torch.tensor([1]), lambda: torch.tensor([1], dtype=torch.int32),
+    lambda: torch.tensor([-1]), lambda: torch.tensor([2**62]), lambda: torch.tensor([1.5]),
+    lambda: torch.tensor([True]), lambda: torch.tensor([1j]),
     lambda: torch.tensor([1]).expand(HUGE),
     lambda: torch.tensor([1], dtype=torch.int32).expand(HUGE),
-    lambda: torch.tensor([1.0]).expand(HUGE),
-    lambda: torch.zeros(1, 1).expand(HUGE, 2),
-    lambda: torch.zeros(1, 1, 1).expand(4, HUGE, 8),
-    lambda: torch.zeros(3, 2, 8),
+    lambda: torch.tensor([1.0]).expand(HUGE), lambda: torch.zeros(1, 1).expand(HUGE, 2),
+    lambda: torch.zeros(1, 1, 1).expand(4, HUGE, 8), lambda: torch.zeros(3, 2, 8),
     lambda: torch.zeros(3, 2, 8, dtype=torch.bfloat16),
-    lambda: torch.zeros(3, 2, 8, dtype=torch.complex64),
-    lambda: torch.zeros(2, 3, 4, 2, 8),
-    lambda: torch.zeros(3, device="meta"),
-    lambda: torch.zeros(2, 2).to_sparse(),
+    lambda: torch.zeros(3, 2, 8, dtype=torch.complex64), lambda: torch.zeros(2, 3, 4, 2, 8),
+    lambda: torch.zeros(3, device="meta"), lambda: torch.zeros(2, 2).to_sparse(),
     lambda: torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.qint8),
     lambda: torch.zeros(3, requires_grad=True),
     lambda: torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged),
     lambda: torch.empty(0, 2**31, 4),
-]
+]  # fmt: skip
 POOLS = (SCALARS, LISTS, ARRAYS, TENSORS)
 
 

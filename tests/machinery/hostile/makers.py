@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import inspect
 import json
@@ -43,17 +44,26 @@ from kvcache import (
 )
 from kvcache.compat import ascend_block_table, vllm_block_table
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
+from kvcache.worker import HostDeviceBuffer
 from kvcache_exchange import disaggregation, store
 from kvcache_exchange.hints import Hint
+from kvcache_exchange.router_events import EventPublisher, EventSubscriber
+from kvcache_exchange.store import StoreRank
 from kvcache_exchange.transport import make_transport
-from kvcache_serve import server
+from kvcache_serve import engine, server
+from kvcache_serve.demo import DemoReport
+from kvcache_serve.engine import Batch
+from kvcache_serve.engine.transformers import attach
+from kvcache_serve.engine.transformers.tiny_models import tiny_model
 from kvcache_serve.server import engine_loop
+from kvcache_serve.server.engine_loop import Answer
+from tests.machinery import tokenizers
+from tests.machinery.hostile.ops import Calls
+from tests.machinery.sequence_driver import Group, Seq, Status
 from tests.machinery.stores import MemoryStore
-from tests.machinery.wrong_calls.ops import Calls
-from tests.machinery.wrong_calls.scenes import Group, Seq
 
 if TYPE_CHECKING:
-    from tests.machinery.wrong_calls.world import World
+    from tests.machinery.hostile.world import World
 
 TOKENS = 18  # number of tokens of the request, all of which are computed
 SIZES = {"block_size": 4, "num_kv_heads": 2, "head_size": 8}
@@ -91,16 +101,23 @@ class Tokenizer:
         return [1, 2, 3]
 
 
-def table() -> GroupTable:
-    shape = kvcache.TableShape(4, 8)
-    table = kvcache.BlockTables([shape], max_num_reqs=4, max_num_tokens=16)[0]
+def table(w: World) -> GroupTable:
+    sizes = {"max_num_reqs": 4, "max_num_tokens": 16, "device": w.device}
+    table = kvcache.BlockTables([kvcache.TableShape(4, 8)], **sizes)[0]
     table.add_row([3, 4], 0)
+    table.commit_updates()
     return table
 
 
-def filled(tables: object, ids: list) -> object:
-    tables.add_row(ids, 0)
-    return tables
+def engine_tables(of: type, w: World) -> object:
+    """Return tables of an engine with a row."""
+    if issubclass(of, kvcache.BlockTables):
+        made = of(4, 32, 16, False, "cpu", [4, 8])
+        made.add_row([[5, 6, 7], [2, 3]], 0)
+    else:
+        made = of(4, 4, 8, 16)
+        made.add_row([3, 4], 0)
+    return made
 
 
 def engine_request(name: str) -> SimpleNamespace:
@@ -115,11 +132,12 @@ def engine_manager(w: World) -> compat.KVCacheManager:
     return manager
 
 
-def tables() -> kvcache.BlockTables:
+def tables(w: World) -> kvcache.BlockTables:
     groups = [GroupSpec("full_attention", 4), GroupSpec("sliding_window", 8, {"window": 12})]
     sizes = {"max_num_reqs": 4, "max_model_len": 32, "max_num_tokens": 16}
-    tables = kvcache.BlockTables.for_groups(groups, **sizes)
+    tables = kvcache.BlockTables.for_groups(groups, **sizes, device=w.device)
     tables.add_row(([5, 6, 7], [2, 3]), 0)
+    tables.commit_updates()
     return tables
 
 
@@ -130,7 +148,7 @@ def plan(w: World) -> kvcache.CachePlan:
 
 
 def cache(w: World) -> kvcache.KVCache:
-    options = {"enable_events": True, "explain_misses": 1}
+    options = {"enable_events": True, "explain_misses": 1, "device": w.device}
     return kvcache.build(w.get("CachePlan"), max_num_reqs=6, num_host_blocks=6, **options)
 
 
@@ -179,20 +197,20 @@ def hashes() -> np.ndarray:
 
 def sequences(w: World) -> SimpleNamespace:
     manager = w.get("BlockSpaceManager")
-    groups = [
-        Group(Seq(i, list(range(20 * i, 20 * i + TOKENS))), request_id=f"g{i}") for i in (1, 2)
-    ]
+    groups = [Group(f"g{i}", [Seq(i, list(range(20 * i, 20 * i + TOKENS)))]) for i in (1, 2)]
     for group in groups:
         manager.allocate(group)
-        group.seqs[0].status = "RUNNING"
+        group.set_status(Status.RUNNING)
     manager.mark_blocks_as_computed(groups[0], TOKENS)
     manager.swap_out(groups[1])
-    groups[1].seqs[0].status = "SWAPPED"
+    groups[1].set_status(Status.SWAPPED)
     return SimpleNamespace(running=groups[0], swapped=groups[1])
 
 
 def storage(w: World) -> KVStorage:
-    return KVStorage(12, **SIZES, num_layers=2, dtype=torch.float32)
+    made = KVStorage(12, **SIZES, num_layers=2, dtype=torch.float32, device=w.device)
+    made.pages.memory.zero_()
+    return made
 
 
 def step_plan(w: World) -> StepPlan:
@@ -210,11 +228,6 @@ def multi_plan(w: World) -> StepPlan:
     return StepPlan(
         1, plan.rows, plan.status, plan.num_computed_tokens, append_rows=plan.append_rows, **twice
     )
-
-
-def swap_engine(w: World) -> SwapEngine:
-    pages = w.get("Pages")
-    return SwapEngine(pages, pages.on_host(10))
 
 
 def descriptions(name: str) -> transfer.CacheDescription:
@@ -255,37 +268,19 @@ def a_read(w: World) -> transfer.Transfer:
     return transport.read("other", np.array([memory]), np.array([memory + 4096]), np.array([64]))
 
 
-def fetch(w: World) -> transfer.Fetch:
-    return transfer.fetch(w.get("Transport"), {0: "other"}, [w.get("GroupFetch")], 0, 8)
-
-
-def engine(w: World) -> object:
-    from kvcache_serve.engine import Engine, SamplingParams
-
-    engine = Engine(Model(w.get("KVCache")))
+def make_engine(w: World) -> engine.Engine:
+    made = engine.Engine(Model(w.get("KVCache")))
     for name in ("running", "waiting"):
-        engine.add([1, 2, 3, 4, 5], SamplingParams(max_tokens=8, n=2), request_id=name)
-    engine.step()
-    return engine
+        made.add([1, 2, 3, 4, 5], engine.SamplingParams(max_tokens=8, n=2), request_id=name)
+    made.step()
+    return made
 
 
-def scheduler(w: World) -> object:
-    from kvcache_serve.engine import Scheduler, Sequence
-
-    scheduler = Scheduler(w.get("manager alone"), max_num_batched_tokens=64)
-    sequence = Sequence(Request("q", range(10)), num_rows=2)
+def scheduled(w: World) -> SimpleNamespace:
+    scheduler = engine.Scheduler(w.get("manager alone"), max_num_batched_tokens=64)
+    sequence = engine.Sequence(Request("q", range(10)), num_rows=2)
     scheduler.add(sequence)
-    w._made["ScheduledStep"] = scheduler.schedule()
-    w._made["Sequence"] = sequence
-    return scheduler
-
-
-def of_scheduler(name: str) -> Callable[[World], object]:
-    def make(w: World) -> object:
-        w.get("Scheduler")
-        return w._made[name]
-
-    return make
+    return SimpleNamespace(scheduler=scheduler, sequence=sequence, step=scheduler.schedule())
 
 
 def ended_step(w: World) -> object:
@@ -296,8 +291,6 @@ def ended_step(w: World) -> object:
 
 
 def answer(w: World) -> object:
-    from kvcache_serve.server.engine_loop import Answer
-
     async def make() -> Answer:
         return Answer(w.get("EngineLoop"), 1)
 
@@ -321,23 +314,18 @@ def connectors(w: World) -> SimpleNamespace:
     return SimpleNamespace(one=one, other=other, request=request, offer=offer, computed=computed)
 
 
-def tier(w: World) -> object:
-    from kvcache_exchange.store import StoreTier
-    from tests.machinery.stores import MemoryStore
-
+def stored(w: World) -> SimpleNamespace:
+    """Make a tier, and a request of which it may store the blocks."""
+    groups = [GroupSpec("full_attention", 4)]
     manager = KVCacheManager.for_groups(
-        [GroupSpec("full_attention", 4)], 12, 64, num_preallocate_tokens=0, enable_events=True
+        groups, 12, 64, num_preallocate_tokens=0, enable_events=True
     )
     request = Request("stored", range(TOKENS))
     plan = manager.step(new=[request])
-    tier = StoreTier(manager, w.get("Pages"), MemoryStore(), model="m", staging_bytes=8192)
+    tier = store.StoreTier(manager, w.get("Pages"), MemoryStore(), model="m", staging_bytes=8192)
     w.on_close.append(tier.close)
-    w._made |= {
-        "store manager": manager,
-        "stored request": request,
-        "stored report": StepReport(plan.step_id, True),
-    }
-    return tier
+    report = StepReport(plan.step_id, True)
+    return SimpleNamespace(tier=tier, manager=manager, request=request, report=report)
 
 
 def new_rank(w: World) -> object:
@@ -346,31 +334,18 @@ def new_rank(w: World) -> object:
 
 
 def store_rank(w: World, name: str = "another") -> object:
-    from kvcache_exchange.store import StoreRank
-    from tests.machinery.stores import MemoryStore
-
     given = {"model": "m", "rank": name, "staging_bytes": 8192}
     rank = StoreRank(w.get("StoreTier")._manager, w.get("Pages"), MemoryStore(), **given)
     w.on_close.append(rank.close)
     return rank
 
 
-def of_tier(name: str) -> Callable[[World], object]:
-    def make(w: World) -> object:
-        w.get("StoreTier")
-        return w._made[name]
-
-    return make
-
-
 def disk(w: World) -> object:
-    from kvcache_exchange.store import DiskStore
-
-    store, memory = DiskStore(w.get("folder") / "store", 2**16), w.get("store memory")
-    store.open(memory.reshape(-1), 64)
-    store.put(["k1"], [memory[0]])
-    w.on_close.append(store.close)
-    return store
+    made, memory = store.DiskStore(w.get("folder") / "store", 2**16), w.get("store memory")
+    made.open(memory.reshape(-1), 64)
+    made.put(["k1"], [memory[0]])
+    w.on_close.append(made.close)
+    return made
 
 
 def block_store(w: World) -> object:
@@ -398,16 +373,12 @@ def hardware(w: World) -> str:
 
 
 def publisher(w: World) -> object:
-    from kvcache_exchange.router_events import EventPublisher
-
     publisher = EventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
     w.on_close.append(publisher.close)
     return publisher
 
 
 def subscriber(w: World) -> object:
-    from kvcache_exchange.router_events import EventSubscriber
-
     publisher = w.get("EventPublisher")
     subscriber = EventSubscriber(
         publisher.endpoint, publisher.replay_endpoint, replay_timeout_s=0.2
@@ -416,54 +387,21 @@ def subscriber(w: World) -> object:
     return subscriber
 
 
-def tiny(w: World) -> object:
-    from kvcache_serve.engine.transformers.tiny_models import tiny_model
-
-    return tiny_model("llama")
-
-
 def attached(w: World) -> object:
-    from kvcache_serve.engine.transformers import attach
-
     paged = attach(w.get("PreTrainedModel"), "1MiB", max_model_len=64, max_num_seqs=4)
     w.on_close.append(paged.detach)
     return paged
 
 
 def batch(w: World) -> object:
-    from kvcache_serve.engine import Batch
-
     cache = w.get("KVCache")
     plan = cache.manager.step(new=[Request("b", range(9)), Request("b2", range(30, 33))])
     cache.worker.apply(plan)
     return Batch(cache, plan.rows, plan.num_computed_tokens, [range(9), range(30, 33)])
 
 
-def buffer(w: World) -> object:
-    from kvcache.worker import HostDeviceBuffer
-
-    return HostDeviceBuffer((8,), torch.int32, torch.device("cpu"), False)
-
-
 def connector_output(w: World) -> object:
     return SimpleNamespace(kv_connector_output=compat.KVConnectorOutput(finished_sending={"a"}))
-
-
-def metadata(w: World) -> object:
-    builder = w.get("AttentionMetadataBuilder")
-    return builder.build(rows=[0], query_lens=[1], seq_lens=[5])
-
-
-def report(w: World) -> object:
-    from kvcache_lab import Replayer
-
-    return Replayer(num_blocks=40, block_size=4).run([w.get("WorkloadRequest")])
-
-
-def workload(w: World) -> object:
-    from kvcache_lab import read_trace
-
-    return next(read_trace(w.get("trace")))
 
 
 def op(name: str, index: int) -> Callable[[World], object]:
@@ -495,16 +433,23 @@ def kept(w: World) -> Request:
 
 def fp8(w: World) -> KVStorage:
     """Make a storage in which scales are stored next to the tokens."""
-    return KVStorage(8, **SIZES, num_layers=2, dtype=torch.float8_e4m3fn)
+    return KVStorage(8, **SIZES, num_layers=2, dtype=torch.float8_e4m3fn, device=w.device)
+
+
+def empty_pages(w: World) -> Pages:
+    pages = Pages.allocate(8, [[256]], device=w.device)
+    pages.memory.zero_()
+    return pages
 
 
 def scaled(w: World) -> KVStorage:
-    return KVStorage(8, **SIZES, num_layers=2, dtype=torch.float8_e4m3fn, scale_bytes_per_token=8)
+    options = {"dtype": torch.float8_e4m3fn, "scale_bytes_per_token": 8, "device": w.device}
+    made = KVStorage(8, **SIZES, num_layers=2, **options)
+    made.pages.memory.zero_()
+    return made
 
 
 def state_batch(w: World) -> object:
-    from kvcache_serve.engine import Batch
-
     layer = LayerSpec("s", "recurrent", 4, state_bytes=64, dtype="float32")
     cache = kvcache.build(plan_cache([layer], 2**14, max_model_len=32), max_num_reqs=2)
     plan = cache.manager.step(new=[Request("b", range(9))])
@@ -514,7 +459,7 @@ def state_batch(w: World) -> object:
 
 def encoder(w: World) -> Group:
     """Make a sequence group with an encoder and a cross-attention table."""
-    group = Group(Seq(22, [1, 2]), request_id="e", encoder=Seq(23, [1] * 5))
+    group = Group("e", [Seq(22, [1, 2])], Seq(23, [1] * 5))
     w.get("BlockSpaceManager").allocate(group)
     return group
 
@@ -533,17 +478,17 @@ def to_load(w: World) -> Request:
     """Admit a request whose KV can be loaded, because the store has the KV of another request with
     the same tokens.
     """
-    tier, manager = w.get("StoreTier"), w._made["store manager"]
-    manager.report(w._made["stored report"])
-    tier.save(w._made["stored report"])
-    while tier.num_waiting_blocks:
-        tier.save(w._made["stored report"])
-    manager.free(w._made["stored request"])
-    manager.cache.reset()
+    made = w.get("stored")
+    made.manager.report(made.report)
+    made.tier.save(made.report)
+    while made.tier.num_waiting_blocks:
+        made.tier.save(made.report)
+    made.manager.free(made.request)
+    made.manager.cache.reset()
     request = Request("loaded", range(TOKENS))
-    while (count := tier.match(request)) is None:
+    while (count := made.tier.match(request)) is None:
         pass
-    manager.step(new=[Admit(request, external=External(count, delayed=True))])
+    made.manager.step(new=[Admit(request, external=External(count, delayed=True))])
     return request
 
 
@@ -556,14 +501,10 @@ def states_table(w: World) -> GroupTable:
 
 
 def chat_tokenizer() -> object:
-    from tests.machinery import tokenizers
-
     return tokenizers.chat_tokenizer()
 
 
 def demo_report() -> object:
-    from kvcache_serve.demo import DemoReport
-
     names = inspect.signature(DemoReport).parameters
     texts = {"model": "tiny", "kv_cache_dtype": None}
     return DemoReport(**{name: texts.get(name, 3) for name in names})
@@ -577,119 +518,79 @@ def third(w: World) -> bytes:
 
 
 def paged_batch(w: World) -> object:
-    from kvcache_serve.engine import Batch
-
     cache = w.get("PagedModel").cache
     plan = cache.manager.step(new=[Request("p", range(9))])
     cache.worker.apply(plan)
     return Batch(cache, plan.rows, plan.num_computed_tokens, [range(9)])
 
 
-MAKERS: dict[str, Callable[[World], object]] = {
-    "CachePlan": plan,
-    "KVCache": cache,
-    "Sanitizer": sanitizer,
-    "SanitizedGroup": lambda w: SanitizedGroup("full", 4),
-    "steps": steps,
-    "PrefixCache": lambda w: w.get("KVCacheManager").cache,
+# An object of the world: made by a function, an attribute ("@") of another object, or a constant.
+MAKERS: dict[str, object] = {
+    "CachePlan": plan, "KVCache": cache, "Sanitizer": sanitizer, "steps": steps, "BlockPool": pool,
+    "PrefixCache": "@KVCacheManager.cache",
     "KVCacheManager": lambda w: (w.get("KVCache").manager, w.get("steps"))[0],
     "manager alone": lambda w: KVCacheManager(4, 40, 64, max_num_reqs=4, num_preallocate_tokens=0),
-    "Worker": lambda w: w.get("KVCache").worker,
-    "Request": lambda w: w.get("steps").request,
-    "StepReport": lambda w: w.get("steps").report,
-    "BlockPool": pool,
+    "Worker": "@KVCache.worker", "Request": "@steps.request", "StepReport": "@steps.report",
     "BlockSpaceManager": lambda w: compat.BlockSpaceManager(4, 40, 20, enable_caching=True),
-    "sequences": sequences,
-    "KVStorage": storage,
-    "Pages": lambda w: w.get("KVStorage").pages,
+    "sequences": sequences, "KVStorage": storage, "Pages": "@KVStorage.pages",
     "StepPlan": step_plan,
-    "SwapEngine": swap_engine,
+    "SwapEngine": lambda w: SwapEngine(w.get("Pages"), w.get("Pages").on_host(10)),
     "SwapJob": lambda w: w.get("SwapEngine").swap_out(np.array([[1, 2]], np.int32)),
-    "PendingStep": lambda w: w.get("Worker").start(next_plan(w)),
-    "GroupTable": lambda w: table(),
-    "BlockTables": lambda w: tables(),
-    "BlockTable": lambda w: filled(vllm_block_table.BlockTable(4, 4, 8, 16), [3, 4]),
-    "MultiGroupBlockTable": lambda w: filled(
-        vllm_block_table.MultiGroupBlockTable(4, 32, 16, False, "cpu", [4, 8]), [[5, 6, 7], [2, 3]]
-    ),
-    "AscendBlockTable": lambda w: filled(ascend_block_table.BlockTable(4, 4, 8, 16), [3, 4]),
-    "AscendMultiGroupBlockTable": lambda w: filled(
-        ascend_block_table.MultiGroupBlockTable(4, 32, 16, False, "cpu", [4, 8]), [[5, 6, 7], [2, 3]]
-    ),
-    "V1KVCacheManager": engine_manager,
-    "engine request": lambda w: engine_request("engine"),
+    "PendingStep": lambda w: w.get("Worker").start(next_plan(w)), "GroupTable": table,
+    "BlockTables": tables,
+    **{
+        f"{prefix}{name}": functools.partial(engine_tables, getattr(module, name))
+        for prefix, module in (("", vllm_block_table), ("Ascend", ascend_block_table))
+        for name in ("BlockTable", "MultiGroupBlockTable")
+    },
+    "V1KVCacheManager": engine_manager, "engine request": lambda w: engine_request("engine"),
     "TpKVTopology": lambda w: compat.TpKVTopology(
-        0, {"a": 2, "b": 2}, False, 2, "FLASHINFER", "a", {"a": 4, "b": 4}
-    ),
-    "AttentionMetadata": metadata,
+        0, {"a": 2, "b": 2}, False, 2, "FLASHINFER", "a", {"a": 4, "b": 4}),
+    "AttentionMetadata": lambda w: w.get("AttentionMetadataBuilder").build(
+        rows=[0], query_lens=[1], seq_lens=[5]),
     "GroupMetadata": lambda w: w.get("AttentionMetadata").groups[0],
-    "HostDeviceBuffer": buffer,
-    "GroupSpec": lambda w: GroupSpec("full_attention", 4),
-    "LayerSpec": lambda w: LayerSpec("l", "full_attention", **SIZES),
-    "KindProperties": lambda w: w.get("kind"),
-    "AttentionKind": lambda w: w.get("kind"),
+    "HostDeviceBuffer": lambda w: HostDeviceBuffer((8,), torch.int32, torch.device(w.device), False),
+    "KindProperties": "@kind", "AttentionKind": "@kind",
     "kind": lambda w: kvcache.kinds.make_kind("sliding_window", {"window": 8}),
-    "EngineBackend": lambda w: layouts.backend("FLASHINFER"),
-    "AttentionBackend": lambda w: layouts.backend("FLASHINFER"),
-    "CacheDescription": lambda w: descriptions("a"),
-    "StateDescription": lambda w: states("a"),
-    "StateTensor": lambda w: transfer.StateTensor(sections=((2, 4),), dtype="float32"),
+    "EngineBackend": lambda w: layouts.backend("FLASHINFER"), "AttentionBackend": "@EngineBackend",
+    "CacheDescription": lambda w: descriptions("a"), "StateDescription": lambda w: states("a"),
+    "StateTensor": transfer.StateTensor(sections=((2, 4),), dtype="float32"),
     "TransferPlan": lambda w: transfer.plan_transfer(descriptions("a"), descriptions("b"), 0),
     "StateTransferPlan": lambda w: transfer.plan_states(states("a"), states("b"), 0),
     "Coordinates": lambda w: descriptions("a").coordinates(0),
     "Spans": lambda w: transfer.Spans.of(np.array([4096, 8192]), np.array([64, 64]), "spans"),
-    "transfer memory": lambda w: np.zeros(2**20, np.uint8),
-    "Transport": transport,
-    "DemoReport": lambda w: demo_report(),
+    "transfer memory": np.zeros(2**20, np.uint8), "Transport": transport,
+    "DemoReport": lambda w: demo_report(), "Transfer": a_read, "GroupFetch": group_fetch,
     "Comparison": lambda w: kvcache_lab.compare(
         [w.get("WorkloadRequest")], ["lru"], [200], block_size=4),
-    "Transfer": lambda w: a_read(w),
-    "GroupFetch": group_fetch,
-    "Fetch": fetch,
-    "ReceivePermutation": lambda w: transfer.ReceivePermutation(4, "HND"),
+    "Fetch": lambda w: transfer.fetch(
+        w.get("Transport"), {0: "other"}, [w.get("GroupFetch")], 0, 8),
+    "ReceivePermutation": transfer.ReceivePermutation(4, "HND"),
     "KVTopology": lambda w: compat.KVTopology("a", 0, 2, total_num_kv_heads=2, block_size=4)
     .with_remote("b", compat.RemoteEngine(2, block_size=4)),
-    "Engine": engine,
-    "Generation": lambda w: w.get("Engine").generations[0],
-    "Model": lambda w: Model(w.get("KVCache")),
-    "Scheduler": scheduler,
-    "Sequence": of_scheduler("Sequence"),
-    "ScheduledStep": of_scheduler("ScheduledStep"),
-    "ended sequence": ended_step,
-    "Batch": batch,
-    "Context": lambda w: w.get("Batch").context(0),
-    "EngineError": lambda w: engine_loop.EngineError("stopped"),
-    "FastAPI": lambda w: server.make_app(
-        w.get("EngineLoop"), w.get("Texts"), "m"
-    ),
-    "EngineLoop": lambda w: server.EngineLoop(w.get("Engine")),
-    "Answer": answer,
+    "Engine": make_engine, "Generation": lambda w: w.get("Engine").generations[0],
+    "Model": lambda w: Model(w.get("KVCache")), "scheduled": scheduled,
+    "Scheduler": "@scheduled.scheduler", "Sequence": "@scheduled.sequence",
+    "ScheduledStep": "@scheduled.step", "ended sequence": ended_step, "Batch": batch,
+    "Context": lambda w: w.get("Batch").context(0), "EngineError": engine_loop.EngineError("stopped"),
+    "FastAPI": lambda w: server.make_app(w.get("EngineLoop"), w.get("Texts"), "m"),
+    "EngineLoop": lambda w: server.EngineLoop(w.get("Engine")), "Answer": answer,
     "Texts": lambda w: server.ByteTexts(),
-    "TokenizerTexts": lambda w: server.TokenizerTexts(Tokenizer()),
-    "connectors": connectors,
-    "Connector": lambda w: w.get("connectors").one.connector,
-    "CacheRank": lambda w: w.get("connectors").one.ranks[0],
+    "TokenizerTexts": lambda w: server.TokenizerTexts(Tokenizer()), "connectors": connectors,
+    "Connector": "@connectors.one.connector", "CacheRank": lambda w: w.get("connectors").one.ranks[0],
     "Offer": lambda w: disaggregation.Offer.from_dict(w.get("connectors").offer),
     "GroupLayout": lambda w: w.get("Offer").groups[0],
     "Arrived": lambda w: kvcache.sources.Arrived(w.get("Request"), 8),
-    "LoadStats": lambda w: kvcache.sources.LoadStats(),
-    "Hint": lambda w: Hint(intent="pin"),
-    "StoreTier": tier,
-    "StoreRank": store_rank,
-    "Share": lambda w: store.Share((0, 2), 2, (0, 1), 1),
-    "stored request": of_tier("stored request"),
-    "stored report": of_tier("stored report"),
-    "BlockStore": block_store,
-    "DiskStore": disk,
-    "store memory": lambda w: np.zeros((4, 64), np.uint8),
-    "folder": folder,
-    "trace": trace,
-    "EventPublisher": publisher,
-    "EventSubscriber": subscriber,
-    "PreTrainedModel": tiny,
-    "PagedModel": attached,
-    "ReplayReport": report,
-    "WorkloadRequest": workload,
+    "LoadStats": kvcache.sources.LoadStats(), "Hint": Hint(intent="pin"), "stored": stored,
+    "StoreTier": "@stored.tier", "StoreRank": store_rank,
+    "Share": store.Share((0, 2), 2, (0, 1), 1),
+    "stored request": "@stored.request", "stored report": "@stored.report",
+    "BlockStore": block_store, "DiskStore": disk, "store memory": np.zeros((4, 64), np.uint8),
+    "folder": folder, "trace": trace, "EventPublisher": publisher, "EventSubscriber": subscriber,
+    "PreTrainedModel": lambda w: tiny_model("llama"), "PagedModel": attached,
+    "ReplayReport": lambda w: kvcache_lab.Replayer(num_blocks=40, block_size=4).run(
+        [w.get("WorkloadRequest")]),
+    "WorkloadRequest": lambda w: next(kvcache_lab.read_trace(w.get("trace"))),
 }  # fmt: skip
 
 # Objects on which methods are called, for methods that need an object other than the standard
@@ -705,6 +606,6 @@ ON: dict[str, Callable[[World], object]] = {
     ),
     "KVStorage.scale_cache": lambda w: scaled(w),
     "Connector.begin": lambda w: w.get("connectors").other.connector,
-    "Pages.layer": lambda w: Pages.allocate(8, [[256]]),
+    "Pages.layer": lambda w: empty_pages(w),
     "Batch.state_pages": lambda w: state_batch(w),
 }

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of an object as plain values, which must be equal before and after a call that changes
-nothing.
-"""
+"""The state of an object, and the result of a call, as plain values."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Set
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from kvcache.allocator import check_invariants
 
 _DEEPEST = 9
 _MOST = 400  # maximum number of entries of a list or mapping that are inspected
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 4 << 20
 
 # The values to inspect for classes with native state or with state that other threads change.
 PROBES: dict[str, Callable] = {
@@ -43,6 +42,8 @@ PROBES: dict[str, Callable] = {
         for name, value in vars(each).items()
         if name != "_views"  # this attribute is created lazily
     },
+    # Memory has another address in each scene.
+    "Pages": lambda each: {n: x for n, x in vars(each).items() if n not in ("base", "_within")},
     "Connector": lambda each: each._manager,
     "CacheRank": lambda each: None,  # changed by a thread
     "StoreTier": lambda each: (each.num_waiting_blocks, each._manager),
@@ -78,6 +79,14 @@ def state_of(value: object) -> object:
     return _plain(value, 0, {})
 
 
+def answer(call: Callable[[], object]) -> object:
+    """Make the call. Return its result, or the exception that it raised, as plain values."""
+    try:
+        return state_of(call())
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
 def _plain(value: object, depth: int, seen: dict[int, tuple]) -> object:
     try:
         return _looked_at(value, depth, seen)
@@ -89,7 +98,7 @@ def _looked_at(value: object, depth: int, seen: dict[int, tuple]) -> object:
     kind = type(value)
     if value is None or kind in (bool, int, str, bytes):
         return (kind.__name__, value)
-    if kind in (float, complex):
+    if kind in (float, complex) or isinstance(value, np.generic | Enum):
         return (kind.__name__, repr(value))  # equal even for NaN
     if id(value) in seen:
         return ("again", seen[id(value)][0])
@@ -152,9 +161,9 @@ def _array(array: np.ndarray) -> object:
 def _tensor(tensor: torch.Tensor) -> object:
     head = (str(tensor.dtype), tuple(tensor.shape))
     try:
-        if tensor.numel() * tensor.element_size() > _MOST_BYTES or tensor.device.type != "cpu":
+        if tensor.numel() * tensor.element_size() > _MOST_BYTES or tensor.device.type == "meta":
             return head
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     except (RuntimeError, TypeError, NotImplementedError):  # e.g. sparse and quantized tensors
         return head
     return (*head, hashlib.md5(data.tobytes()).hexdigest())

@@ -21,35 +21,32 @@ import kvcache
 from kvcache import Admit, External, GroupSpec, LayerSpec, Request, ops, plan_cache
 from kvcache.compat import (
     copy_kv_blocks,
-    kv_postprocess_blksize_and_layout_on_receive,
-    kv_postprocess_blksize_on_receive,
-    kv_postprocess_layout_on_receive,
 )
 from kvcache.transfer import (
     CacheDescription,
     GroupFetch,
     fetch,
-    permute_received_blocks,
     plan_transfer,
     region_addresses,
 )
 from kvcache.worker import (
     AttentionMetadataBuilder,
     BlockTables,
-    HostDeviceBuffer,
     KVStorage,
     Pages,
     SwapEngine,
-    TableShape,
 )
 from kvcache_exchange.disaggregation import CacheRank, Connector, ConnectorOptions, layouts_of_plan
 from kvcache_exchange.transport import make_transport
 from kvcache_serve.engine import Engine, SamplingParams
 from kvcache_serve.engine.transformers import attach, layer_specs
 from kvcache_serve.engine.transformers.tiny_models import tiny_model
+from tests.machinery.hostile.ops import Calls, make_wrong
+from tests.machinery.hostile.scenes import WorkerScene
+from tests.machinery.hostile.state import answer
+from tests.machinery.hostile.world import is_of_package, walked
 from tests.machinery.shared import context_of, manager_of
 from tests.machinery.stores import MemoryStore, StoreUser
-from tests.machinery.wrong_calls.ops import Calls, make_wrong
 
 
 @dataclass(frozen=True)
@@ -70,46 +67,16 @@ CASES: dict[str, Case] = {}
 
 # Packages whose public names are in the matrix, except for modules that do not use torch.
 PACKAGES = (
-    *(
-        "kvcache",
-        "kvcache.worker",
-        "kvcache.transfer",
-        "kvcache_serve.engine",
-        "kvcache_exchange.store",
-    ),
-    *("kvcache_exchange.disaggregation", "kvcache_serve.engine.transformers"),
-)
+    "kvcache", "kvcache.worker", "kvcache.transfer", "kvcache_serve.engine",
+    "kvcache_exchange.store", "kvcache_exchange.disaggregation",
+    "kvcache_serve.engine.transformers",
+)  # fmt: skip
 NO_TENSORS = {
-    *(
-        "PrefillStats",
-        "RemotePrefill",
-        "UnsupportedModel",
-        "source_readers",
-        "Delta",
-        "TokenLogprob",
-        "TableShape",
-        "table_groups",
-        "Generation",
-        "Metrics",
-        "NgramDrafter",
-        "PoolStates",
-        "Sample",
-        "SamplingParams",
-    ),
-    *(
-        "ScheduledStep",
-        "Scheduler",
-        "Sequence",
-        "State",
-        "pool_states",
-        "sanitizer_of",
-        "DiskStore",
-        "open_store",
-        "register_store",
-        "MooncakeStore",
-        "StoreRankLink",
-    ),
-}
+    "PrefillStats", "RemotePrefill", "UnsupportedModel", "source_readers", "Delta", "TokenLogprob",
+    "table_groups", "Generation", "Metrics", "NgramDrafter", "PoolStates", "Sample",
+    "SamplingParams", "ScheduledStep", "Scheduler", "Sequence", "State", "pool_states",
+    "sanitizer_of", "DiskStore", "open_store", "register_store", "MooncakeStore", "StoreRankLink",
+}  # fmt: skip
 
 
 def case(*names: str, ops_needed: bool = False, refusal: str | None = None) -> Callable:
@@ -223,50 +190,39 @@ def _(device: str) -> None:
 # Tables ------------------------------------------------------------------------------------------------
 
 
-@case("HostDeviceBuffer")
+@case("GroupTable", "TableShape")
 def _(device: str) -> object:
-    buffer = HostDeviceBuffer((5, 2), torch.int32, torch.device(device), pin_memory=False)
-    buffer.before_write()
-    buffer.np[:] = np.arange(10).reshape(5, 2)
-    buffer.upload(0, 5)
-    return buffer.gpu
+    """Every right call of the scene, followed by its queries."""
+    answers = []
+    for at in range(len([*WorkerScene(device).calls()])):
+        scene = WorkerScene(device)
+        answers.append([answer(scene.right_call(at)), scene.follow()])
+    return answers
 
 
-@case("GroupTable")
+_DERIVED = (
+    "kvcache.Pages", "kvcache.KVStorage", "kvcache.GroupTable", "kvcache.BlockTables",
+    "kvcache.AttentionMetadata", "kvcache.SwapEngine", "kvcache.KVCache.", "kvcache.Worker",
+    "kvcache.compat.kv_postprocess", "kvcache.transfer.permute", "kvcache.worker.HostDevice",
+)  # fmt: skip
+
+
+@case(
+    "Pages", "HostDeviceBuffer", "permute_received_blocks", "kv_postprocess_blksize_on_receive",
+    "kv_postprocess_layout_on_receive", "kv_postprocess_blksize_and_layout_on_receive",
+)  # fmt: skip
 def _(device: str) -> object:
-    shape = TableShape(32, max_num_blocks=8, kernel_block_size=16)
-    table = BlockTables([shape], max_num_reqs=4, max_num_tokens=64, device=device)[0]
-    found = []
-
-    def note() -> None:
-        table.commit_updates()
-        found.append(table.block_table.gpu.clone())
-
-    table.add_row([7, 9], 0)
-    table.append_row([3], 1)
-    note()
-    rows, positions = ints([0, 0, 1], device), ints([3, 40, 5], device, torch.int64)
-    table.compute_slot_mapping(rows, positions)
-    found += [table.slot_mapping.gpu.clone(), table.num_computed_slots]
-    table.compute_slot_mapping(None, positions, query_start_loc=ints([0, 2, 3], device))
-    found.append(table.slot_mapping.gpu.clone())
-    table.compute_slot_mapping(np.array([0, 0]), np.array([4, 41]))
-    table.commit_slot_mapping(2)
-    found.append(table.slot_mapping.gpu.clone())
-    found.append(table.slots_of(rows, positions))
-    found.append(table.slots_of(np.array([0]), np.array([2])))
-    found.append(table.gather(ints([1, 0, -1], device)))
-    found.append(table.gather(ints([1, 0, -1], device), ints([1, 33, 0], device), 64))
-    table.swap_row(0, 1)
-    note()
-    table.move_rows([1], [2])
-    table.commit_block_table(4)
-    found += [table.get_device_tensor(3).clone(), table.get_cpu_tensor().clone()]
-    table.clear_row(0)
-    note()
-    table.clear()
-    note()
-    return found
+    """The right call of each public name. Compares its result, its arguments, and all pages."""
+    answers = []
+    for name, make in walked().items():
+        if name.startswith(_DERIVED):
+            scene = make(device=device)
+            result = scene.function(**scene.right)
+            pages = [each.memory for each in scene.others() if isinstance(each, Pages)]
+            values = [*scene.right.values(), *(result if type(result) is list else [result])]
+            answers.append((name, *pages, *(each for each in values if not is_of_package(each))))
+    assert len(answers) > 70
+    return answers
 
 
 HYBRID = (
@@ -294,6 +250,8 @@ def _(device: str) -> object:
     found += [tables[g].slot_mapping.gpu.clone() for g in (0, 1, 3)]
     tables.compute_slot_mapping(np.array([0]), np.array([18]))
     tables.commit_slot_mapping(1)
+    found += [tables[g].slot_mapping.gpu.clone() for g in (0, 1, 3)]
+    tables.compute_slot_mapping(None, positions, query_start_loc=ints([0, 2, 3], device))
     found += [tables[g].slot_mapping.gpu.clone() for g in (0, 1, 3)]
     found.append(tables[3].slots_of(rows, positions))
     for on in (device, "cpu"):
@@ -377,20 +335,6 @@ def engines_caches(device: str, num_blocks: int = 9, kv_dim: int = 0) -> list[to
     shape = [num_blocks, 16, 8]
     shape.insert(kv_dim, 2)
     return [randn(*shape, seed=i).to(device) for i in range(3)]
-
-
-@case("Pages")
-def _(device: str) -> object:
-    caches = engines_caches(device)
-    pages = Pages.over(caches, 1)
-    pages.zero(np.array([3, 4, 8]))
-    found = [pages.fragment(1), *caches]
-    packed = Pages.allocate(9, [[512, 512]] * 4, device=device).staging(9 * 4096)
-    packed.layer(2).fill_(7)
-    packed.zero(np.array([5]))
-    found += [packed.layer(2), packed.fragment(4), pages.staging(10_000).num_blocks]
-    host = pages.on_host(20, pin_memory=False)
-    return [*found, host.num_blocks, host.page_bytes]
 
 
 @case("SwapEngine", "SwapJob", "SwapError")
@@ -496,36 +440,6 @@ def _(device: str) -> object:
 
 def _hnd(cache: torch.Tensor) -> torch.Tensor:
     return cache.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-@case("kv_postprocess_blksize_on_receive")
-def _(device: str) -> object:
-    caches = [placed(_hnd(randn(9, 16, 2, 8, seed=i)), device) for i in range(3)]
-    kv_postprocess_blksize_on_receive(caches, [3, 7], block_size_ratio=2)
-    kv_postprocess_blksize_on_receive(caches[0], ints([2, 5], device), block_size_ratio=-2)
-    return caches
-
-
-@case("kv_postprocess_layout_on_receive")
-def _(device: str) -> object:
-    caches = [randn(9, 16, 2, 8, seed=i).to(device) for i in range(3)]
-    kv_postprocess_layout_on_receive(caches, np.array([3, 4, 8]))
-    return caches
-
-
-@case("kv_postprocess_blksize_and_layout_on_receive")
-def _(device: str) -> object:
-    whole = randn(3, 9, 16, 2, 8).to(device)  # all layers in one allocation
-    kv_postprocess_blksize_and_layout_on_receive([*whole], [3, 1], block_size_ratio=4)
-    return whole
-
-
-@case("permute_received_blocks")
-def _(device: str) -> object:
-    caches = [randn(9, 16, 2, 8, seed=i).to(device) for i in range(3)]
-    permute_received_blocks(caches, [[1, 2], [8, 4]], remote_block_size=32, remote_layout="HND")
-    permute_received_blocks(caches[1][:, :, 0], [3], remote_block_size=8)
-    return caches
 
 
 # Two engines. The sender has smaller blocks and another layout, so received blocks are permuted.

@@ -61,55 +61,28 @@ EXCLUDED = {
 if importlib.util.find_spec("nixl") is None:
     for _name in ("DiskStore", "open_store"):
         EXCLUDED[f"kvcache_exchange.store.{_name}"] = "needs NIXL, which is not installed"
-# Maps classes that callers receive rather than construct to the calls that create them.
-MADE_BY = {
-    "kvcache.AttentionMetadata": "AttentionMetadataBuilder.build",
-    "kvcache.CachePlan": "plan_cache",
-    "kvcache.KVCache": "build",
-    "kvcache.PrefixCacheStats": "PrefixCache.stats",
-    "kvcache.allocator.PrefixCache": "KVCacheManager.cache",
-    "kvcache.allocator.CachedPrefix": "PrefixCache.find_prefix",
-    "kvcache.allocator.MissReport": "PrefixCache.explain",
-    "kvcache_serve.demo.Course": "serve_chats",
-    "kvcache_serve.demo.DemoReport": "serve_chats",
-    "kvcache_serve.demo.Turn": "Chat.end_turn",
-    "kvcache_serve.engine.transformers.PagedModel": "attach",
-    "kvcache_lab.Comparison": "compare",
-    "kvcache_lab.Mismatch": "Replayer.run",
-    "kvcache_lab.ReplayReport": "Replayer.run",
-    "kvcache_lab.Series": "Replayer.run",
-    "kvcache_exchange.router_events.CachedBlock": "CacheView.block",
-    "kvcache_exchange.router_events.PublisherCounts": "EventPublisher.counts",
-    "kvcache_exchange.router_events.SubscriberCounts": "EventSubscriber.counts",
-    "kvcache_serve.engine.Context": "Batch.context",
-    "kvcache_serve.engine.Delta": "Engine.step",
-    "kvcache_serve.engine.Generation": "Engine.add",
-    "kvcache_serve.engine.Metrics": "Engine.metrics",
-    "kvcache_serve.engine.PoolStates": "pool_states",
-    "kvcache_serve.engine.Sample": "Engine.add",
-    "kvcache_serve.engine.ScheduledStep": "Scheduler.schedule",
-    "kvcache.sanitizer.BlockEvent": "Sanitizer.observe_read",
-    "kvcache.sanitizer.Report": "Sanitizer.observe_read",
-    "kvcache_exchange.hints.HintStats": "HintExecutor.stats",
-    "kvcache_exchange.hints.PendingHint": "HintExecutor.submit",
-    "kvcache_exchange.store.StoreStats": "StoreTier.stats",
-    "kvcache.transfer.Fetch": "fetch",
-    "kvcache.transfer.StateTransferPlan": "plan_states",
-    "kvcache.transfer.TransferPlan": "plan_transfer",
-    "kvcache.worker.GroupMetadata": "AttentionMetadataBuilder.build",
-    "kvcache.worker.HostDeviceBuffer": "BlockTables",
-    "kvcache.GroupTable": "BlockTables",
-    "kvcache.worker.PendingStep": "Worker.start",
-    "kvcache.worker.SwapJob": "SwapEngine.swap_out",
-    "kvcache.BlockHashes": "PrefixCache.hashes",
-    "kvcache.CachedTokens": "PrefixCache.cached_tokens",
-    "kvcache.FoundBlocks": "PrefixCache.find",
-    "kvcache.sources.Arrived": "Connector.poll",
-    "kvcache_exchange.disaggregation.PrefillStats": "RemotePrefill.stats",
-    "kvcache_exchange.peers.PeerStats": "PeerSource.stats",
-    "kvcache.sources.LoadStats": "Connector.stats",
-    "kvcache.transfer.ReceivePermutation": "plan_transfer",
+# Classes that callers receive rather than construct, by module.
+_MADE = {
+    "kvcache": (
+        "AttentionMetadata CachePlan KVCache PrefixCacheStats GroupTable BlockHashes "
+        "CachedTokens FoundBlocks"
+    ),
+    "kvcache.allocator": "PrefixCache CachedPrefix MissReport",
+    "kvcache_serve.demo": "Course DemoReport Turn",
+    "kvcache_serve.engine.transformers": "PagedModel",
+    "kvcache_lab": "Comparison Mismatch ReplayReport Series",
+    "kvcache_exchange.router_events": "CachedBlock PublisherCounts SubscriberCounts",
+    "kvcache_serve.engine": "Context Delta Generation Metrics PoolStates Sample ScheduledStep",
+    "kvcache.sanitizer": "BlockEvent Report",
+    "kvcache_exchange.hints": "HintStats PendingHint",
+    "kvcache_exchange.store": "StoreStats",
+    "kvcache.transfer": "Fetch StateTransferPlan TransferPlan ReceivePermutation",
+    "kvcache.worker": "GroupMetadata HostDeviceBuffer PendingStep SwapJob",
+    "kvcache.sources": "Arrived LoadStats",
+    "kvcache_exchange.disaggregation": "PrefillStats",
+    "kvcache_exchange.peers": "PeerStats",
 }
+MADE = {f"{module}.{name}" for module, names in _MADE.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -229,7 +202,7 @@ def _is_left_out(name: str) -> bool:
 def _all_targets() -> Iterator[Target]:
     for full_name, value in public_objects().items():
         module, _, name = full_name.rpartition(".")
-        if full_name not in MADE_BY and not getattr(value, "__abstractmethods__", ()):
+        if full_name not in MADE and not getattr(value, "__abstractmethods__", ()):
             yield Target(module, name, None, name, parameters_of(value))
         if inspect.isclass(value):
             yield from _of_class(module, value)

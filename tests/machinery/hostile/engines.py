@@ -11,7 +11,7 @@ from kvcache.allocator import check_invariants
 from kvcache_serve.engine import Engine, Generation, NgramDrafter, SamplingParams
 from kvcache_serve.engine.transformers import attach
 from tests.machinery.dense_models import VOCAB_SIZE, dense
-from tests.machinery.interrupts.instants import Alarm, Interrupt, interrupted_at
+from tests.machinery.hostile.instants import Alarm, Interrupt, interrupted_at
 
 _OPTIONS = {
     "plain": {},
