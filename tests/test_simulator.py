@@ -8,10 +8,18 @@ import pytest
 
 from kvcache import KVCacheManager, Worker
 from kvcache.allocator.prefix_cache import PrefixCache
+from kvcache_exchange.disaggregation.offer_calls import OfferCalls
+from kvcache_exchange.hints.limits import Ledger
+from kvcache_exchange.hints.receipts import ReceiptWriter
+from kvcache_exchange.peers import PeerSource
+from kvcache_exchange.router_events.translator import EventTranslator
 from kvcache_exchange.store import rank as store_rank
 from tests.machinery.shared import sampled
 from tests.simulator import exchange
-from tests.simulator.engine import Engine, Wrong
+from tests.simulator.engine import Wrong
+from tests.simulator.events import Sockets
+from tests.simulator.node import Node
+from tests.simulator.peers import Network
 from tests.simulator.world import World, failure_of, run, shrunk
 
 SEEDS_PER_TEST = 4
@@ -75,6 +83,32 @@ def accepts_all(call, cache, name):
     return call(name) if isinstance(name, str) else None
 
 
+def publishes_no_removal(call, translator, group, hashes, medium):
+    call(group, hashes, medium)
+    return []
+
+
+def offers_wrong_blocks(call, source, tokens, **options):
+    offer = call(tokens, **options)
+    if offer is not None:
+        offer["blocks"] = [[*reversed(blocks)] for blocks in offer["blocks"]]
+    return offer
+
+
+def promises_too_much(call, writer, pending, prefix, num_tokens, *args, **kwargs):
+    return call(pending, prefix, prefix.num_tokens, *args, **kwargs)
+
+
+def has_room(call, ledger, without=None):
+    return 1 << 20
+
+
+def remembers(call, calls, request):
+    known = dict(calls._calls)
+    call(request)
+    calls._calls |= known
+
+
 FAULTS = {
     "a swap-in is lost": (Worker, "apply", swaps_in_nothing, "check_slots"),
     "a copy is lost": (Worker, "apply", copies_nothing, "check_slots"),
@@ -82,6 +116,11 @@ FAULTS = {
     "blocks leak": (KVCacheManager, "free", leaks, "check_end"),
     "a rejected step resets the cache": (KVCacheManager, "step", resets_when_rejected, "snapshot"),
     "a read evicts": (PrefixCache, "hit_tokens", evicts, "snapshot"),
+    "a removal is not published": (EventTranslator, "_removed", publishes_no_removal, "check_view"),
+    "an offer names wrong blocks": (PeerSource, "offer", offers_wrong_blocks, "check_slots"),
+    "a receipt promises too much": (ReceiptWriter, "carried_out", promises_too_much, "told"),
+    "hints use all blocks": (Ledger, "room", has_room, "check_hints"),
+    "calls are not forgotten": (OfferCalls, "cancel", remembers, "check_end"),
 }
 # What an oracle does when it is switched off.
 OFF = {
@@ -89,6 +128,10 @@ OFF = {
     "check_one_state": lambda *_: None,
     "follow_events": lambda self: self.manager.cache.drain_events(),
     "check_end": lambda self: None,
+    "check_view": lambda *_: True,
+    "check_index": lambda *_: None,
+    "told": lambda *_: None,
+    "check_hints": lambda self: None,
     "snapshot": lambda self: {},
 }
 
@@ -105,10 +148,12 @@ def found(most_seeds: int) -> Exception | None:
 def test_fault_is_found_by_its_oracle_and_only_by_it(name, monkeypatch):
     owner, method, change, oracle = FAULTS[name]
     monkeypatch.setattr(owner, method, wrapped(owner, method, change))
-    assert isinstance(found(30), Wrong)
-    monkeypatch.setattr(Engine, oracle, OFF[oracle])
+    assert isinstance(found(60), Wrong)
+    monkeypatch.setattr(Sockets if oracle == "check_view" else Node, oracle, OFF[oracle])
+    if oracle in ("check_view", "follow_events"):
+        monkeypatch.setattr(Network, "check_index", OFF["check_index"])
     if oracle == "check_slots":
-        monkeypatch.setattr(Engine, "check_one_state", OFF["check_one_state"])
+        monkeypatch.setattr(Node, "check_one_state", OFF["check_one_state"])
     assert not isinstance(found(8), Wrong)
 
 

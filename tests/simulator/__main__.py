@@ -10,6 +10,7 @@ fail, and the calls that these make are printed.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from collections import Counter
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("--as-found", action="store_true", help="do not reduce a failing run")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    logging.disable()
     begun, seed, operations = time.monotonic(), options.seed, 0
     counts = Counter()
     while operations < options.operations or time.monotonic() - begun < options.seconds:
@@ -40,18 +42,11 @@ def main() -> int:
             print(f"{len(left)} operations fail: {smallest}\n" + "\n".join(smallest.script))
             return 1
         operations += OPERATIONS_PER_SEED
-        for engine in world.engines:
-            counts.update(
-                checked=engine.num_checked,
-                hits=engine.num_hits,
-                loaded=engine.num_loaded,
-                rejected=engine.num_refused,
-            )
+        counts += world.counts()
         seed += 1
+    found = ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items()))
     print(
-        f"seeds {options.seed} to {seed - 1}: {operations:,} operations, "
-        f"{counts['checked']:,} reads of a token's bytes, {counts['hits']:,} hits, "
-        f"{counts['loaded']:,} loaded tokens, {counts['rejected']:,} rejected calls, "
+        f"seeds {options.seed} to {seed - 1}: {operations:,} operations, {found}, "
         f"{time.monotonic() - begun:.0f} s, nothing wrong"
     )
     return 0

@@ -424,7 +424,7 @@ class Engine(SlotBytes, WalkedCalls):
         else:
             offer = self.offer_for(each)
             try:
-                n = source.match(each.request, offer)
+                n = self.connector.match(each.request, offer)
             except ValueError:
                 n = 0
         if n:
@@ -455,11 +455,13 @@ class Engine(SlotBytes, WalkedCalls):
         source = self.rng.choice(self.sources)
         if source is self.tier and self.rng.random() < 0.6:
             self.wire.answer_all()
-        if source is self.connector and self.rng.random() < 0.6:
+        if source is not self.tier and self.rng.random() < 0.6:
             for name in [*self.mover.loads] * 2:
                 if name in self.mover.loads:
                     self.mover.work(name, self.rng)
         for arrived in source.poll():
+            if self.takes(arrived):
+                continue
             found = [each for each in self.rows.values() if each.request is arrived.request]
             if not found:
                 raise Wrong(f"{arrived.request} arrives, and is not running")
@@ -488,6 +490,10 @@ class Engine(SlotBytes, WalkedCalls):
             if self.rng.random() < 0.3:  # from now on, hits come from the store
                 self.wire.answer_all()
                 self.call(self.manager.cache.reset)
+
+    def takes(self, arrived: object) -> bool:
+        """Return whether a load belongs to no request of a client."""
+        return False
 
     def begin(self, each: Row) -> None:
         if self.rng.random() < 0.05:
@@ -974,9 +980,12 @@ class Engine(SlotBytes, WalkedCalls):
 
     # Events ----------------------------------------------------------------------------------------
 
+    def take_events(self) -> list:
+        return (self.tier or self.manager.cache).drain_events()
+
     def follow_events(self) -> None:
         """Events list exactly the blocks that can be found."""
-        for event in (self.tier or self.manager.cache).drain_events():
+        for event in self.take_events():
             if isinstance(event, AllBlocksCleared):
                 self.view = {each for each in self.view if each[0] != event.medium}
                 continue

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import types
 from collections.abc import Callable, Iterator
@@ -18,7 +19,11 @@ from kvcache_exchange.store import BlockStore, StoreTier
 from kvcache_exchange.store.thread import Call
 
 FAULTS = ("missing", "corrupt", "short", "swapped", "raises", "full", "torn")
-CLOCKED = ("kvcache_exchange.store.tier", "kvcache_exchange.store.rank")
+CLOCKED = (
+    *("store.tier", "store.rank", "disaggregation.offer_calls", "peers.watch"),
+    *(f"router_events.{each}" for each in ("publisher", "subscriber", "replay_client")),
+    "router_events.replay_server",
+)
 
 
 class SimulatedStore:
@@ -167,9 +172,15 @@ class Wire:
         self.now, self.store = 0.0, SimulatedStore(rng)
         self.own_threads: list[SteppedThread] = []
         self.engines: dict[str, object] = {}
+        self.processes = itertools.count()
         self.offers: list[tuple] = []  # (engine, row, offer)
-        clock = types.SimpleNamespace(monotonic=lambda: self.now)
-        self.patches = [mock.patch(f"{module}.time", clock) for module in CLOCKED]
+        starts = itertools.count(1)
+        clock = types.SimpleNamespace(
+            monotonic=lambda: self.now,
+            time=lambda: self.now,
+            time_ns=lambda: int((next(starts) + self.now) * 1e9),
+        )
+        self.patches = [mock.patch(f"kvcache_exchange.{each}.time", clock) for each in CLOCKED]
         self.patches.append(mock.patch("kvcache_exchange.store.rank.StoreThread", SteppedThread))
 
     def __enter__(self) -> Wire:
@@ -191,7 +202,11 @@ class Wire:
     def operate(self, rng: random.Random) -> None:
         """Advance the store, a transfer, or time."""
         what, engines = rng.random(), self.engines.values()
-        movers = [engine.mover for engine in engines if engine.mover and engine.mover.loads]
+        movers = [
+            engine.mover
+            for engine in engines
+            if engine.mover and engine.mover.loads and not engine.is_stopped
+        ]
         if what < 0.5 and self.own_threads:
             for _ in range(rng.randint(1, 4)):
                 rng.choice(self.own_threads).work()
@@ -246,7 +261,10 @@ class Mover:
         self.wire, self.engine = wire, engine
         self.leases = Leases(lambda: wire.now)
         address = RankAddress(
-            "moved", "bQ==", tuple((0,) * each.num_regions(0) for each in layouts), 0
+            "moved",
+            f"process {next(wire.processes)}",
+            tuple((0,) * each.num_regions(0) for each in layouts),
+            0,
         )
         self.handshake = RankHandshake(layouts, address)
         self.loads, self.senders, self.results = {}, {}, Results()
@@ -258,7 +276,9 @@ class Mover:
             self.leases.end(name)
         for name, load in step.loads.items():
             self.loads[name] = [load, False, None]
-            self.senders[name] = self.wire.engines[load.offer.engine_id]
+            sender = self.wire.engines[load.offer.engine_id]
+            is_same = sender.mover and sender.mover.handshake.address == load.offer.ranks[0]
+            self.senders[name] = sender if is_same else None
         for name in step.cancels & set(self.loads):
             self.loads[name][2] = "it was canceled"
         for offer in step.unread:
@@ -266,7 +286,7 @@ class Mover:
 
     def take_results(self) -> Results:
         found, self.results = self.results, Results()
-        found.sent |= self.leases.ended()
+        found.sent = dict.fromkeys(sorted(self.leases.ended()))  # in the same order in each run
         return found
 
     def close(self) -> None:
@@ -274,8 +294,12 @@ class Mover:
 
     def tell(self, offer) -> None:
         message = done_message(offer.request_id, offer.lease.generation, 1)
-        for _ in range(self.wire.store.rng.choice([0, 1, 1, 1, 2])):  # lost, or delivered twice
+
+        def arrive() -> None:
             self.wire.engines[offer.engine_id].mover.leases.note(message, self.engine.name)
+
+        for _ in range(self.wire.store.rng.choice([0, 1, 1, 1, 2])):  # lost, or delivered twice
+            self.wire.network.send(self.engine.name, offer.engine_id, arrive)
 
     def work(self, name: str, rng: random.Random) -> None:
         """Advance one load: copy its pages, or check the lease and end."""
@@ -283,15 +307,21 @@ class Mover:
         sender = self.senders[name]
         if sender is not self.wire.engines[load.offer.engine_id]:
             error = "the sender was restarted"
+        elif self.wire.network.is_cut(self.engine.name, sender.name):
+            if rng.random() < 0.7:
+                return
+            error = "the connection broke"
         if error is None and not is_copied:
             self.copy(load, sender)
             self.loads[name][1] = True
             if rng.random() < 0.1:
                 self.loads[name][2] = "the connection broke"
             return
-        word = sender.mover.leases.slots[load.offer.lease.slot]
-        if error is None and is_lease_over(word, load.offer.lease.generation) is not False:
-            error = "the lease has ended"
+        lease = load.offer.lease
+        if error is None:
+            word = sender.mover.leases.slots[lease.slot]
+            if is_lease_over(word, lease.generation) is not False:
+                error = "the lease has ended"
         if error is None:
             self.results.received.add(name)
         else:

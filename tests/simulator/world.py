@@ -4,13 +4,25 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
+from kvcache import LayerSpec
 from tests.simulator.engine import Engine
 from tests.simulator.exchange import Wire
+from tests.simulator.node import Node
+from tests.simulator.peers import Network
 
 OPERATIONS_PER_SEED = 500
 MOST_TRIALS = 400  # runs with fewer operations
+
+
+def exchangeable(layer: LayerSpec) -> LayerSpec:
+    """Return a layer whose blocks other engines can load, if its kind allows it."""
+    if layer.kind not in ("full_attention", "sliding_window", "chunked_local"):
+        return layer
+    return replace(layer, cached=True, transferred=True)
 
 
 class World:
@@ -22,28 +34,35 @@ class World:
         self.seed, self.script = seed, []
         rng = random.Random(f"{seed}")
         self.wire = Wire(rng)
+        size = rng.choice([2, 2, 3])
+        self.network = self.wire.network = Network(self.wire, rng, size)
+        self.wire.patches += self.network.patches
         self.layers = Engine.draw_layers(rng)
         # Engines exchange KV if their blocks have the same hashes and the same bytes.
         self.shared = {
             "hash_seed": "s",
             "hash_algorithm": rng.choice(["sha256_cbor", "xxh3_128_cbor"]),
-            "hash_block_size": rng.choice([None, None, 2, 4]),
+            "hash_block_size": rng.choice([None, None, 1, 2, 4]),
             "kernel_sizes": rng.choice([None, None, None, [2], [1]]),
         }
+        if rng.random() < 0.85:  # most engines can exchange KV
+            self.layers = [exchangeable(each) for each in self.layers]
+            self.shared |= {"kernel_sizes": None, "enable_caching": True}
         self.kill_rate = rng.choice([0, 0, 0.01])
         self.num_kills = 0
         with self.wire:
-            self.engines = [self.start(i, f"{seed}.{i}") for i in range(2)]
+            self.engines = [self.start(i, f"{seed}.{i}") for i in range(size)]
 
-    def start(self, number: int, seed: str) -> Engine:
+    def start(self, number: int, seed: str) -> Node:
         rng = random.Random(seed)
-        return Engine(f"e{number}", rng, self.layers, self.shared, self.wire, self.script.append)
+        return Node(number, rng, self.layers, self.shared, self.wire, self.script.append)
 
     def kill(self, rng: random.Random, operation: int) -> None:
         """Replace an engine by one that has nothing. Its loads and leases are gone."""
         self.num_kills += 1
         number = rng.randrange(len(self.engines))
         self.script.append(f"# kill e{number}")
+        self.network.forget(self.engines[number])
         self.engines[number] = self.start(number, f"{self.seed}.{number}.{operation}")
         self.wire.offers = [each for each in self.wire.offers if each[0] in self.engines]
 
@@ -55,13 +74,22 @@ class World:
                 self.script.append(f"# operation {i}")
                 if rng.random() < self.kill_rate:
                     self.kill(rng, i)
-                actor = rng.choice([self.wire, *(2 * self.engines)])
+                awake = [each for each in self.engines if not each.is_stopped]
+                actor = rng.choice([self.wire, self.network, *(3 * awake)])
                 actor.operate(rng)
-                if checks_all and actor is not self.wire:
+                if checks_all and actor in awake:
                     actor.check_all()
             self.end(random.Random(f"{self.seed}/end"))
 
+    def counts(self) -> Counter:
+        """Return what has happened, to be printed."""
+        found = +Counter(self.network.counts)
+        for engine in self.engines:
+            found += engine.counts()
+        return found
+
     def end(self, rng: random.Random) -> None:
+        self.network.settle(rng)
         for engine in self.engines:
             engine.close(rng)
         for _ in range(4):  # canceled loads end, and so do leases

@@ -118,7 +118,7 @@ def items(name: str) -> list[tuple[str, Callable[[], Scene], int]]:
         make = SCENES[name]
         return [(call, make, at) for at, (call, *_) in enumerate(make().calls())]
     calls = [each for each in walked().items() if each[0].startswith(name)]
-    return [(call, make, 0) for call, make in calls if call not in END_THE_PROCESS]
+    return [(call, make, 0) for call, make in calls]
 
 
 def child(name: str, first: int, first_n: int) -> Iterator[list]:

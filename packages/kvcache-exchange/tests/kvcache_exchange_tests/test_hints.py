@@ -258,6 +258,42 @@ def test_loads_give_way_to_requests_that_need_a_row():
     assert pending.receipt.reason == "requests needed the blocks"
 
 
+def test_failed_step_frees_the_rows_of_its_hints():
+    engine = Engine(num_host_blocks=16)
+    engine.serve(range(70))
+    engine.leave_on_host(range(64))
+    pending = engine.hints.submit(Request("of", range(64)), Hint(intent="prefetch"))
+    for _ in range(3):
+        step = engine.scheduler.schedule()
+        assert engine.hints.num_rows == 1
+        engine.scheduler.fail(step)
+        assert engine.hints.num_rows == 0
+        check_invariants(engine.manager)
+    while pending.receipt is None:
+        engine.step()
+    assert outcome(pending.receipt) == ("done", 64, None)
+
+
+@pytest.mark.parametrize("num_matched", [None, 0])
+def test_all_sources_forget_a_prefetch_that_has_ended(num_matched):
+    engine, forgotten = Engine(sources=[Slow, Slow, Slow]), []
+    first, chosen, last = engine.sources
+    first.match = lambda request: 0
+    chosen.ends = True
+    if num_matched is not None:
+        chosen.match = last.match = lambda request: num_matched
+    for source in engine.sources:
+        cancel = source.cancel
+        source.cancel = lambda request, source=source, cancel=cancel: (
+            forgotten.append(source),
+            cancel(request),
+        )
+    receipt = engine.hint(range(64), intent="prefetch")
+    assert receipt.num_tokens == (64 if num_matched is None else 0)
+    assert set(map(id, forgotten)) == set(map(id, engine.sources))
+    assert engine.manager.pool.num_free == engine.manager.pool.num_total
+
+
 def test_request_waits_for_the_prefetch_of_its_prefix():
     engine = Engine(sources=[Slow])
     pending = engine.hints.submit(Request("of", range(64)), Hint(intent="prefetch"))

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of prefixes loaded from peers: the index, offers of cached blocks, and engines with faulty
-peers.
+"""Tests of prefixes loaded from peers: the index, offers of cached blocks, and what is counted. The
+simulator runs engines with faulty peers.
 """
 
+import contextlib
 import http.server
 import json
-import random
+import queue
 import re
 import threading
 import time
+from concurrent.futures import Future
 from typing import ClassVar
 
 import pytest
@@ -21,154 +23,156 @@ from kvcache import GroupSpec, Request
 from kvcache_exchange.circuit import Circuit
 from kvcache_exchange.disaggregation.offer_calls import OfferRefusedError, OfferServer, offer_key
 from kvcache_exchange.peers import EventIndex, PeerSource
+from kvcache_exchange.peers import source as peer_source
 from kvcache_exchange.router_events import EventPublisher, EventSubscriber
 from kvcache_exchange.router_events.translator import EventTranslator
-from kvcache_exchange_tests.test_disaggregation import lone
+from kvcache_exchange_tests.test_disaggregation import an_offer, lone
 from tests.machinery.disaggregation_engine import Engine
-from tests.machinery.peer_fleet import Fleet
-from tests.machinery.shared import manager_of, spread
+from tests.machinery.shared import manager_of
+
+LONG = list(range(100))
+
+
+class Asking:
+    """An engine that knows what a peer has cached. Both are without ranks; the simulator moves KV."""
+
+    class Watch:
+        error = None
+
+        def __init__(self, server, *_):
+            self.server = server
+
+        def stop(self): ...
+
+        join = stop
+
+    def __init__(self, monkeypatch, num_peers=1, answer=None, **options):
+        monkeypatch.setattr(peer_source, "PeerWatch", self.Watch)
+        monkeypatch.setattr(OfferServer, "fetch", lambda server, _, body: self.fetch(server, body))
+        connector, self.manager, (self.rank,) = lone("own")
+        self.rank.close = lambda: None
+        self.answer, self.peers, self.asked = answer, {}, queue.SimpleQueue()
+        addresses = [f"a:{i + 1}" for i in range(num_peers)]
+        self.source = PeerSource(self.manager, connector, addresses, min_tokens=16, **options)
+        for address in addresses:
+            theirs, manager, _ = lone(address, enable_events=True)
+            self.peers[address] = PeerSource(manager, theirs, []), manager
+
+    def cache(self, address, tokens):
+        """Let a peer compute a prompt, and announce it."""
+        _, manager = self.peers[address]
+        request = Request("computed", tokens)
+        manager.step(new=[request])
+        manager.free(request)
+        events = EventTranslator(manager.options.hash_seed).translate(manager.cache.drain_events())
+        self.source._index.view(address).apply(events)
+
+    def fetch(self, server, body):
+        if self.answer is not None:
+            return self.answer()
+        self.asked.put((server.address, body, offered := Future()))
+        return {"offer": offered.result(30)}
+
+    def match(self, tokens=LONG, **options):
+        """Return how many tokens the source finds for a new request, once it knows."""
+        request, until = Request("r", tokens, **options), time.monotonic() + 30
+        while (found := self.source.match(request)) is None:
+            assert time.monotonic() < until
+            if not self.asked.empty():
+                address, body, offered = self.asked.get()
+                peer, _ = self.peers[address]
+                offered.set_result(peer.offer(body["prompt"], min_tokens=body["min_tokens"]))
+        self.source.cancel(request)
+        return found
 
 
 @pytest.fixture
-def fleet_of(monkeypatch):
-    fleets = []
+def asking(monkeypatch):
+    made = []
 
-    def make(size=2, seed=0, **options):
-        fleets.append(Fleet(size, seed, monkeypatch, **options))
-        return fleets[-1]
+    def make(*args, **options):
+        made.append(Asking(monkeypatch, *args, **options))
+        return made[-1]
 
     yield make
-    for each in fleets:
-        each.close()
+    for each in made:
+        each.source.close()
 
 
-LONG = [random.Random(1).randrange(1, 500) for _ in range(100)]
+def raises(error):
+    def answer():
+        raise error
+
+    return answer
 
 
-def test_prefix_is_loaded_from_the_peer_that_has_it(fleet_of):
-    fleet = fleet_of(3)
-    one, two, three = fleet.peers
-    fleet.answer(one, LONG[:60])
-    fleet.answer(two, LONG)  # 48 tokens are loaded, and the rest is computed
-    fleet.answer(three, LONG)
-    assert [each.source.stats.loaded_tokens for each in fleet.peers] == [0, 48, 96]
-    assert [each.source.stats.offered_tokens for each in fleet.peers] == [48, 96, 0]
-    assert three.engine.metrics.computed_tokens == 4 + 1
-    fleet.settle()
-    fleet.answer(three, LONG)  # the local hit is long enough
-    assert three.source.stats.asked_requests == 1
+def test_peer_with_the_longest_prefix_is_asked(asking):
+    engine = asking(num_peers=2)
+    engine.cache("a:1", LONG[:60])
+    engine.cache("a:2", LONG)
+    assert engine.match() == 96
+    offered = [peer.stats.offered_tokens for peer, _ in engine.peers.values()]
+    assert offered == [0, 96] and engine.source.stats.asked_requests == 1
+    request = Request("own", LONG)
+    engine.manager.step(new=[request])
+    engine.manager.free(request)
+    assert engine.match() == 0  # the local hit is long enough
+    assert engine.source.stats.asked_requests == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", spread(range(39), 2))
-def test_random_runs_with_faulty_peers_return_the_models_answers(fleet_of, seed):
-    fleet = fleet_of(3, seed, model=["llama", "gemma3"][seed % 2])
-    fleet.run(100)
-    assert fleet.num_compared > 10
-
-
-def test_offer_of_a_peer_that_lags_is_refused_and_its_blocks_are_released(fleet_of):
-    fleet = fleet_of(2, num_weights=2, lease_s=60.0)
-    one, two = fleet.peers
-    fleet.answer(one, LONG)
-    two.new_weights(1, "weights 1")
-    fleet.answer(two, LONG)
-    assert (one.source.stats.offered_requests, two.source.stats.refused_requests) == (1, 1)
-    fleet.settle()  # long before the lease expires
-    one.new_weights(1, "weights 1")
-    fleet.answer(one, LONG)  # computed by the peer that was ahead
-    assert one.source.stats.loaded_tokens == 96 and fleet.num_compared == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", spread(range(40), 2))
-def test_random_runs_with_changing_weights_return_the_answers_of_the_current_weights(
-    fleet_of, seed
-):
-    fleet = fleet_of(3, seed, num_weights=3)
-    fleet.run(100)
-    assert fleet.num_compared > 5
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "count", "tokens"),
+    ("answer", "count"),
     [
-        ("refuses", "refused_requests", 0),
-        ("is down", "unanswered_requests", 0),
-        ("offers nothing", "missed_requests", 0),
-        ("sends nonsense", "refused_requests", 0),
-        ("loses blocks", "missed_requests", 0),
-        (None, "loads", 96),
+        (raises(OfferRefusedError("not for you")), "refused_requests"),
+        (raises(ConnectionRefusedError()), "unanswered_requests"),
+        (lambda: {"offer": None}, "missed_requests"),
+        (lambda: {"offer": {"version": 9}}, "refused_requests"),
+        ("loses blocks", "missed_requests"),
     ],
 )
-def test_prompt_is_computed_if_a_peer_cannot_offer_it(fleet_of, caplog, fault, count, tokens):
-    fleet = fleet_of()
-    one, two = fleet.peers
-    fleet.answer(one, LONG)
-    one.fault = fault
-    fleet.answer(two, LONG)
-    stats = two.source.stats
-    assert (stats.asked_requests, getattr(stats, count), stats.loaded_tokens) == (1, 1, tokens)
-    fleet.settle()
-    if fault == "refuses":
-        assert "is computed without source 'peers': not for you" in caplog.text
-    if fault == "is down":
-        assert "the server at 127.0.0.1:1: ConnectionRefusedError" in caplog.text
+def test_request_that_a_peer_does_not_serve_is_counted(asking, caplog, answer, count):
+    engine = asking(answer=None if answer == "loses blocks" else answer)
+    engine.cache("a:1", LONG)
+    if answer == "loses blocks":
+        engine.peers["a:1"][1].cache.reset()
+    with contextlib.suppress(ValueError):  # a refusal
+        assert engine.match() == 0
+    stats = engine.source.stats
+    assert (stats.asked_requests, getattr(stats, count)) == (1, 1)
+    if count == "unanswered_requests":
+        assert "the server at a:1: ConnectionRefusedError" in caplog.text
 
 
-@pytest.mark.slow
-def test_late_offer_of_a_slow_peer_is_declined(fleet_of):
-    fleet = fleet_of(timeout_s=0.2)
-    one, two = fleet.peers
-    fleet.answer(one, LONG)
-    one.fault = "is slow"
-    fleet.answer(two, LONG)
-    assert two.source.stats.unanswered_requests == 1 and two.engine.is_busy
-    fleet.settle()  # the late offer is declined, which ends its lease
-    assert one.source.stats.offered_requests == 1
+def test_late_offer_is_declined(asking):
+    goes_on = threading.Event()
+    engine = asking(timeout_s=0.05, answer=lambda: goes_on.wait(30) and {"offer": an_offer()})
+    engine.cache("a:1", LONG)
+    assert engine.match() == 0
+    assert engine.source.stats.unanswered_requests == 1 and engine.source.is_busy
+    goes_on.set()
+    until = time.monotonic() + 30
+    while engine.source.is_busy:
+        assert time.monotonic() < until and engine.source.poll() == []
+    assert [len(step.unread) for step in engine.rank.steps] == [1]
 
 
-def test_failing_peers_get_no_requests_until_their_breaker_allows_it(fleet_of):
-    fleet = fleet_of()
-    one, two = fleet.peers
-    (watch,) = two.source._watches.values()
+def test_failing_peer_gets_no_requests_until_its_breaker_allows_it(asking):
+    engine = asking(answer=raises(ConnectionRefusedError()))
+    (watch,) = engine.source._watches.values()
     watch.server.circuit = Circuit(num_failures=1, retry_s=60)
-    one.fault = "is down"
-    for first in (1, 2, 3):
-        fleet.answer(one, [first, *LONG[:40]])
-        fleet.answer(two, [first, *LONG[:40]])
-    stats = two.source.stats
+    engine.cache("a:1", LONG)
+    assert [engine.match() for _ in range(3)] == [0, 0, 0]
+    stats = engine.source.stats
     assert (stats.asked_requests, stats.unasked_requests) == (1, 2)
 
 
-def test_blocks_of_an_offer_are_kept_when_other_prompts_fill_the_peers_pool(fleet_of):
-    fleet = fleet_of()
-    one, two = fleet.peers
-    fleet.answer(one, LONG)
-    serve, fleet.size = one.serve_asks, 2
-
-    def then_evict():
-        serve()
-        if one.source.stats.offered_requests:  # fill the pool with other prompts
-            one.serve_asks = serve
-            for first in range(3):
-                fleet.add(one, [400 + first, *reversed(LONG)], 1)
-
-    one.serve_asks = then_evict
-    fleet.answer(two, LONG)
-    assert two.source.stats.loaded_tokens == 96
-    fleet.settle()
-
-
-def test_unsuitable_requests_are_not_sent_to_peers(fleet_of):
-    fleet = fleet_of()
-    one, two = fleet.peers
-    fleet.answer(one, LONG)
+def test_unsuitable_requests_are_not_sent_to_peers(asking):
+    engine = asking()
+    engine.cache("a:1", LONG)
     for options in ({"lora": ("a", "b")}, {"read_cache": False}, {"mm_items": [("i", 0, 3)]}):
-        assert two.source.match(Request("r", LONG, **options)) == 0
-    assert two.source.match(Request("short", LONG[:16])) == 0
-    assert two.source.stats.asked_requests == 0
+        assert engine.match(**options) == 0
+    assert engine.match(LONG[:16]) == 0
+    assert engine.source.stats.asked_requests == 0
 
 
 @pytest.mark.parametrize(
@@ -255,41 +259,6 @@ def test_groups_without_cached_blocks_cannot_be_offered():
 
 WINDOW = GroupSpec("sliding_window", 16, {"window": 48})
 FULL = GroupSpec("full_attention", 16)
-
-
-@pytest.mark.parametrize("groups", [[FULL], [FULL, WINDOW]])
-@pytest.mark.parametrize("seed", spread(range(20), 2))
-def test_index_knows_what_peers_can_offer(groups, seed):
-    rng = random.Random(seed)
-    asking = manager_of(*groups, max_model_len=256)
-    index = EventIndex(asking)
-    peers = {}
-    for name in ("a", "b"):
-        manager = manager_of(*groups, num_blocks=30, max_model_len=256, enable_events=True)
-        peers[name] = manager, EventTranslator(manager.options.hash_seed)
-    num_found = 0
-    for number in range(120):
-        name = rng.choice("ab")
-        manager, translator = peers[name]
-        prefix, salt = rng.randrange(3), rng.choice([None, None, "s"])
-        tokens = range(1000 * prefix, 1000 * prefix + rng.randrange(20, 200))
-        if rng.random() < 0.03:
-            manager.cache.reset()
-        request = Request(f"r{number}", tokens, cache_salt=salt)
-        manager.step(new=[request])
-        manager.free(request)
-        index.view(name).apply(translator.translate(manager.cache.drain_events()))
-        if rng.random() < 0.02:
-            index.view(name).clear()  # the peer was restarted
-            manager.cache.reset()
-            manager.cache.drain_events()
-        asked = Request("q", range(1000 * prefix, 1000 * prefix + rng.randrange(20, 200)))
-        found = index.num_tokens(asked)
-        for peer, (theirs, _) in peers.items():
-            count = theirs.cache.find_prefix(asked, whole_blocks=True).num_tokens
-            assert min(found.get(peer, 0), (asked.num_tokens - 1) // 16 * 16) == count
-            num_found += count > 0
-    assert num_found > 20
 
 
 def test_invalid_arguments_of_an_index_are_rejected_by_name():

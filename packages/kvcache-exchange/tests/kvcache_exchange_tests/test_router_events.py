@@ -42,8 +42,6 @@ from kvcache_exchange.router_events.wire import (
     encode_batch,
     encode_sequence,
 )
-from tests.machinery.cache_user import CacheUser, shown
-from tests.machinery.shared import sampled
 
 LOCAL = "tcp://127.0.0.1:0"
 # Each test process uses a separate loopback address, so that no other process can take a port
@@ -906,87 +904,6 @@ def test_restarted_publisher_is_followed(context, num_before, num_after, polls):
             assert reader.next_seq == second._buffer.stop and reader.counts.restarts >= 1
             publish(second, 1, first=num_after)
             assert reader.catch_up() and num_after in reader.view.hashes()
-
-
-class RandomCourse:
-    """Runs random operations with lost messages, changing readers and restarted publishers."""
-
-    def __init__(self, seed, context):
-        self.rng, self.context = random.Random(seed), context
-        self.options = {
-            "buffer_steps": self.rng.choice([1, 5, 40, 10_000]),
-            "topic": self.rng.choice(["", "kv@a@b"]),
-        }
-        self.totals = np.zeros(4, int)  # numbers of batches, gaps, restarts, snapshots
-        self.publisher = EventPublisher(OWN, OWN, context=context, **self.options)
-        self.user, self.num_published = CacheUser(self.rng), 0
-        self.new_reader()
-
-    def new_reader(self):
-        self.reader = reader_of(self.publisher, self.context, Lossy)
-        self.reader.rng, self.reader.loss = self.rng, self.rng.choice([0.0, 0.1, 0.5])
-
-    def count(self, of_reader):
-        if of_reader:
-            self.totals[:3] += self.reader.counts[:3]
-        else:
-            self.totals[3] += self.publisher.counts.snapshots
-
-    def work(self):
-        self.user.work()
-        events = self.user.manager.cache.drain_events()
-        self.publisher.publish(events)
-        self.num_published += bool(events)
-        event = self.rng.random()
-        if event < 0.4:
-            self.reader.poll(self.rng.choice([0.0, 0.002]))
-        elif event < 0.43:
-            self.count(of_reader=True)
-            self.reader.close()
-            self.new_reader()
-        elif event < 0.45:
-            self.count(of_reader=False)
-            self.user, self.num_published = CacheUser(self.rng), 0
-            self.publisher = restarted(self.publisher, self.context, **self.options)
-        elif event < 0.5:
-            self.compare()
-
-    def compare(self):
-        wait_for(lambda: self.publisher.counts.batches == self.num_published)
-        wait_for(self.reader.catch_up)
-        assert self.reader.next_seq == self.publisher._buffer.stop
-        # Events of blocks whose parent is only on the host, for example after `cache.evict`, are held.
-        groups = self.publisher._translator._groups.items()
-        held = {("GPU", number, each) for number, group in groups for each in group.held}
-        assert shown(self.reader.view) == self.user.cached() - held
-        self.user.check_content(self.reader.view)
-
-    def run(self):
-        try:
-            for _ in range(150):
-                self.work()
-            self.compare()
-            self.count(of_reader=True)
-            self.count(of_reader=False)
-            return self.totals
-        finally:
-            self.reader.close()
-            self.publisher.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", sampled(range(0, 200, 10)))
-def test_reader_that_loses_messages_converges_to_the_cached_blocks(context, first):
-    totals = np.zeros(4, int)
-    print(f"seeds {first} to {first + 9}")
-    for seed in range(first, first + 10):
-        try:
-            totals += RandomCourse(seed, context).run()
-        except BaseException as error:
-            error.add_note(f"found by RandomCourse({seed})")
-            raise
-    print("batches, gaps, restarts, snapshots:", totals.tolist())
-    assert (totals > 0).all()
 
 
 def test_prompt_lookup_returns_the_cached_prefix(context, publisher):

@@ -241,7 +241,6 @@ class HintExecutor:
                 computed = self._manager.num_computed_tokens(guest.request)
                 guest.first_token = computed - guest.num_external
             elif status == Status.NEVER:
-                self._forget(guest)
                 self._end_unserved(guest, "the prefix does not fit into the pool")
 
     def begin(self) -> None:
@@ -254,7 +253,6 @@ class HintExecutor:
             try:
                 guest.source.begin(guest.request)
             except ValueError as error:
-                guest.source.cancel(guest.request)
                 self._end_unserved(guest, str(error))
             else:
                 guest.stage = Stage.LOADING
@@ -268,9 +266,7 @@ class HintExecutor:
         """Handle a step that was undone. Its guests are admitted again later."""
         self._asked = []
         for guest in self._in(Stage.PLANNED):
-            if guest.source is not None:
-                guest.source.cancel(guest.request)
-            self._manager.free(guest.request)
+            self._forget(guest)
             guest.stage, guest.source = Stage.WAITING, None
 
     def arrived(self, arrived: Arrived) -> bool:
@@ -347,7 +343,7 @@ class HintExecutor:
     def close(self) -> None:
         """Refuse all hints that have no receipt, and remove all pins."""
         for guest in list(self._guests):
-            self._cancel(guest, "the engine is closing")
+            self._end_unserved(guest, "the engine is closing")
         self._pins.expire(math.inf)
 
     # Guests -----------------------------------------------------------------------------------------
@@ -427,7 +423,7 @@ class HintExecutor:
 
     def _finish(self, guest: Guest) -> None:
         """Complete the hint of a guest whose blocks are on the device, and free the guest."""
-        self._manager.free(guest.request)
+        self._forget(guest)
         self._guests.remove(guest)
         on_device = guest.prefix.on_device()
         num_tokens = max(min(on_device, guest.num_tokens) - guest.num_before, 0)
@@ -446,15 +442,18 @@ class HintExecutor:
             self._receipts.refuse(pending, reason, prefix.num_asked_tokens)
 
     def _forget(self, guest: Guest) -> None:
-        """Cancel a guest's lookups and load."""
-        if guest.source is not None:
-            guest.source.cancel(guest.request)  # before its blocks are freed
-        elif guest.request is not None and guest.stage is Stage.WAITING:
-            for source in self._sources:
-                source.cancel(guest.request)
+        """Cancel a guest's lookups in all sources and its load, and free its blocks."""
+        if guest.request is None:
+            return
+        # Cancel the chosen source first, because it may still write to blocks that the other
+        # sources would free.
+        for source in sorted(self._sources, key=lambda each: each is not guest.source):
+            source.cancel(guest.request)
+        self._manager.free(guest.request)
 
     def _end_unserved(self, guest: Guest, reason: str) -> None:
-        """End a guest that holds no blocks and whose hint was not carried out."""
+        """End a guest whose hint was not carried out."""
+        self._forget(guest)
         self._guests.remove(guest)
         self._prefetched.entries.pop(guest.name, None)
         self._finish_prefetch(guest.pending, guest.prefix, reason)
@@ -463,19 +462,13 @@ class HintExecutor:
         """Cancel all loads of guests, because requests need the blocks."""
         self._gives_way = False
         for guest in self._in(Stage.LOADING):
-            self._cancel(guest, _GAVE_WAY)
-
-    def _cancel(self, guest: Guest, reason: str) -> None:
-        self._forget(guest)
-        if guest.request is not None:
-            self._manager.free(guest.request)
-        self._end_unserved(guest, reason)
+            self._end_unserved(guest, _GAVE_WAY)
 
     def _refuse_late(self) -> None:
         now = self._clock()
         for guest in self._in(Stage.WAITING):
             if guest.deadline <= now:
-                self._cancel(guest, "neither blocks nor sources were available in time")
+                self._end_unserved(guest, "neither blocks nor sources were available in time")
 
     def _has(self, request: Request, hashes: tuple[bytes, ...]) -> bool:
         """Return whether a request begins with the prefix that is identified by these hashes."""
