@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of `make bench`: which figures it prints, and the files of results."""
 
 import json

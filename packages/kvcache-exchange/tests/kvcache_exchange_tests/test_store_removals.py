@@ -11,6 +11,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -468,8 +469,11 @@ def test_file_that_another_process_is_still_writing_is_kept():
 
 
 @pytest.mark.parametrize("codes", [[], [0], [0, -900], [0, 0, 0]])
-def test_removal_is_repeated_unless_mooncake_confirms_each_key(codes):
+def test_removal_is_repeated_unless_mooncake_confirms_each_key(monkeypatch, codes):
     """A client that cannot reach its master returns no code at all for some calls."""
+    module = SimpleNamespace(MooncakeDistributedStore=object)
+    monkeypatch.setitem(sys.modules, "mooncake", SimpleNamespace(store=module))
+    monkeypatch.setitem(sys.modules, "mooncake.store", module)
     client = SimpleNamespace(setup=lambda *_: 0, register_buffer=lambda *_: 0, close=lambda: None)
     client.batch_remove = lambda keys, force: client.codes
     store = MooncakeStore("unconfirmed:1")
