@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tests the manager with random calls of both kinds (steps and individual requests) over mixed
 // groups. Checks the tables to which the plans are applied, and the invariants.
-// tests/allocator/test_allocator_random.py compares every result with a model; this test runs under
-// the sanitizers.
+// tests/simulator checks what pages hold; this test runs under the sanitizers.
 #include "core/manager/manager.h"
 
 #include <algorithm>

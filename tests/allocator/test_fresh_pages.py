@@ -5,27 +5,11 @@ rows, except those that another section of the plan fills.
 
 import pickle
 
-import pytest
-
 from kvcache import Admit, External, GroupSpec, Request, StepReport
-from tests.machinery.fresh_pages import FreshPages
-from tests.machinery.shared import manager_of, sampled
+from tests.machinery.shared import manager_of
 
 FULL, STATE = GroupSpec("full_attention", 4), GroupSpec("recurrent", 8)
 ENCODER = GroupSpec("cross_attention", 4)
-SEEDS_PER_TEST, NUM_OPERATIONS = 400, 25
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", sampled(range(0, 10_400, SEEDS_PER_TEST)))
-def test_attention_reads_no_byte_of_an_earlier_owner(first):
-    print(f"seeds {first} to {first + SEEDS_PER_TEST - 1}, {NUM_OPERATIONS} operations each")
-    num_read = 0
-    for seed in range(first, first + SEEDS_PER_TEST):
-        driver = FreshPages(seed)
-        driver.run(NUM_OPERATIONS)
-        num_read += driver.num_read
-    assert num_read > 100 * SEEDS_PER_TEST
 
 
 def test_a_hit_is_not_fresh():

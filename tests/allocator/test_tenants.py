@@ -15,8 +15,8 @@ from kvcache import Admit, GroupSpec, KVCacheManager, Request, StepReport, hash_
 from kvcache.allocator import check_invariants
 from kvcache.compat import BlockSpaceManager
 from tests.machinery import roots
-from tests.machinery.sequence_driver import Group, Seq
 from tests.machinery.shared import REPO
+from tests.simulator.sequences import Group, Seq
 
 SALTS = [None, "", "a", "b", "cache_salt"]
 TOKENS = range(24)

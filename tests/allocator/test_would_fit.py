@@ -3,19 +3,18 @@
 empty manager.
 """
 
+import random
+
 import pytest
 
 from kvcache import Admit, GroupSpec, KVCacheManager, Request, Status, StepReport
 from kvcache.allocator import check_invariants
-from tests.machinery.allocator_driver import LONGEST
-from tests.machinery.group_mixes import CIRCULAR, ENCODER, MIXES, Chooser, groups_of
 from tests.machinery.shared import manager_of, sampled
+from tests.simulator.engine import MIXES
 
-SEEDS_PER_TEST = 50
+LONGEST, SEEDS_PER_TEST = 40, 50
 NO_BUFFERS = [
-    mix
-    for mix in MIXES
-    if all(kind.model(size).pages not in (ENCODER, CIRCULAR) for kind, size in mix[0])
+    mix for mix in MIXES if not {each[0] for each in mix} & {"cross_attention", "circular_window"}
 ]
 
 
@@ -79,21 +78,20 @@ def run(manager: KVCacheManager, request: Request, chunk: int) -> list[int]:
 
 
 def check(seed: int, outcomes: dict[int, int]) -> None:
-    choose = Chooser(seed)
-    kinds, hash_block_size = choose.pick(NO_BUFFERS)
-    specs, _ = groups_of(choose, kinds)
+    rng = random.Random(seed)
+    kinds = rng.choice(NO_BUFFERS)
     manager = KVCacheManager.for_groups(
-        specs,
-        choose.integer(4, 12) * len(kinds),
+        [GroupSpec(kind, size, options) for kind, size, options in kinds],
+        rng.randint(4, 12) * len(kinds),
         LONGEST,
-        watermark=choose.pick([0.0, 0.0, 0.2]),
-        num_preallocate_tokens=choose.pick([0, 5, 12]),
-        hash_block_size=hash_block_size,
-        fence_frees=choose.chance(2),
+        watermark=rng.choice([0.0, 0.0, 0.2]),
+        num_preallocate_tokens=rng.choice([0, 5, 12]),
+        hash_block_size=rng.choice([None, 2]),
+        fence_frees=rng.random() < 0.5,
     )
     for i in range(8):
-        request = Request(f"r{i}", range(choose.integer(1, LONGEST)))
-        chunk = choose.pick([1, 3, 8, LONGEST])
+        request = Request(f"r{i}", range(rng.randint(1, LONGEST)))
+        chunk = rng.choice([1, 3, 8, LONGEST])
         expected = manager.would_fit(Admit(request, num_tokens=chunk), whole=True)
         statuses = run(manager, request, chunk)
         outcomes[expected] += 1
@@ -101,7 +99,7 @@ def check(seed: int, outcomes: dict[int, int]) -> None:
             assert set(statuses) == {Status.SERVED}, f"seed {seed}, request {i}"
         if expected == Status.NEVER:
             assert set(statuses) != {Status.SERVED}, f"seed {seed}, request {i}"
-        if statuses[0] == Status.SERVED and choose.chance(2):
+        if statuses[0] == Status.SERVED and rng.random() < 0.5:
             manager.free(request)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests each documented rule of the manager of sequence groups.
 
-`sequence_driver.py` compares random calls with a reference model.
+The simulator (`tests/simulator/sequences.py`) makes random calls and checks what pages hold.
 """
 
 import collections
@@ -20,9 +20,7 @@ import pytest
 from kvcache import KVCacheManager, Request
 from kvcache.compat import AllocStatus, BlockSpaceManager
 from kvcache.events import BlockRemoved, BlockStored
-from tests.machinery import sequence_driver
-from tests.machinery.sequence_driver import Group, Seq, Status
-from tests.machinery.shared import sampled
+from tests.simulator.sequences import Group, Seq, Status
 
 OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
 Device = Enum("Device", ["GPU", "CPU"])
@@ -1291,16 +1289,6 @@ def test_manager_belongs_to_its_first_thread():
     thread.join()
     assert len(errors) == 1
     assert manager.get_block_table(group.seqs[0]) == [1, 2]
-
-
-# Random calls ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", sampled(range(0, 200, 25), 2))
-def test_random_calls_match_the_model(seed):
-    for each in range(seed, seed + 25):
-        sequence_driver.drive(each)
 
 
 # Calls during a call -----------------------------------------------------------------------------------

@@ -49,9 +49,9 @@ from tests.machinery.hostile.surface import (
 )
 from tests.machinery.hostile.values import HUGE, ClaimsMany, ManyMembers, NegativeLength
 from tests.machinery.hostile.world import World, right_call, walked
-from tests.machinery.sequence_driver import Group, Seq
 from tests.machinery.shared import REPO, sampled
 from tests.ops.test_kernels_under_asan import run_with_asan
+from tests.simulator.sequences import Group, Seq
 
 SEED = int(os.environ.get("KVCACHE_FUZZ_SEED", "1"))
 

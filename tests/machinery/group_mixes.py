@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mixes of cache groups that random tests use, and what a group's attention reads."""
+"""Kinds of cache groups, and what a group's attention reads."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvcache import GroupSpec
-from kvcache.kinds import AttentionKind, register
 
 TOKENS, STATE, ENCODER, CIRCULAR = "tokens", "state", "encoder", "circular"
 FOREVER = 10**9
-
-# Position of the first token whose KV a group stores. The first entry applies to uncached groups,
-# which have no KV for the tokens of the prefix hit. The second applies to groups that are not
-# transferred, which have no KV for the external tokens either.
-Begins = tuple[int, int]
-Cell = tuple[int, int | str, int]  # (page, slot, position of the token whose KV is stored there)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -56,47 +48,6 @@ def state_column(group: ModelGroup, num_tokens: int, sure: int) -> int:
     return (sure - 1) // group.block_size + max(num_tokens - sure, 0)
 
 
-def cells_of(
-    group: ModelGroup, blocks: list[int], position: int, sure: int, begins: Begins
-) -> list[Cell]:
-    """Return a group's cells read by the token at `position` in a step whose drafts begin at `sure`."""
-    size = group.block_size
-    if group.pages == STATE:
-        return [(blocks[state_column(group, position, sure)], STATE, position - 1)]
-    first = max(group.reads_from(position), 0 if group.cached else begins[not group.transferred])
-    return [(blocks[i // size % group.num_places()], i % size, i) for i in range(first, position)]
-
-
-@register("test_sinks_and_stride")
-class Strided(AttentionKind):
-    """A user-defined attention kind. A token attends to the earlier tokens of its own stride and to
-    all tokens of the previous stride.
-    """
-
-    def __init__(self, *, stride: int) -> None:
-        super().__init__()
-        self.stride = stride
-
-    def first_needed_token(self, num_computed_tokens: int) -> int:
-        return max(num_computed_tokens // self.stride - 1, 0) * self.stride
-
-
-class Chooser:
-    """Draws choices from a seeded generator."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def integer(self, least: int, most: int) -> int:
-        return self._random.randint(least, most)
-
-    def pick(self, values: Sequence):
-        return values[self.integer(0, len(values) - 1)]
-
-    def chance(self, one_in: int) -> bool:
-        return self.integer(1, one_in) == 1
-
-
 @dataclass(frozen=True)
 class Kind:
     spec: Callable[[int], GroupSpec]  # a function of the block size
@@ -114,30 +65,6 @@ FULL = Kind(
     lambda size: GroupSpec("full_attention", size),
     lambda size: ModelGroup(size, keeps_all=True),
 )
-UNCACHED = Kind(
-    lambda size: GroupSpec("full_attention", size, cached=False),
-    lambda size: ModelGroup(size, keeps_all=True, cached=False),
-)
-UNCACHED_WINDOW = Kind(
-    lambda size: GroupSpec("sliding_window", size, {"window": 6}, cached=False),
-    lambda size: ModelGroup(size, lambda n: max(n - 5, 0), cached=False),
-)
-
-
-def _circular(window: int, buffer: int, cached: bool) -> Kind:
-    return Kind(
-        lambda size: GroupSpec(
-            "circular_window", size, {"window": window, "buffer": buffer}, cached=cached
-        ),
-        lambda size: ModelGroup(
-            size,
-            lambda n: max(n - window + 1, 0),
-            CIRCULAR,
-            cached=False,
-            buffer=buffer,
-            ends_caching=cached,
-        ),
-    )
 
 
 def chunked_of(chunk: int) -> Kind:
@@ -145,9 +72,6 @@ def chunked_of(chunk: int) -> Kind:
         lambda size: GroupSpec("chunked_local", size, {"chunk_size": chunk}),
         lambda size: ModelGroup(size, lambda n: n // chunk * chunk),
     )
-
-
-CHUNKED = chunked_of(10)
 
 
 def _recurrent(num_speculative: int) -> Kind:
@@ -160,64 +84,8 @@ def _recurrent(num_speculative: int) -> Kind:
     )
 
 
-RECURRENT, RECURRENT_1, RECURRENT_3 = _recurrent(0), _recurrent(1), _recurrent(3)
+RECURRENT, RECURRENT_1 = _recurrent(0), _recurrent(1)
 CROSS = Kind(
     lambda size: GroupSpec("cross_attention", size),
     lambda size: ModelGroup(size, pages=ENCODER),
 )
-STRIDED = Kind(
-    lambda size: GroupSpec("test_sinks_and_stride", size, {"stride": 6}),
-    lambda size: ModelGroup(size, lambda n: max(n // 6 - 1, 0) * 6),
-)
-
-# Manager configurations to drive: (kinds with block sizes, hash block size).
-MIXES = [
-    ([(FULL, 4)], None),
-    ([(window_of(6), 4)], None),
-    ([(FULL, 4), (window_of(6), 4)], None),
-    ([(FULL, 4), (window_of(5), 2), (CHUNKED, 4)], None),
-    ([(FULL, 4), (RECURRENT, 4)], None),
-    ([(RECURRENT, 4), (window_of(9), 2), (RECURRENT, 4)], None),
-    ([(FULL, 8)], 2),
-    ([(FULL, 8), (window_of(5), 4)], 2),
-    ([(CHUNKED, 8), (window_of(7), 8)], 4),
-    ([(FULL, 8), (RECURRENT, 4)], 2),
-    ([(FULL, 4), (CROSS, 2)], None),
-    ([(STRIDED, 4), (FULL, 2)], None),
-    ([(window_of(1), 2), (STRIDED, 2)], 1),
-    ([(FULL, 8), (FULL, 12)], 2),
-    ([(FULL, 6), (window_of(7), 4)], None),
-    ([(FULL, 12), (RECURRENT, 8)], 2),
-    ([(RECURRENT, 12), (window_of(5), 4), (FULL, 8)], 2),
-    ([(RECURRENT, 8), (RECURRENT, 6)], 2),
-    ([(FULL, 4), (UNCACHED, 6)], None),
-    ([(FULL, 8), (UNCACHED_WINDOW, 4), (RECURRENT, 4)], 2),
-    ([(UNCACHED, 4), (UNCACHED_WINDOW, 2)], None),
-    ([(FULL, 4), (_circular(6, 13, True), 2)], None),
-    ([(FULL, 8), (_circular(5, 12, False), 4), (window_of(6), 4)], 2),
-    ([(FULL, 4), (RECURRENT_1, 4)], None),
-    ([(FULL, 4), (RECURRENT_3, 4)], None),
-    ([(RECURRENT_3, 2), (window_of(9), 2), (RECURRENT_3, 4)], None),
-    ([(RECURRENT_3, 1), (FULL, 2)], None),
-    ([(FULL, 8), (RECURRENT_3, 4), (RECURRENT_1, 6)], 2),
-    ([(RECURRENT_3, 12), (window_of(5), 4), (FULL, 8)], 2),
-    ([(FULL, 4), (chunked_of(3), 8)], 1),
-    ([(FULL, 2), (window_of(6), 8)], None),
-    ([(FULL, 2), (RECURRENT, 4)], 2),
-]
-
-
-def groups_of(
-    choose: Chooser, kinds: Sequence[tuple[Kind, int]]
-) -> tuple[list[GroupSpec], list[ModelGroup]]:
-    """Return the groups of a mix and the matching model groups. Some groups are randomly marked as
-    used by a drafter.
-    """
-    specs, groups = [], []
-    for kind, size in kinds:
-        group = kind.model(size)
-        drafts = group.pages == TOKENS and choose.chance(8)
-        options = {"drafts": drafts, "transferred": not choose.chance(8)}
-        specs.append(replace(kind.spec(size), **options))
-        groups.append(replace(group, **options))
-    return specs, groups

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the same random calls to `KVCacheManager` and to `docs/kernel_in_200_lines.py`, and compares
 what a caller sees: answers, block ids, copies, swaps, free and cached blocks, hits, and events.
+
+The simulator does not predict block ids, so it cannot show that the published program is the manager.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ SERVE = "packages/kvcache-serve/src/kvcache_serve/server/"
 _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         POOL + "block_pool.cpp",
-        "block_pool eviction allocator_random",
+        "block_pool eviction simulator",
         [
             ("if (n > num_free_) return false;", "if (n >= num_free_) return false;"),
             ("num_free_ -= n;\n  note", "note"),
@@ -161,7 +161,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         POOL + "block_pool_invalidation.cpp",
-        "manager_life allocator_contents",
+        "manager_life simulator",
         [
             ("if (invalid.count(tag_of(block.hash)) != 0) break;", ""),
             ("if (is_uniform) {", "if (true) {"),
@@ -170,7 +170,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         POOL + "partial_index.h",
-        "groups manager allocator_random",
+        "groups manager simulator",
         [
             ("entry.same->second.erase(entry.part);", ""),
             ("found->second.front();", "found->second.back();"),
@@ -189,12 +189,12 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         GROUPS + "cache_group.h",
-        "groups manager tiers allocator_random",
+        "groups manager tiers simulator",
         [("if (!drafts || !is_cached) return 0;", "return 0;")],
     ),
     (
         GROUPS + "hit_ends.h",
-        "groups hit_ends allocator_random",
+        "groups hit_ends simulator",
         [
             ("std::min(num_tokens - 1, num_hashed - redone);", "num_hashed - redone;"),
             ("std::min(num_tokens - 1, num_hashed - redone);", "num_tokens - 1;"),
@@ -205,7 +205,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         MANAGER + "prefix_finder.h",
-        "groups manager tiers allocator_random",
+        "groups manager tiers simulator",
         [
             ("if (stop == n) return n;", "return n;"),
             ("while (block >= first_token / bs &&", "while (block > first_token / bs &&"),
@@ -216,7 +216,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         MANAGER + "demand.h",
-        "manager groups admission allocator_random",
+        "manager groups admission simulator",
         [
             (
                 "num_free - num_new >= supply.num_kept_free",
@@ -232,7 +232,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         MANAGER + "row_release.h",
-        "manager manager_life allocator_random",
+        "manager manager_life simulator",
         [
             ("if (r.by_step()) c_.plan->clear_later(row);", ""),
             ("if (c_.host != nullptr) note_onboards(row);", ""),
@@ -252,29 +252,29 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         MANAGER + "row_growth.h",
-        "manager groups tiers allocator_random",
+        "manager groups tiers simulator",
         [("held.source = kNullBlock;\n  }", "}")],
     ),
     (
         RULES + "tokens.h",
-        "manager groups admission allocator_random",
+        "manager groups admission simulator",
         [("&& on.frees_at_once; ++b", "; ++b")],
     ),
     (
         RULES + "tokens.cpp",
-        "manager groups tiers allocator_random",
+        "manager groups tiers simulator",
         [
             ("num_tokens % group.block_size != 0 || first", "first"),
         ],
     ),
     (
         RULES + "effects.h",
-        "manager groups tiers allocator_random",
+        "manager groups tiers simulator",
         [("column >= held.size() || !growth->is_shared(held[column])", "column >= held.size()")],
     ),
     (
         RULES + "state.cpp",
-        "manager groups tiers allocator_random",
+        "manager groups tiers simulator",
         [
             ("hit it.\n  growth->evict(held[held.num_dropped]);", "hit it."),
             ("if (group.may_be_hit(num_passed - 1, publishing->info(row).retained)) {", "{"),
@@ -282,17 +282,17 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         RULES + "state.h",
-        "manager manager_life allocator_random",
+        "manager manager_life simulator",
         [("return false;  // it was updated in place", "return true;")],
     ),
     (
         RULES + "circular.cpp",
-        "manager groups admission allocator_random",
+        "manager groups admission simulator",
         [("return holders.is_shared(id);", "return false && holders.is_shared(id);")],
     ),
     (
         MANAGER + "deferred_frees.h",
-        "manager_life allocator_random",
+        "manager_life simulator",
         [
             ("fence.step_id = std::min(fence.step_id, steps_->last_issued);", "(void)fence;"),
             ("std::prev(at)->step_id > step_id) --at;", "false) --at;"),
@@ -321,7 +321,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         MANAGER + "publisher.h",
-        "manager groups tiers allocator_random",
+        "manager groups tiers simulator",
         [
             ("c_.journal->note_written(written);", ""),
             ("if (!c_.host->may_publish(each)) continue;", ""),
@@ -330,7 +330,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         MANAGER + "host_tier.h",
-        "tiers allocator_random allocator_contents",
+        "tiers simulator",
         [
             ("++counts_.unwritten_blocks;", ""),
             ("if (!each.is_row) pages_->release(&each.page, 1);", ""),
@@ -340,7 +340,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         MANAGER + "row_table.h",
-        "manager groups allocator_random",
+        "manager groups simulator",
         [
             (
                 "rows_[row].admission = ++num_admissions_;",

@@ -42,7 +42,8 @@ NATIVE = ("_core", "kvcache_cpu")  # CMake targets
 @dataclass(frozen=True)
 class Defect:
     """A defect to plant. `old` must occur exactly once in the file. `tests` contains the names of
-    test files without `test_` and `.py`.
+    test files without `test_` and `.py`. `report`: the public report of another engine's fault, or
+    of one that this library once had, whose cause the defect puts back.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Defect:
     old: str
     new: str
     tests: str
+    report: str = ""
 
     @property
     def is_native(self) -> bool:
@@ -97,7 +99,7 @@ DEFECTS = [
         RULES + "tokens.h",
         "*num_free += on.pool->ref_count(held[b]) == 1;",
         "*num_free += on.pool->ref_count(held[b]) >= 1;",  # counts shared blocks as freed
-        "groups allocator_random",
+        "groups simulator",
     ),
     Defect(
         "states after drafts",
@@ -111,28 +113,28 @@ DEFECTS = [
         MANAGER + "row_server.h",
         "    parts_.intake->take_back(request, i);\n",
         "",  # a waiting row keeps its new token ids
-        "manager allocator_random",
+        "manager simulator",
     ),
     Defect(
         "quiet rows",
         MANAGER + "row_table.h",
         "if (r.has_forked() || r.state",
         "if (r.state",  # a row writes to shared blocks
-        "forks allocator_random",
+        "forks simulator",
     ),
     Defect(
         "cache tiers",
         MANAGER + "cache_tiers.h",
         "frees_.defers(steps_->numbers().num_steps)",
         "false",  # blocks are overwritten before they are copied to the host
-        "tiers allocator_random",
+        "tiers simulator",
     ),
     Defect(
         "steps",
         MANAGER + "steps.h",
         "if (!rows[row].is_on_host()) plan_",
         "plan_",  # puts host pages into a device table
-        "tiers allocator_random",
+        "tiers simulator",
     ),
     Defect(
         "publisher",
@@ -146,7 +148,7 @@ DEFECTS = [
         MANAGER + "plan_builder.h",
         "clear.erase(std::unique(clear.begin(), clear.end()), clear.end());",
         "",  # clears a row twice
-        "manager manager_life allocator_random",
+        "manager manager_life simulator",
     ),
     Defect(
         "plan arrays",
@@ -160,42 +162,42 @@ DEFECTS = [
         MANAGER + "step_journal.h",
         "copy(&step.dropped);",
         "",  # a fork does not inherit the parent's dropped blocks
-        "forks allocator_random",
+        "forks simulator",
     ),
     Defect(
         "deferred frees",
         MANAGER + "deferred_frees.h",
         "fences_.front().step_id < steps_->num_completed",
         "fences_.front().step_id <= steps_->num_completed",  # ends a fence one step too early
-        "manager_life allocator_random",
+        "manager_life simulator",
     ),
     Defect(
         "host tier",
         MANAGER + "host_tier.h",
         "onboards_.front().step_id < num_completed",
         "onboards_.front().step_id <= num_completed",  # publishes blocks before they have arrived
-        "tiers allocator_random",
+        "tiers simulator",
     ),
     Defect(
         "row swap",
         MANAGER + "row_swap.h",
         "host.retain(&page, 1);  // prevents",
         "// prevents",  # a row does not hold a page that it shares
-        "tiers allocator_random",
+        "tiers simulator",
     ),
     Defect(
         "invalidation",
         RULES + "tokens.h",
         "return is_own ? limit : limit - limit % group.block_size;",
         "return limit;",  # a row resumes inside a block that others hold
-        "manager_life allocator_random allocator_contents",
+        "manager_life simulator",
     ),
     Defect(
         "session pins",
         MANAGER + "session_pins.h",
         "pool_->generation(pinned.id) == pinned.generation &&",
         "",  # keeps the pin of a reallocated block
-        "tiers allocator_contents",
+        "tiers simulator",
     ),
     Defect(
         "worker tables",
@@ -318,6 +320,62 @@ DEFECTS = [
         "start = self._shift + first * self._stride",
         "start = self._shift + first * self._size",  # correct only for dense pages
         "other_device",
+    ),
+    Defect(
+        "window of async drafts",
+        "csrc/core/groups/row.h",
+        "if (num_drafted <= 0 || chain",
+        "if (num_drafted >= 0 || chain",  # releases what a step with rejected drafts still reads
+        "draft_steps",
+        "vLLM 47728",
+    ),
+    Defect(
+        "known tokens rejected",
+        MANAGER + "request_checks.h",
+        "if (num_rejected <= num_unknown) return;",
+        "if (num_rejected >= 0) return;",  # hashes of tokens that are replaced remain
+        "draft_steps manager",
+        "a known token that step takes back as a rejected draft",
+    ),
+    Defect(
+        "adapter reloaded",
+        MANAGER + "recovery.h",
+        "    c_.pool->evict_adapter(adapter);",
+        "    return;",  # the KV of the old weights stays in the cache
+        "adapters",
+        "vLLM 42125",
+    ),
+    Defect(
+        "adapter of running rows",
+        MANAGER + "recovery.h",
+        "      r.chain = r.chain->uncached();",
+        "      continue;",  # rows that began before the reload publish their KV
+        "adapters",
+        "vLLM 42125",
+    ),
+    Defect(
+        "weights of running rows",
+        MANAGER + "recovery.h",
+        "for (int32_t row : c_.rows->in_use()) c_.row(row).stop_publishing();",
+        "",  # KV of the old weights is cached as KV of the new ones
+        "manager_life simulator",
+        "offers and rows of an old epoch",
+    ),
+    Defect(
+        "read_cache is ignored",
+        "csrc/core/hashing/token_chain.h",
+        "return read_cache.value_or(read_cache_) && num",
+        "return num",
+        "manager simulator",
+        "take_cached of a request with read_cache=False",
+    ),
+    Defect(
+        "fresh pages",
+        MANAGER + "plan_builder.h",
+        "    if (is_step_) plan_.fresh.insert(plan_.fresh.end(), pages, pages + n);",
+        "",  # bytes of an earlier owner are read as NaN
+        "fresh_pages simulator",
+        "vLLM 35138",
     ),
 ]
 

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
-import torch
 
 _MASK = (1 << 64) - 1
 _ODD = 0x9E3779B97F4A7C15
@@ -20,6 +20,7 @@ def mix(a: int, b: int) -> int:
     return x ^ (x >> 31)
 
 
+@cache
 def owner_of(*parts: object) -> int:
     """Return a number for the weights, the adapter and the tenant that a token's KV belongs to."""
     found = 1
@@ -41,9 +42,9 @@ def extended(contents: list[int], units: Iterable[int], owner: int) -> list[int]
     return found
 
 
-def values_of(contents: Iterable[int], layer: int, part: int, num_heads: int) -> torch.Tensor:
-    """Return the bytes of K (part 0) or V (part 1) of tokens in a layer: uint8[n, num_heads, 8]."""
-    digests = np.array([*contents], np.uint64)
-    odd = [mix(2 * layer + part, head) | 1 for head in range(num_heads)]
-    values = digests[:, None] * np.array(odd, np.uint64)[None]
-    return torch.from_numpy(values.view(np.uint8).reshape(len(digests), num_heads, HEAD_SIZE))
+@cache
+def factors_of(layer: int, part: int, num_heads: int) -> np.ndarray:
+    """Return the numbers by which a digest is multiplied to get the bytes of K (part 0) or V (part 1)
+    in each head of a layer.
+    """
+    return np.array([mix(2 * layer + part, head) | 1 for head in range(num_heads)], np.uint64)

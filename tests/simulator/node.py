@@ -33,7 +33,7 @@ class Node(Hints, Engine):
         super().__init__(f"e{number}", rng, *parts)
         self.taken: list = []
         self.num_declined = self.num_offered = 0
-        self.share = rng.choice([0, 0.6, 0.9, 0.9])  # of prompts that all engines receive
+        self.share = rng.choice([0, 0, 0.3, 0.9])  # of prompts that all engines receive
         network = self.wire.network
         others = [f"e{i}" for i in range(network.size) if i != number]
         if self.connector is not None and rng.random() < 0.95:
@@ -56,9 +56,10 @@ class Node(Hints, Engine):
             self.weights_of[at] = max(self.weights_of[at], weight)
         self.weights_rate = rng.choice([0, 0.05, 1])
 
-    def free(self) -> None:
+    def free(self, rows: list[Row] | None = None) -> None:
         loads = any(each.source is not None for each in self.rows.values())
-        self.poll() if loads and self.rng.random() < 0.7 else super().free()
+        is_early = rows is None and loads and self.rng.random() < 0.7
+        self.poll() if is_early else super().free(rows)
 
     def forget_values(self) -> None:
         """Remove values from the store."""
@@ -83,8 +84,11 @@ class Node(Hints, Engine):
         n, rows = self.rng.randint(8, 38), []
         for first in PROMPTS:
             tokens = [*range(first, first + LONGEST + 1)]
-            request = Request(f"{each.name}=", tokens[:n])
-            rows.append(Row(request, tokens, tokens, n, encoder=each.encoder))
+            hashes = [] if self.hashing[0] else None
+            request = Request(f"{each.name}=", tokens[:n], block_hashes=hashes)
+            rows.append(Row(request, tokens, tokens, n, LONGEST, hashing=self.hashing))
+            rows[-1].encoder = each.encoder
+            rows[-1].add_hashes(n)
         self.rng.shuffle(rows)
         return max(rows, key=self.num_to_load) if self.rng.random() < 0.6 else rows[0]
 

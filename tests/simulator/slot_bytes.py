@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -11,13 +13,37 @@ import torch
 from kvcache import KVCacheManager, Request
 from kvcache.assembly import KVCache
 from kvcache.kinds import KindProperties
-from tests.simulator.content import extended, mix, values_of
-from tests.simulator.row import Row, Wrong
+from tests.simulator.content import extended, factors_of, mix
+from tests.simulator.row import Row, Span, Wrong
+
+Contents = Sequence[int | None]
+
+
+@dataclass
+class Cells:
+    """Slots of one group on each rank, what they must hold (None: anything), and when they are used."""
+
+    group: int
+    contents: Contents
+    slots: list[np.ndarray]  # of each rank; -1: on another rank
+    span: list[Span] = field(default_factory=list)
+    place: list[int] = field(default_factory=list)  # token, or number of tokens before a state
+    read: list[bool] = field(default_factory=list)  # before the step's tokens are written
+    written: list[bool] = field(default_factory=list)
+    kept: list[bool] = field(default_factory=list)  # must be right after that
+
+    def add(self, span: Span, place: int, *when: bool) -> None:
+        self.span.append(span)
+        self.place.append(place)
+        self.read.append(when[0])
+        self.written.append(when[1])
+        self.kept.append(when[2])
 
 
 class SlotBytes:
     """The part of an engine that computes: it writes the KV of tokens, and checks what they read."""
 
+    ranks: list[KVCache]
     cache: KVCache
     manager: KVCacheManager
     kinds: list[KindProperties]
@@ -28,76 +54,166 @@ class SlotBytes:
     def owner(self, request: Request) -> int:
         raise NotImplementedError
 
-    def slots(self, each: Row, g: int, positions: np.ndarray) -> torch.Tensor:
-        rows = np.full(len(positions), each.row, np.int32)
-        return self.cache.tables[g].slots_of(rows, positions)
+    def view_bytes(self) -> None:
+        """Map the memory of each group and rank as 64-bit numbers: [blocks, slots, numbers]."""
+        self.views: list[list[list[tuple[np.ndarray, np.ndarray]]]] = []
+        for g, kind in enumerate(self.kinds):
+            of_group = []
+            for rank in self.ranks:
+                found, storage = [], rank.storages[g]
+                for i, layer in enumerate(self.layer_numbers[g]):
+                    parts = [storage.key_cache(i), storage.value_cache(i)]
+                    for part, tensor in enumerate(parts[: 2 if kind.pages.has_slots else 1]):
+                        view = tensor.view(torch.int64).numpy().view(np.uint64)[:, :, 0]
+                        found.append((view, factors_of(layer, part, view.shape[2])))
+                of_group.append(found)
+            self.views.append(of_group)
+        # Slots of the null page.
+        self.num_null = [
+            self.ranks[0].storages[g].block_size * self.ranks[0].storages[g].blocks_per_page
+            for g in range(len(self.kinds))
+        ]
 
-    def put(self, g: int, contents: list[int | None], slots: torch.Tensor) -> None:
-        """Write the KV of tokens. None: garbage."""
-        values = [self.rng.getrandbits(64) if each is None else each for each in contents]
-        for i, layer in enumerate(self.layer_numbers[g]):
-            key, value = (values_of(values, layer, part, 1) for part in (0, 1))
-            self.cache.storages[g].write(i, key, value, slots)
+    def put(self, g: int, contents: Contents, slots: Sequence[np.ndarray]) -> None:
+        """Write the KV of tokens, or states. None: garbage."""
+        garbage = self.rng.getrandbits(64)
+        digests = np.array([garbage if each is None else each for each in contents], np.uint64)
+        for views, at in zip(self.views[g], slots):
+            is_own = at >= self.num_null[g]
+            own, values = at[is_own], digests[is_own, None]
+            for view, factors in views:
+                view[own // view.shape[1], own % view.shape[1]] = values * factors
 
-    def put_state(self, g: int, content: int | None, page: int) -> None:
-        value = self.rng.getrandbits(64) if content is None else content
-        for i, layer in enumerate(self.layer_numbers[g]):
-            state = values_of([value], layer, 0, 2).reshape(1, 1, -1)
-            self.cache.storages[g].write(i, state, None, torch.tensor([page]))
-
-    def check_slots(
-        self, each: Row, g: int, contents: list[int | None], slots: torch.Tensor, when: str
-    ) -> None:
-        right = [i for i, content in enumerate(contents) if content is not None]
+    def check_slots(self, cells: Cells, used: Sequence[bool] | None, when: str) -> None:
+        """Check the cells that are `used` (None: all), except those that may hold anything."""
+        right = [
+            i
+            for i, each in enumerate(cells.contents)
+            if each is not None and (used is None or used[i])
+        ]
         if not right:
             return
-        slots, contents = slots[right], [contents[i] for i in right]
-        self.num_checked += len(contents)
-        if int(slots.min()) < self.manager.block_sizes[g]:
-            raise Wrong(f"{each.name} reads the null page in group {g} {when}")
-        for i, layer in enumerate(self.layer_numbers[g]):
-            found = self.cache.storages[g].gather(i, slots)
-            for part in (0, 1):
-                wrong = (found[part] != values_of(contents, layer, part, 1)).any(dim=2).any(dim=1)
-                if wrong.any():
-                    at = right[int(wrong.nonzero()[0, 0])]
-                    raise Wrong(
-                        f"{each.name} has wrong bytes of token {at} of {len(right)} in group {g} {when}"
-                    )
+        g, num_found = cells.group, np.zeros(len(right), np.int64)
+        self.num_checked += len(right)
+        digests = np.array([cells.contents[i] for i in right], np.uint64)[:, None]
+        wrong = np.zeros(len(right), bool)
+        for views, at in zip(self.views[g], cells.slots):
+            own = at[right]
+            is_own = own >= self.num_null[g]
+            num_found += is_own
+            own = np.where(is_own, own, 0)
+            for view, factors in views:
+                found = view[own // view.shape[1], own % view.shape[1]]
+                wrong |= is_own & (found != digests * factors).any(1)
+        copies = 1 if self.kinds[g].pages.has_slots else len(self.ranks)
+        for faults, what in ((num_found != copies, "no place for"), (wrong, "wrong bytes of")):
+            if faults.any():
+                i = right[int(faults.nonzero()[0][0])]
+                span = cells.span[i].described if cells.span else "the cache"
+                place = cells.place[i] if cells.place else i
+                raise Wrong(f"{span} has {what} place {place} in group {g} {when}")
 
-    def state_pages(self, each: Row, end: int, sure: int, g: int) -> list[int]:
-        found = self.cache.tables[g].state_pages(
-            np.array([each.row]), np.array([end]), np.array([end - sure])
+    def cells_of_step(self, g: int, spans: list[Span]) -> Cells:
+        """Return what the spans of a step read and write in a group."""
+        spec, kind = self.manager.groups[g], self.kinds[g]
+        contents: list[int | None] = []
+        cells = Cells(g, contents, [])
+        if not kind.pages.has_slots:
+            return self.states_of_step(g, spans)
+        for each in spans:
+            if kind.pages.of_encoder:
+                contents += each.encoder
+                for i in range(len(each.encoder)):
+                    cells.add(each, i, each.start > 0, each.start == 0, True)
+                continue
+            first = kind.first_needed_token(each.known or each.start)
+            if not spec.cached or kind.pages.wraps:
+                first = max(first, each.begins[0 if spec.transferred else 1])
+            first = min(first, each.start)
+            contents += each.contents[first:]
+            is_right = each.known == each.start
+            for i in range(first, each.end):
+                is_old = i < each.known
+                cells.add(each, i, is_old and first <= i, i >= each.start, is_right)
+        if contents:
+            rows = np.array([each.row for each in cells.span], np.int32)
+            positions = np.array(cells.place, np.int64)
+            cells.slots = [rank.tables[g].slots_of(rows, positions).numpy() for rank in self.ranks]
+        return cells
+
+    def states_of_step(self, g: int, spans: list[Span]) -> Cells:
+        cells = Cells(g, contents := [], [])
+        rows, ends = (
+            np.array([getattr(each, name) for each in spans], np.int32) for name in ("row", "end")
         )
-        return found[0].tolist()
+        drafts = np.array([each.end - each.sure for each in spans], np.int32)
+        pages = [
+            rank.tables[g].state_pages(rows, ends, drafts).numpy().astype(np.int64)
+            for rank in self.ranks
+        ]
+        used = []
+        for i, each in enumerate(spans):
+            if each.start:
+                contents.append(each.contents[each.start - 1])
+                cells.add(each, each.start, each.known == each.start, False, False)
+                used.append((i, 0))
+            for j, n in enumerate(range(each.sure, each.end + 1)):
+                contents.append(each.contents[n - 1])
+                cells.add(each, n, False, True, True)
+                used.append((i, j))
+        at = tuple(np.array(used, np.int64).reshape(-1, 2).T)
+        cells.slots = [each[at] for each in pages]
+        return cells
 
-    def check_one_state(self, each: Row, g: int, content: int, page: int, when: str) -> None:
-        self.num_checked += 1
-        for i, layer in enumerate(self.layer_numbers[g]):
-            found = self.cache.storages[g].gather(i, torch.tensor([page]))[0]
-            if not page or not torch.equal(
-                found.reshape(-1), values_of([content], layer, 0, 2).reshape(-1)
-            ):
-                raise Wrong(f"{each.name} has a wrong state in page {page} of group {g} {when}")
+    def compute(self, spans: list[Span]) -> list[Cells]:
+        """Compute the tokens of a step: read, write, and read again what the step has written.
+        Return the cells.
+        """
+        if not spans:
+            return []
+        for each in spans:
+            for g, contents, slots in each.puts:
+                self.put(g, contents, [slots])
+        cells = [self.cells_of_step(g, spans) for g in range(len(self.kinds))]
+        cells = [each for each in cells if each.contents]
+        for each in cells:
+            self.check_slots(each, each.read, "before its tokens are written")
+        for each in cells:
+            new = [i for i, is_written in enumerate(each.written) if is_written]
+            self.put(
+                each.group, [each.contents[i] for i in new], [slots[new] for slots in each.slots]
+            )
+        for each in cells:
+            self.check_slots(each, each.kept, "after its tokens are written")
+        return cells
 
-    def receive(self, each: Row, first: int, stop: int, arrived: int, sure: int) -> None:
-        """Write external tokens [first, stop), of which those before `arrived` are right."""
+    def received(
+        self, each: Row, first: int, stop: int, arrived: int, sure: int
+    ) -> list[tuple[int, Contents, np.ndarray]]:
+        """Return where external tokens [first, stop) are written, of which those before `arrived`
+        are right, as (group, contents, slots).
+        """
         right = extended([], each.units[:stop], self.owner(each.request))
         contents = [*right[:arrived], *[None] * (stop - arrived)]
         each.contents[first:] = contents[first:]
+        found: list[tuple[int, Contents, np.ndarray]] = []
         for g, (spec, kind) in enumerate(zip(self.manager.groups, self.kinds)):
             if not spec.transferred or kind.pages.of_encoder:
                 continue
-            blocks, size = (
-                self.manager.block_ids(each.request, g).tolist(),
-                self.manager.block_sizes[g],
-            )
+            blocks = self.manager.block_ids(each.request, g)
+            size = self.manager.block_sizes[g]
             if not kind.pages.has_slots:
-                self.put_state(g, contents[stop - 1], blocks[(sure - 1) // size])
+                page = blocks[(sure - 1) // size : (sure - 1) // size + 1]
+                found.append((g, [contents[stop - 1]], page.astype(np.int64)))
                 continue
-            held = [p for p in range(first, stop) if blocks[p // size]]
-            slots = [blocks[p // size] * size + p % size for p in held]
-            self.put(g, [contents[p] for p in held], torch.tensor(slots, dtype=torch.int64))
+            places = np.arange(first, stop)
+            slots = blocks[places // size] * np.int64(size) + places % size
+            found.append((g, contents[first:stop], slots))
+        return found
+
+    def receive(self, each: Row, first: int, stop: int, arrived: int, sure: int) -> None:
+        for g, contents, slots in self.received(each, first, stop, arrived, sure):
+            self.put(g, contents, [slots])
 
     def garble_received(self, each: Row) -> None:
         """A transfer may still write to the blocks of a request that has left."""
@@ -105,95 +221,43 @@ class SlotBytes:
         if each.is_receiving and stop > first:
             self.receive(each, first, stop, first, stop)
 
-    def write_encoder(self, each: Row) -> None:
-        for g, kind in enumerate(self.kinds):
-            n = each.request.num_encoder_tokens if kind.pages.of_encoder else 0
-            if n:
-                contents = [mix(each.encoder, i) for i in range(n)]
-                self.put(g, contents, self.slots(each, g, np.arange(n)))
-
-    def write(self, each: Row, start: int, end: int, sure: int) -> None:
-        for g, kind in enumerate(self.kinds):
-            if kind.pages.of_encoder:
-                continue
-            if kind.pages.has_slots:
-                self.put(g, each.contents[start:end], self.slots(each, g, np.arange(start, end)))
-                continue
-            pages = self.state_pages(each, end, sure, g)
-            for j, n in enumerate(range(sure, end + 1)):
-                self.put_state(g, each.contents[n - 1], pages[j])
-
-    def check_reads(self, each: Row, start: int, stop: int, sure: int, end: int, when: str) -> None:
-        """Check what the tokens from `start` read, as far as it lies before `stop`."""
-        if each.num_valid < min(start, stop):
-            return  # the row continues from rejected drafts
-        when = f"{when}, from token {start} to {end}"
-        for g, (spec, kind) in enumerate(zip(self.manager.groups, self.kinds)):
-            if kind.pages.of_encoder:
-                n = each.request.num_encoder_tokens
-                if n:
-                    self.check_slots(
-                        each,
-                        g,
-                        [mix(each.encoder, i) for i in range(n)],
-                        self.slots(each, g, np.arange(n)),
-                        when,
-                    )
-                continue
-            if not kind.pages.has_slots:
-                if start and start == stop:
-                    page = self.state_pages(each, end, sure, g)[0]
-                    self.check_one_state(each, g, each.contents[start - 1], page, when)
-                continue
-            first = kind.first_needed_token(start)
-            if not spec.cached or kind.pages.wraps:
-                first = max(first, each.begins[0 if spec.transferred else 1])
-            if stop > first:
-                self.check_slots(
-                    each,
-                    g,
-                    each.contents[first:stop],
-                    self.slots(each, g, np.arange(first, stop)),
-                    when,
-                )
-
-    def check_state(self, each: Row, end: int, sure: int) -> None:
-        for g, kind in enumerate(self.kinds):
-            if not kind.pages.has_slots:
-                for n, page in zip(range(sure, end + 1), self.state_pages(each, end, sure, g)):
-                    if each.contents[n - 1] is not None:
-                        self.check_one_state(
-                            each, g, each.contents[n - 1], page, f"after {n} tokens"
-                        )
+    def encoder_of(self, each: Row) -> list[int]:
+        return [mix(each.encoder, i) for i in range(each.request.num_encoder_tokens)]
 
     def check_cached(self, each: Row) -> None:
         """Check the bytes of every block that is cached under a hash of this request."""
         request = each.request
+        if len(self.ranks) > 1:
+            return
         probe = Request(
             "probe",
             request.token_ids,
             lora=request.lora,
             mm_items=request.mm_items,
             cache_salt=request.cache_salt,
+            block_hashes=each.hashes_of(request.num_tokens),
         )
         contents = extended([], each.units[: request.num_tokens], self.owner(probe))
+        # Blocks of images with other lengths may have the same hashes. Hits distinguish them.
+        first_image = min((first for _, first, _ in request.mm_items), default=len(contents))
         hashes = self.manager.cache.hashes(probe)
         unit = self.manager.cache.hash_block_size
         for g, (spec, kind) in enumerate(zip(self.manager.groups, self.kinds)):
             if not (spec.cached and kind.pages.is_transferable) or not len(hashes):
                 continue
-            size = self.manager.block_sizes[g]
+            size, places, slots = self.manager.block_sizes[g], [], []
             found = self.manager.cache.find(
                 hashes[size // unit - 1 :: size // unit], g
             ).device.tolist()
             for column, page in enumerate(found):
-                if page <= 0:
-                    continue
                 end = (column + 1) * size
+                if page <= 0 or end > first_image:
+                    continue
                 if not kind.pages.has_slots:
-                    self.check_one_state(each, g, contents[end - 1], page, "that is cached")
+                    places.append(end - 1)
+                    slots.append(page)
                 elif kind.first_needed_token(end) == 0:
-                    slots = torch.arange(page * size, (page + 1) * size)
-                    self.check_slots(
-                        each, g, contents[end - size : end], slots, f"in cached block {page}"
-                    )
+                    places += range(end - size, end)
+                    slots += range(page * size, (page + 1) * size)
+            cells = Cells(g, [contents[i] for i in places], [np.array(slots, np.int64)])
+            self.check_slots(cells, None, f"in cached blocks of {each.name}")

@@ -40,6 +40,7 @@ class WalkedCalls:
     kinds: list[KindProperties]
     rows: dict[int, Row]
     idle: list[Row]
+    hashing: tuple[int, int]
     rng: random.Random
 
     def snapshot(self) -> dict:
@@ -57,7 +58,8 @@ class WalkedCalls:
         known = [*self.rows.values(), *self.idle]
 
         def request(r):
-            return r.choice(known).request if known else Request("unknown", [1])
+            unknown = Request("unknown", [1], block_hashes=[] if self.hashing[0] else None)
+            return r.choice(known).request if known else unknown
 
         def some_ids(r):
             return [r.randint(0, manager.pool.num_total) for _ in range(r.randint(0, 3))]

@@ -13,6 +13,7 @@ from tests.simulator.engine import Engine
 from tests.simulator.exchange import Wire
 from tests.simulator.node import Node
 from tests.simulator.peers import Network
+from tests.simulator.sequences import Sequences
 
 OPERATIONS_PER_SEED = 500
 MOST_TRIALS = 400  # runs with fewer operations
@@ -42,9 +43,15 @@ class World:
         self.shared = {
             "hash_seed": "s",
             "hash_algorithm": rng.choice(["sha256_cbor", "xxh3_128_cbor"]),
+            "hash_bytes": None,
+            "num_hash_lookahead_tokens": 0,
             "hash_block_size": rng.choice([None, None, 1, 2, 4]),
             "kernel_sizes": rng.choice([None, None, None, [2], [1]]),
+            "num_ranks": rng.choice([1] * 7 + [2]),
         }
+        if rng.random() < 0.15:  # the engine computes hashes
+            self.shared |= {"hash_algorithm": "engine:blake2b", "hash_bytes": 16}
+            self.shared["num_hash_lookahead_tokens"] = rng.choice([0, 0, 1, 2])
         if rng.random() < 0.85:  # most engines can exchange KV
             self.layers = [exchangeable(each) for each in self.layers]
             self.shared |= {"kernel_sizes": None, "enable_caching": True}
@@ -52,6 +59,9 @@ class World:
         self.num_kills = 0
         with self.wire:
             self.engines = [self.start(i, f"{seed}.{i}") for i in range(size)]
+        self.spaces = []
+        if rng.random() < 0.2:
+            self.spaces = [Sequences("s", random.Random(f"{seed}.s"), self.script.append)]
 
     def start(self, number: int, seed: str) -> Node:
         rng = random.Random(seed)
@@ -75,7 +85,8 @@ class World:
                 if rng.random() < self.kill_rate:
                     self.kill(rng, i)
                 awake = [each for each in self.engines if not each.is_stopped]
-                actor = rng.choice([self.wire, self.network, *(3 * awake)])
+                actors = [self.wire, self.network, *(4 * awake), *(24 * self.spaces)]
+                actor = rng.choice(actors)
                 actor.operate(rng)
                 if checks_all and actor in awake:
                     actor.check_all()
@@ -90,8 +101,8 @@ class World:
 
     def end(self, rng: random.Random) -> None:
         self.network.settle(rng)
-        for engine in self.engines:
-            engine.close(rng)
+        for each in [*self.engines, *self.spaces]:
+            each.close(rng)
         for _ in range(4):  # canceled loads end, and so do leases
             self.wire.now += 100.0
             for engine in self.engines:
@@ -101,8 +112,8 @@ class World:
                 for engine in self.engines:
                     for name in [*(engine.mover.loads if engine.mover else ())]:
                         engine.mover.work(name, rng)
-        for engine in self.engines:
-            engine.check_end()
+        for each in [*self.engines, *self.spaces]:
+            each.check_end()
 
 
 def run(

@@ -59,8 +59,8 @@ from kvcache_serve.server import engine_loop
 from kvcache_serve.server.engine_loop import Answer
 from tests.machinery import tokenizers
 from tests.machinery.hostile.ops import Calls
-from tests.machinery.sequence_driver import Group, Seq, Status
 from tests.machinery.stores import MemoryStore
+from tests.simulator.sequences import Group, Seq, Status
 
 if TYPE_CHECKING:
     from tests.machinery.hostile.world import World

@@ -19,7 +19,7 @@ from kvcache_serve import demo, engine
 from tests.machinery.hostile import makers as m
 from tests.machinery.hostile.makers import SIZES, TOKENS
 from tests.machinery.hostile.ops import NAMES, arguments
-from tests.machinery.sequence_driver import Group, Seq, Status
+from tests.simulator.sequences import Group, Seq, Status
 
 if TYPE_CHECKING:
     pass

@@ -44,7 +44,7 @@ from kvcache.compat import BlockSpaceManager
 from kvcache.step import NO_REPLACE
 from kvcache.worker import SwapError
 from tests.machinery.hostile.state import answer
-from tests.machinery.sequence_driver import Group, Seq, Status
+from tests.simulator.sequences import Group, Seq, Status
 
 Call = tuple[str, Callable, dict[str, object]]
 

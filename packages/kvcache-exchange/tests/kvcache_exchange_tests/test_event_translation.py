@@ -13,6 +13,7 @@ pytest.importorskip("msgspec")
 import msgspec
 
 from kvcache import Admit, GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
+from kvcache.allocator.hashing import hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcache_exchange.router_events.chains import chains
 from kvcache_exchange.router_events.translator import EventTranslator
@@ -29,10 +30,10 @@ from kvcache_exchange.router_events.wire import (
     encode_sequence,
     wire_hash,
 )
-from tests.machinery.allocator_driver import Driver
 from tests.machinery.cache_user import cached, shown
-from tests.machinery.group_mixes import MIXES, Chooser
 from tests.machinery.shared import sampled, seed_of_test
+from tests.simulator.engine import Engine
+from tests.simulator.world import run as run_seed
 
 SEED = "vllm-none-hash"
 
@@ -474,18 +475,17 @@ def test_held_blocks_that_are_removed_are_not_published(loading):
 # --- random operations of every kind --------------------------------------------------------------
 
 
-class Watched(Driver):
-    """Checks after each operation that the view equals the pools' contents, and that a snapshot
-    equals the view.
+class Watch:
+    """Checks in each operation of a simulated engine that the view equals the pools' contents, and
+    that a snapshot equals the view.
     """
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.reader = Reader()
+    def __init__(self, manager):
+        self.manager, self.reader = manager, Reader("s")
         self.said = {}  # contents of blocks, according to the manager's events about device blocks
         self.num_on_host = 0
 
-    def compare(self):
+    def follow(self, rng):
         events = self.manager.cache.drain_events()
         for event in events:
             if isinstance(event, BlockStored) and event.medium == "gpu":
@@ -502,7 +502,7 @@ class Watched(Driver):
         # The translator forgets blocks that were removed from all media.
         assert known == {(group, each) for _, group, each in shown(view) | held}
         self.check(view)
-        if self.choose.chance(10):
+        if rng.random() < 0.1:
             again = CacheView()
             again.apply(through_bytes(self.reader.translator.snapshot()))
             assert again._blocks == {k: v for k, v in view._blocks.items() if v}
@@ -516,7 +516,7 @@ class Watched(Driver):
             assert view.block(parent, "GPU", group)
 
     def hear(self, event):
-        root = None if self.algorithm.startswith("engine") else self.parent_of(())
+        root = hash_seed("s", "seed", self.manager.options.hash_algorithm)
         parent = None if event.parent_hash in (None, root) else wire_hash(event.parent_hash)
         for i, each in enumerate(event.block_hashes):
             tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
@@ -532,23 +532,19 @@ class Watched(Driver):
                 self.num_on_host += medium == "CPU"
 
 
-SEEDS_PER_TEST = len(MIXES)  # covers every mix of groups once
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("first", sampled(range(0, 20 * SEEDS_PER_TEST, SEEDS_PER_TEST)))
-def test_view_equals_the_cached_blocks(first):
-    print(f"seeds {first} to {first + SEEDS_PER_TEST - 1}")
-    num_on_host = 0
-    for seed in range(first, first + SEEDS_PER_TEST):
-        driver = Watched(Chooser(seed), MIXES[seed % len(MIXES)])
-        try:
-            driver.run(150)
-        except BaseException as error:
-            error.add_note(f"found by seed {seed}")
-            raise
-        num_on_host += driver.num_on_host
-    assert num_on_host > 500
+@pytest.mark.parametrize("first", sampled(range(0, 200, 10)))
+def test_view_equals_the_cached_blocks(first, monkeypatch):
+    print(f"seeds {first} to {first + 9}")
+    watches = {}
+
+    def follow(engine):
+        watches.setdefault(engine, Watch(engine.manager)).follow(engine.rng)
+
+    monkeypatch.setattr(Engine, "follow_events", follow)
+    for seed in range(first, first + 10):
+        run_seed(seed, range(200))
+    assert sum(each.num_on_host for each in watches.values()) > 100
 
 
 def test_block_stored_twice_by_another_publisher_stays_until_its_second_removal():
