@@ -337,12 +337,13 @@ def _in_kernel_blocks(plan: CachePlan, group: int, storage: KVStorage, ratio: in
         Pages.over(parts),
         storage.block_size // ratio,
         storage.num_kv_heads,
-        storage.head_size,
-        v_head_size=storage.v_head_size,
+        storage.token_sizes[0],
+        v_head_size=storage.token_sizes[1],
         dtype=storage.dtype,
         backend=storage.backend,
         layout=storage.layout,
-        scale_bytes_per_token=spec.scale_bytes_per_token,
+        scale_bytes_per_token=0 if spec.kv_format else spec.scale_bytes_per_token,
+        kv_format=spec.kv_format,
         num_null_blocks=ratio,
     )
     found.scale_home = storage.scale_home

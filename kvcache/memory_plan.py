@@ -23,6 +23,7 @@ from kvcache.checks import (
     num_entries,
     shown,
 )
+from kvcache.formats import SCALE_BYTES
 from kvcache.kinds import KindProperties, check_planned_pages, checked_max_pages, make_kind
 from kvcache.specs import (
     ELEMENT_BYTES,
@@ -367,7 +368,9 @@ def _checked_layer_page(layer_page_bytes: int, least: int, layers: Iterable[Laye
 
 
 def _common_element_bytes(layers: Iterable[LayerSpec]) -> int:
-    return math.lcm(*(ELEMENT_BYTES[layer.dtype] for layer in layers))
+    has_scales = any(layer.kv_format for layer in layers)
+    elements = (ELEMENT_BYTES[layer.dtype] for layer in layers)
+    return math.lcm(*elements, SCALE_BYTES if has_scales else 1)
 
 
 def _checked_interval(state_interval: int | None, layers: Iterable[LayerSpec]) -> int | None:

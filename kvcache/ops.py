@@ -23,6 +23,12 @@ import torch
 
 from kvcache import ops_by_copies
 from kvcache.checks import MAX_INT64, integer, shown
+from kvcache.formats import (  # noqa: F401  (values of the argument `scale_rule` of `write_kv`)
+    INDEXER,
+    INDEXER_POWER_OF_TWO,
+    TILE,
+    TOKEN_HEAD,
+)
 from kvcache.native import load
 
 load.load_ops()
@@ -261,6 +267,7 @@ def write_kv(
     slot_mapping: torch.Tensor,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    scale_rule: int = TOKEN_HEAD,
 ) -> None:
     """Write the K and V of each token to its slot. Slot -1 and block 0, the null block, are skipped.
 
@@ -268,9 +275,18 @@ def write_kv(
     If the latent is a single vector, pass it as `key`, with a `value` of head size 0.
 
     Without scales, tokens and cache must have the same dtype, of any element size, and bytes are copied
-    unchanged. A float8_e4m3fn or float8_e5m2 cache also accepts float32, float16 and bfloat16 tokens. It
-    stores key / k_scale, rounded to nearest even. Values beyond the largest finite value saturate, and
-    NaN stays NaN. If fp8 values are stored in a uint8 tensor, pass `cache.view(torch.float8_e4m3fn)`.
+    unchanged. A float8_e4m3fn, float8_e5m2 or int8 cache also accepts float32, float16 and bfloat16
+    tokens. It stores key / k_scale, rounded to nearest: ties to even for fp8, and away from zero for
+    int8. Values beyond the largest finite value saturate. NaN stays NaN in fp8, and becomes -128 in
+    int8. If fp8 values are stored in a uint8 tensor, pass `cache.view(torch.float8_e4m3fn)`.
+
+    If `k_scale` has as many dimensions as `key_cache`, it is part of the cache: each group of
+    head_size / num_groups elements is divided by a scale of its own, which is derived from the group
+    and written to `k_scale` (`scale_rule`). A uint8 cache then holds int4: two elements per byte, with
+    a zero point in the four lowest bits of the scale. If a group contains an infinite value or, in
+    integer formats, NaN, then the whole group is read as NaN or infinite. With `docs/formats.md`, these
+    are the formats that engines store: fp8, int8 and int4 per token and head, fp8_ds_mla, and the keys
+    of DeepSeek's indexer.
 
     To write all layers at once, prepend num_layers to the shapes of tokens and caches.
 
@@ -283,11 +299,17 @@ def write_kv(
         value_cache: [num_blocks, block_size, num_kv_heads, v_head_size], contiguous in the last
             dimension, with any other strides.
         slot_mapping: int64[n]. Every slot may occur only once.
-        k_scale: Contiguous float32 tensor on the tokens' device, with shape [1] or [num_kv_heads]. When
-            all layers are written at once, [num_layers, 1] or [num_layers, num_kv_heads].
+        k_scale: float32 tensor on the tokens' device. Given scales are contiguous, with shape [1] or
+            [num_kv_heads]; when all layers are written at once, [num_layers, 1] or
+            [num_layers, num_kv_heads]. Scales in the cache have shape
+            [num_blocks, block_size, num_kv_heads, num_groups], with any strides, and are written.
         v_scale: The same for V.
+        scale_rule: How scales in the cache are derived from the largest magnitude m of a group. Let c be
+            the format's largest code. TOKEN_HEAD: max(m / c, 1e-6), and elements are multiplied by the
+            reciprocal; the only rule for int4. TILE: max(m / c, 2^-126). INDEXER: max(m, 1e-4) / c.
+            INDEXER_POWER_OF_TWO: the smallest power of two that is not below the scale of INDEXER.
     """
-    _ops.write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    _ops.write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, scale_rule)
 
 
 @_named
@@ -302,9 +324,9 @@ def gather_kv(
 ) -> None:
     """Read the K and V at each slot into `key` and `value`. Slot -1 and block 0 yield zeros.
 
-    Shapes, dtypes, strides and scales are the same as for `write_kv`. fp8 values are multiplied by the
-    scale and rounded to the tokens' dtype. To read the context of a batch, compute its slots with
-    `slot_mapping`.
+    Shapes, dtypes, strides and scales are the same as for `write_kv`. Values of fp8, int8 and int4 are
+    multiplied by the scale and rounded to the tokens' dtype. To read the context of a batch, compute its
+    slots with `slot_mapping`.
 
     Args:
         key_cache: [num_blocks, block_size, num_kv_heads, head_size].
@@ -329,6 +351,52 @@ def gather_kv(
         [12.0, 13.0, 14.0, 15.0, 4.0, 5.0, 8.0, 9.0, 10.0]
     """
     _ops.gather_kv(key_cache, value_cache, slot_mapping, key, value, k_scale, v_scale)
+
+
+@_named
+def gather_context(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    seq_starts: torch.Tensor | None = None,
+) -> None:
+    """Read the K and V of consecutive tokens of several requests, through their block tables.
+
+    Token i belongs to the request r with cu_seq_lens[r] <= i < cu_seq_lens[r + 1], and has position
+    seq_starts[r] + i - cu_seq_lens[r]. This is the context of a chunk in chunked prefill; quantized
+    values are converted. Tokens in block 0, and tokens after the last request's, become zeros.
+
+    Values on a GPU are checked only in the checked mode; in the normal mode, a token whose position is
+    not in its block table is skipped.
+
+    Args:
+        key_cache: See `gather_kv`.
+        value_cache: See `gather_kv`. For MLA, pass columns of one cache, and columns of one output.
+        block_tables: int32[num_requests, num_columns], contiguous in the last dimension.
+        cu_seq_lens: int32[num_requests + 1]. The sums of the numbers of tokens, starting with 0.
+        key: [n, num_kv_heads, head_size] with n >= cu_seq_lens[-1]. Output.
+        value: [n, num_kv_heads, v_head_size]. Output.
+        k_scale: See `write_kv`.
+        v_scale: See `write_kv`.
+        seq_starts: int32[num_requests]. Position of each request's first token. None: 0.
+
+    Example:
+        >>> cache = torch.arange(16.0).view(4, 4, 1, 1)
+        >>> tables = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
+        >>> lens, starts = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 5], [3, 0]))
+        >>> key, value = torch.empty(5, 1, 1), torch.empty(5, 1, 1)
+        >>> gather_context(cache, cache + 100, tables, lens, key, value, seq_starts=starts)
+        >>> key.flatten().tolist()
+        [15.0, 4.0, 5.0, 8.0, 9.0]
+    """
+    _ops.gather_context(
+        key_cache, value_cache, block_tables, cu_seq_lens, key, value, k_scale, v_scale, seq_starts
+    )
 
 
 @_named
@@ -435,6 +503,7 @@ _ON_HOST = {
     "attention_metadata": {1},  # groups
     "write_kv": set(),
     "gather_kv": set(),
+    "gather_context": set(),
     "copy_blocks": {0, 1, 2, 3},  # src, dst, regions, pairs
     "permute_blocks_": {1, 2},  # offsets, indices
 }

@@ -171,24 +171,48 @@ def _run_whole(call: _MirroredCall) -> None:
         call.write_back(tensor)
 
 
+def _caches(call: _MirroredCall) -> dict[str, torch.Tensor]:
+    """Return the tensors of which only tokens are copied. Given scales are not part of the cache."""
+    names = ("key_cache", "value_cache", "k_scale", "v_scale")
+    found = {name: call.given[name] for name in names if call.given[name] is not None}
+    return {name: each for name, each in found.items() if each.ndim >= 4}
+
+
 def _write_kv(call: _MirroredCall) -> None:
-    caches = call.written()
+    caches = _caches(call)
     for name, tensor in call.tensors().items():
-        if name not in ("key_cache", "value_cache"):
+        if name not in caches:
             call.fill(tensor)
     call.run()
-    for cache in caches:
+    for cache in caches.values():
         for tokens in _tokens(cache, call.mirror(call.given["slot_mapping"])):
             call.write_back(tokens)
 
 
 def _gather_kv(call: _MirroredCall) -> None:
+    caches = _caches(call)
     for name, tensor in call.tensors().items():
-        if name not in ("key_cache", "value_cache", "key", "value"):
+        if name not in (*caches, "key", "value"):
             call.fill(tensor)
-    for cache in (call.given["key_cache"], call.given["value_cache"]):
+    for cache in caches.values():
         for tokens in _tokens(cache, call.mirror(call.given["slot_mapping"])):
             call.fill(tokens)
+    call.run()
+    for tensor in call.written():
+        call.write_back(tensor)
+
+
+def _gather_context(call: _MirroredCall) -> None:
+    caches = _caches(call)
+    for name, tensor in call.tensors().items():
+        if name not in (*caches, "key", "value"):
+            call.fill(tensor)
+    tables = call.mirror(call.given["block_tables"])
+    for cache in caches.values():
+        if cache.numel() and tables.dtype == torch.int32:
+            num_blocks = cache.shape[-4]
+            for block, count in _runs(tables, 1, num_blocks, num_blocks):
+                call.fill(cache.narrow(-4, block, count))
     call.run()
     for tensor in call.written():
         call.write_back(tensor)
@@ -385,6 +409,7 @@ def _lazy_memory(num_bytes: int) -> torch.UntypedStorage:
 _RUNS = {
     "write_kv": _write_kv,
     "gather_kv": _gather_kv,
+    "gather_context": _gather_context,
     "copy_blocks": _copy_blocks,
     "permute_blocks_": _permute_blocks,
 }

@@ -22,6 +22,7 @@ from kvcache.checks import (
     plain_fields,
     shown,
 )
+from kvcache.formats import SCALE_BYTES, kv_format
 
 if TYPE_CHECKING:
     from kvcache.kinds import KindProperties
@@ -193,7 +194,8 @@ class LayerSpec:
     tokens and, with `num_speculative_blocks`, after each of the first `num_speculative_blocks`
     draft tokens.
 
-    For a packed format, use `uint8` and specify the head size in bytes.
+    With `kv_format`, sizes are those before quantization, and `dtype` and `scale_bytes_per_token` are
+    derived. For a packed format of your own, use `uint8` and specify the head size in bytes.
 
     An MLA layer has one head, as in `KVStorage` and `kvcache.transfer.CacheDescription`. `head_size` is
     the size of the latent, and `v_head_size` is the size of the rotary part. If `head_size` includes
@@ -225,6 +227,7 @@ class LayerSpec:
     cached: bool = True
     transferred: bool = True  # False: blocks are not transferred to other engines
     drafts: bool = False  # a drafter's layer; see `GroupSpec`
+    kv_format: str | None = None  # name of a quantized format (`kvcache.formats`)
 
     def __post_init__(self) -> None:
         check_name(self.kind, "kind")
@@ -252,6 +255,54 @@ class LayerSpec:
                 )
             if self.v_head_size is None:
                 object.__setattr__(self, "v_head_size", 0)
+        if self.kv_format is not None:
+            self._check_format(has_state)
+
+    def _check_format(self, has_state: bool) -> None:
+        """Set what the format defines."""
+        known = kv_format(self.kv_format)
+        if has_state:
+            raise ValueError(
+                f"kv_format is {known.name!r}: expected None for kind {self.kind!r}, which keeps a state"
+            )
+        if known.is_row and not self.is_mla:
+            raise ValueError(f"kv_format is {known.name!r}: expected is_mla, whose latent it holds")
+        if self.is_mla and self.v_head_size and not known.is_row:
+            raise ValueError(
+                f"kv_format is {known.name!r} with is_mla and v_head_size {self.v_head_size}: expected "
+                "v_head_size 0, because a latent and its rotary part are one vector in the page"
+            )
+        sizes = known.stored(self.num_kv_heads, self.head_size, self.sizes_before_format[1])
+        for name in ("dtype", "scale_bytes_per_token"):
+            derived, default = getattr(sizes, name), getattr(LayerSpec, name)
+            if getattr(self, name) not in (derived, default):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}: expected {derived!r}, from kv_format "
+                    f"{known.name!r}"
+                )
+            object.__setattr__(self, name, derived)
+        if sizes.scale_bytes_per_token and self._data_bytes * self.block_size % SCALE_BYTES:
+            raise ValueError(
+                f"block_size is {self.block_size}: expected a multiple with which a block's data, "
+                f"{self._data_bytes} bytes per token, ends at a multiple of {SCALE_BYTES} bytes"
+            )
+
+    @property
+    def sizes_before_format(self) -> tuple[int, int]:
+        """Elements of K and of V per head, as tokens have them."""
+        return self.head_size, self.head_size if self.v_head_size is None else self.v_head_size
+
+    @property
+    def stored_sizes(self) -> tuple[int, int]:
+        """Elements of `dtype` per head that the cache holds for K and for V."""
+        if self.kv_format is None:
+            return self.sizes_before_format
+        sizes = kv_format(self.kv_format).stored(self.num_kv_heads, *self.sizes_before_format)
+        return sizes.head_size, sizes.v_head_size
+
+    @property
+    def _data_bytes(self) -> int:
+        return self.num_kv_heads * sum(self.stored_sizes) * ELEMENT_BYTES[self.dtype]
 
     def _make_kind(self) -> KindProperties:
         # Imported here, so that sizes and layouts can be used without the native library.
@@ -278,9 +329,7 @@ class LayerSpec:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of the K, V and scales of one token. 0 for a state."""
-        v_head_size = self.head_size if self.v_head_size is None else self.v_head_size
-        elements = self.num_kv_heads * (self.head_size + v_head_size)
-        return elements * ELEMENT_BYTES[self.dtype] + self.scale_bytes_per_token
+        return self._data_bytes + self.scale_bytes_per_token
 
     def page_bytes(self, block_size: int) -> int:
         """Return the bytes of a block of `block_size` tokens or, for a recurrent layer, of a state."""

@@ -132,6 +132,32 @@ def token_io(
     return [token.cpu().view(torch.uint8) for token in tokens]
 
 
+def group_io(
+    name: str, dtype: torch.dtype, layout: str, device: str, size: int
+) -> list[torch.Tensor]:
+    """Run `write_kv` or `gather_kv` with a scale per token and head in the cache."""
+    num_tokens, codes = 24 * size, 2 if dtype == torch.uint8 else 1
+    num_blocks = 2 * num_tokens // _BLOCK_SIZE + 1
+    order = (_BLOCK_SIZE, _HEADS) if layout == "NHD" else (_HEADS, _BLOCK_SIZE)
+    caches, scales = [], []
+    for _ in "kv":
+        shape = num_blocks, *order, _HEAD_SIZE // codes
+        drawn = torch.randint(0, 100, shape, generator=_seeded()).byte().view(dtype)
+        caches.append(drawn.to(device) if layout == "NHD" else drawn.to(device).transpose(1, 2))
+        scales.append(torch.full((num_blocks, _BLOCK_SIZE, _HEADS, 1), 0.25, device=device))
+    shape = (num_tokens, _HEADS, _HEAD_SIZE)
+    tokens = [
+        torch.randn(shape, generator=_seeded()).mul(sign).bfloat16().to(device) for sign in (1, -1)
+    ]
+    slots = torch.randperm(num_blocks * _BLOCK_SIZE, generator=_seeded())[:num_tokens]
+    slots[::7] = -1
+    if name == "write_kv":
+        ops.write_kv(*tokens, *caches, slots.to(device), *scales)
+        return [each.cpu().contiguous().view(torch.uint8) for each in (*caches, *scales)]
+    ops.gather_kv(*caches, slots.to(device), *tokens, *scales)
+    return [token.cpu().view(torch.uint8) for token in tokens]
+
+
 def _filled(device: str, size: int, fragment: int) -> Pages:
     pages = Pages.allocate(16 * size + 1, [[fragment, fragment]] * 2, device=device)
     shape = (pages.memory.numel() // 8,)
@@ -201,6 +227,11 @@ CASES: dict[str, Case] = {
     "write_kv e5m2 HND": partial(token_io, "write_kv", _E5M2, "HND"),
     "gather_kv bf16 HND": partial(token_io, "gather_kv", _BF16, "HND"),
     "gather_kv e4m3 NHD": partial(token_io, "gather_kv", _E4M3, "NHD"),
+    "write_kv e4m3 per token and head": partial(group_io, "write_kv", _E4M3, "NHD"),
+    "write_kv int8 per token and head, HND": partial(group_io, "write_kv", torch.int8, "HND"),
+    "write_kv int4 per token and head": partial(group_io, "write_kv", torch.uint8, "NHD"),
+    "gather_kv e4m3 per token and head": partial(group_io, "gather_kv", _E4M3, "NHD"),
+    "gather_kv int4 per token and head": partial(group_io, "gather_kv", torch.uint8, "NHD"),
     "copy_blocks 4 KiB": partial(copy_within, 4096, False),
     "copy_blocks 4 KiB, ids on the device": partial(copy_within, 4096, True),
     "copy_blocks 24 bytes": partial(copy_within, 24, False),

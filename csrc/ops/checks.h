@@ -119,12 +119,12 @@ struct NamedTensor {
   const char* name;
   const Tensor* tensor;
 };
+using NamedTensors = std::vector<NamedTensor>;
 
 // Checks that written tensors share no memory with read tensors, by comparing the byte ranges that
 // they span. Every op passes all of its tensors, except those that it copies before the first
 // write.
-inline void check_disjoint(std::initializer_list<NamedTensor> written,
-                           std::initializer_list<NamedTensor> read) {
+inline void check_disjoint(const NamedTensors& written, const NamedTensors& read) {
   for (const NamedTensor& out : written) {
     if (out.tensor == nullptr) continue;
     const ByteSpan span = span_of(*out.tensor);

@@ -93,51 +93,67 @@ KV_HOST_DEVICE void narrow(float x, c10::Half& out) {
 #endif
 }
 
-// encode_pair converts two numbers to fp8 codes with one instruction, and decode_pair converts them
-// back. The low byte contains the code of the first number.
+template <class Format>
+constexpr bool kIsFp8 = std::is_same_v<Format, E4M3> || std::is_same_v<Format, E5M2>;
+
+// encode_pair converts two numbers to codes, of fp8 with one instruction, and decode_pair converts
+// them back. The low byte contains the code of the first number.
 template <class Format>
 KV_HOST_DEVICE uint16_t encode_pair(float first, float second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  constexpr auto kFormat = std::is_same_v<Format, E4M3> ? __NV_E4M3 : __NV_E5M2;
-  return __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, kFormat);
-#else
-  return static_cast<uint16_t>(Format::encode(first) | Format::encode(second) << 8);
+  if constexpr (kIsFp8<Format>) {
+    constexpr auto kFormat = std::is_same_v<Format, E4M3> ? __NV_E4M3 : __NV_E5M2;
+    return __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, kFormat);
+  }
 #endif
+  return static_cast<uint16_t>(Format::encode(first) | Format::encode(second) << 8);
 }
 
 template <class Format>
 KV_HOST_DEVICE void decode_pair(uint16_t codes, float& first, float& second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  constexpr auto kFormat = std::is_same_v<Format, E4M3> ? __NV_E4M3 : __NV_E5M2;
-  const float2 both = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(codes, kFormat)));
-  first = both.x;
-  second = both.y;
-#else
+  if constexpr (kIsFp8<Format>) {
+    constexpr auto kFormat = std::is_same_v<Format, E4M3> ? __NV_E4M3 : __NV_E5M2;
+    const float2 both = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(codes, kFormat)));
+    first = both.x;
+    second = both.y;
+    return;
+  }
+#endif
   first = Format::decode(static_cast<uint8_t>(codes));
   second = Format::decode(static_cast<uint8_t>(codes >> 8));
+}
+
+// The same for one number. On the CPU, pairs would prevent vectorization.
+template <class Format>
+KV_HOST_DEVICE uint8_t encode_one(float x) {
+#if defined(__CUDA_ARCH__)
+  return static_cast<uint8_t>(encode_pair<Format>(x, 0.0f));
+#else
+  return Format::encode(x);
+#endif
+}
+
+template <class Format>
+KV_HOST_DEVICE float decode_one(uint8_t code) {
+#if defined(__CUDA_ARCH__)
+  float value, unused;
+  decode_pair<Format>(code, value, unused);
+  return value;
+#else
+  return Format::decode(code);
 #endif
 }
 
 // `Element` is float, Half or BFloat16. Computes in float32 with a true division.
 template <class Format, class Element>
 KV_HOST_DEVICE void quantize(Element x, float scale, uint8_t& out) {
-  const float quotient = widen(x) / scale;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  out = static_cast<uint8_t>(encode_pair<Format>(quotient, 0.0f));
-#else
-  out = Format::encode(quotient);  // one by one, because pairs would prevent vectorization
-#endif
+  out = encode_one<Format>(widen(x) / scale);
 }
 
 template <class Format, class Element>
 KV_HOST_DEVICE void dequantize(uint8_t x, float scale, Element& out) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  float value, unused;
-  decode_pair<Format>(x, value, unused);
-#else
-  const float value = Format::decode(x);
-#endif
-  narrow(value * scale, out);
+  narrow(decode_one<Format>(x) * scale, out);
 }
 
 }  // namespace kvcache

@@ -23,10 +23,15 @@ void define_schemas(Library& m) {
       "Tensor(f!)? paged_kv_last_page_len=None) -> ()");
   m.def(
       "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-      "Tensor slot_mapping, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
+      "Tensor slot_mapping, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, "
+      "int scale_rule=0) -> ()");
   m.def(
       "gather_kv(Tensor key_cache, Tensor value_cache, Tensor slot_mapping, Tensor(a!) key, "
       "Tensor(b!) value, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
+  m.def(
+      "gather_context(Tensor key_cache, Tensor value_cache, Tensor block_tables, "
+      "Tensor cu_seq_lens, Tensor(a!) key, Tensor(b!) value, Tensor? k_scale=None, "
+      "Tensor? v_scale=None, Tensor? seq_starts=None) -> ()");
   m.def(
       "copy_blocks(Tensor? src, Tensor(a!) dst, Tensor regions, Tensor pairs, int num_src_blocks, "
       "int num_dst_blocks, int engine=0, int pages_per_run=0, int num_thread_blocks=0, "

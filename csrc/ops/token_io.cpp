@@ -83,8 +83,70 @@ KV_CLONES void convert(const TokenPages& p, int64_t layer, int64_t i, int64_t sl
   }
 }
 
+// The number of codes per byte of the page.
+template <class Format>
+constexpr int64_t kPerByte = std::is_same_v<Format, Int4> ? 2 : 1;
+
+template <class Format, class Element>
+KV_CLONES void encode_group(const Element* token, int64_t n, ScaleRule rule, float* scale,
+                            uint8_t* page) {
+  typename Group<Format>::Extent extent;
+  for (int64_t j = 0; j < n; ++j) extent.add(widen(token[j]));
+  const Group<Format> group(extent, rule);
+  *scale = group.stored;
+  if constexpr (kPerByte<Format> == 2) {
+    for (int64_t j = 0; j < n / 2; ++j) {
+      page[j] = static_cast<uint8_t>(group.encode(widen(token[2 * j])) |
+                                     group.encode(widen(token[2 * j + 1])) << 4);
+    }
+  } else if (group.multiplies) {
+    for (int64_t j = 0; j < n; ++j) {
+      page[j] = Format::encode(product(widen(token[j]), group.factor));
+    }
+  } else {
+    for (int64_t j = 0; j < n; ++j) page[j] = Format::encode(widen(token[j]) / group.factor);
+  }
+}
+
+template <class Format, class Element>
+KV_CLONES void decode_group(const uint8_t* page, int64_t n, float scale, Element* token) {
+  const Group<Format> group(scale);
+  if constexpr (kPerByte<Format> == 2) {
+    for (int64_t j = 0; j < n / 2; ++j) {
+      narrow(group.decode(page[j] & 15), token[2 * j]);
+      narrow(group.decode(page[j] >> 4), token[2 * j + 1]);
+    }
+  } else {
+    for (int64_t j = 0; j < n; ++j) narrow(group.decode(page[j]), token[j]);
+  }
+}
+
+template <Direction direction, class Element, class Format>
+void convert_groups(const TokenPages& p, int64_t layer, int64_t i, int64_t slot) {
+  const int64_t n = p.group_size, num_groups = p.head_size / n;
+  for (int64_t head = 0; head < p.num_heads; ++head) {
+    for (int64_t group = 0; group < num_groups; ++group) {
+      auto* token = reinterpret_cast<Element*>(p.token(layer, i) + head * p.token_head_stride);
+      auto* page = reinterpret_cast<uint8_t*>(p.page(layer, slot) + head * p.page_head_stride);
+      token += group * n;
+      page += group * n / kPerByte<Format>;
+      float* scale = p.group_scale(layer, slot, head, group);
+      if constexpr (direction == Direction::kWrite) {
+        encode_group<Format>(token, n, p.rule, scale, page);
+      } else {
+        decode_group<Format>(page, n, *scale, token);
+      }
+    }
+  }
+}
+
 template <Direction direction>
 Move move_of(const TokenPages& p) {
+  if (p.group_scales != nullptr) {
+    return with_group_formats(p, [](auto element, auto format) -> Move {
+      return convert_groups<direction, decltype(element), decltype(format)>;
+    });
+  }
   if (p.scales == nullptr) return move_bytes<direction>;
   return with_formats(p, [](auto element, auto format) -> Move {
     return convert<direction, decltype(element), decltype(format)>;
@@ -105,15 +167,16 @@ void run(const TokenIo& io) {
   // All tokens are checked before the first write, and outside of parallel_for, which would lose
   // the error message.
   for (int64_t i = 0; i < io.num_tokens; ++i) {
-    if (io(i)) fail_token_io(io, i, io.slots[i]);
+    if (io(i)) fail_token_io(io, i, io.slot(i));
   }
   const int64_t token_bytes =
       io.k().width() * io.k().token_element + io.v().width() * io.v().token_element;
   const int64_t grain = std::max<int64_t>(kGrainBytes / (token_bytes + 1), 1);
   const Move move_k = move_of<direction>(io.k()), move_v = move_of<direction>(io.v());
   const auto move = [&](Move function, const TokenPages& p, int64_t layer, int64_t i) {
-    if (io.slots[i] >= io.first_slot()) {
-      function(p, layer, i, io.slots[i]);
+    const int64_t slot = io.slot(i);
+    if (slot >= io.first_slot()) {
+      function(p, layer, i, slot);
     } else if (direction == Direction::kGather) {
       clear_token(p, layer, i);
     }
@@ -128,21 +191,43 @@ void run(const TokenIo& io) {
   });
 }
 
+void check_cu_seq_lens(const TokenIo& io) {
+  const Context& c = io.context;
+  for (int64_t r = 0; r <= c.num_requests; ++r) {
+    const int64_t least = r == 0 ? 0 : c.cu_seq_lens[r - 1], end = c.cu_seq_lens[r];
+    const int64_t most = r == 0 ? 0 : io.num_tokens;
+    if (end < least || end > most) {
+      fail("cu_seq_lens[" + std::to_string(r) + "] is " + std::to_string(end) + ": expected " +
+           std::to_string(least) + " to " + std::to_string(most));
+    }
+  }
+}
+
 void write_kv(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, Tensor slot_mapping,
-              std::optional<Tensor> k_scale, std::optional<Tensor> v_scale) {
+              std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, int64_t scale_rule) {
   run<Direction::kWrite>(checked_token_io(Direction::kWrite, key, value, key_cache, value_cache,
-                                          slot_mapping, k_scale, v_scale));
+                                          slot_mapping, k_scale, v_scale, scale_rule));
 }
 
 void gather_kv(Tensor key_cache, Tensor value_cache, Tensor slot_mapping, Tensor key, Tensor value,
                std::optional<Tensor> k_scale, std::optional<Tensor> v_scale) {
   run<Direction::kGather>(checked_token_io(Direction::kGather, key, value, key_cache, value_cache,
-                                           slot_mapping, k_scale, v_scale));
+                                           slot_mapping, k_scale, v_scale, 0));
+}
+
+void gather_context(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor cu_seq_lens,
+                    Tensor key, Tensor value, std::optional<Tensor> k_scale,
+                    std::optional<Tensor> v_scale, std::optional<Tensor> seq_starts) {
+  const TokenIo io = checked_context_io(key_cache, value_cache, block_tables, cu_seq_lens, key,
+                                        value, k_scale, v_scale, seq_starts);
+  check_cu_seq_lens(io);
+  run<Direction::kGather>(io);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(kvcache, CPU, m) {
+  m.impl("gather_context", TORCH_BOX(&gather_context));
   m.impl("write_kv", TORCH_BOX(&write_kv));
   m.impl("gather_kv", TORCH_BOX(&gather_kv));
 }

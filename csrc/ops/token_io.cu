@@ -34,9 +34,9 @@ struct MoveBytes {
   KV_HOST_DEVICE Vector to_token(const Vector& page) const { return page; }
 };
 
-// Converts n elements between a token and an fp8 page.
+// Converts n elements between a token and a page of fp8 or int8.
 template <class Element_, int n>
-struct Fp8Vectors {
+struct CodeVectors {
   using Element = Element_;
   static constexpr int kElements = n;
   struct alignas(n * sizeof(Element)) Token {
@@ -49,21 +49,31 @@ struct Fp8Vectors {
   static constexpr bool kScaled = true;
 };
 
+struct TrueDivisor {
+  KV_HOST_DEVICE explicit TrueDivisor(float scale) : scale(scale) {}
+  KV_HOST_DEVICE bool is_exact() const { return true; }
+  KV_HOST_DEVICE float divide(float x) const { return x / scale; }
+  float scale;
+};
+
 template <class Element, class Format_, int n>
-struct ToFp8 : Fp8Vectors<Element, n> {
-  using typename Fp8Vectors<Element, n>::Token;
-  using typename Fp8Vectors<Element, n>::Page;
+struct ToCodes : CodeVectors<Element, n> {
+  using typename CodeVectors<Element, n>::Token;
+  using typename CodeVectors<Element, n>::Page;
   using Format = Format_;
   // Converting a wide vector takes many registers. With two vectors in flight, more warps fit.
   static constexpr unsigned kInFlight = n == 1 ? 4 : 2;
 
-  KV_HOST_DEVICE explicit ToFp8(float scale) : divisor(scale) {}
+  // Only integers need a true division of every element.
+  using Divisor =
+      std::conditional_t<std::is_same_v<Format, Int8>, TrueDivisor, ScaleDivisor<Element>>;
+
+  KV_HOST_DEVICE explicit ToCodes(float scale) : divisor(scale) {}
   KV_HOST_DEVICE bool is_exact() const { return divisor.is_exact(); }
   KV_HOST_DEVICE Page to_page(const Token& token) const {
     Page page;
     if constexpr (n == 1) {
-      page.codes[0] =
-          static_cast<uint8_t>(encode_pair<Format>(divisor.divide(widen(token.elements[0])), 0.0f));
+      page.codes[0] = encode_one<Format>(divisor.divide(widen(token.elements[0])));
     } else {
 #pragma unroll
       for (int i = 0; i < n; i += 2) {
@@ -74,16 +84,16 @@ struct ToFp8 : Fp8Vectors<Element, n> {
     return page;
   }
 
-  ScaleDivisor<Element> divisor;
+  Divisor divisor;
 };
 
 template <class Element, class Format, int n>
-struct FromFp8 : Fp8Vectors<Element, n> {
-  using typename Fp8Vectors<Element, n>::Token;
-  using typename Fp8Vectors<Element, n>::Page;
+struct FromCodes : CodeVectors<Element, n> {
+  using typename CodeVectors<Element, n>::Token;
+  using typename CodeVectors<Element, n>::Page;
   static constexpr unsigned kInFlight = 4;
 
-  KV_HOST_DEVICE explicit FromFp8(float scale) : scale(scale) {}
+  KV_HOST_DEVICE explicit FromCodes(float scale) : scale(scale) {}
   KV_HOST_DEVICE bool is_exact() const { return true; }
   KV_HOST_DEVICE Token to_token(const Page& page) const {
     Token token;
@@ -147,7 +157,7 @@ __device__ __forceinline__ void find_places(const TokenIo& io, const TokenPages&
   const auto last = static_cast<uint32_t>(io.num_tokens - 1);
   int64_t slots[n];
 #pragma unroll
-  for (unsigned u = 0; u < n; ++u) slots[u] = io.slots[min(first + u * blockDim.y, last)];
+  for (unsigned u = 0; u < n; ++u) slots[u] = io.slot(min(first + u * blockDim.y, last));
 #pragma unroll
   for (unsigned u = 0; u < n; ++u) place[u] = place_of(io, p, first + u * blockDim.y, slots[u]);
 }
@@ -162,7 +172,7 @@ __device__ void write_by_division(const TokenIo& io, const TokenPages& p, float 
   for (unsigned n = 0; n < Mover::kInFlight * Mover::kElements; ++n) {
     const unsigned u = n / Mover::kElements, e = n % Mover::kElements;
     const uint32_t i = first + u * blockDim.y;
-    const int64_t place = i < io.num_tokens ? place_of(io, p, i, io.slots[i]) : kSkipped;
+    const int64_t place = i < io.num_tokens ? place_of(io, p, i, io.slot(i)) : kSkipped;
     if (place < 0) continue;
     const auto* token = reinterpret_cast<const Element*>(tokens + i * p.token_stride);
     quantize<typename Mover::Format>(token[e], scale, reinterpret_cast<uint8_t*>(pages + place)[e]);
@@ -252,6 +262,151 @@ void launch(const TokenIo& io, const OnDevice& device) {
   KV_LAUNCH_DEPENDENT((token_io_kernel<Mover, direction>), grid, block, device, launch);
 }
 
+// A warp moves one group: it loads elements in vectors of `n`, and derives the scale from all of
+// them.
+template <class Element_, class Format, int n>
+struct GroupVectors {
+  using Element = Element_;
+  static constexpr unsigned kBytes = n / (std::is_same_v<Format, Int4> ? 2 : 1);
+  struct alignas(n * sizeof(Element)) Token {
+    Element elements[n];
+  };
+  struct alignas(kBytes) Page {
+    uint8_t codes[kBytes];
+  };
+
+  KV_HOST_DEVICE static Page encode(const Token& token, const Group<Format>& group) {
+    Page page;
+    if constexpr (std::is_same_v<Format, Int4>) {
+#pragma unroll
+      for (int i = 0; i < n; i += 2) {
+        page.codes[i / 2] = static_cast<uint8_t>(group.encode(widen(token.elements[i])) |
+                                                 group.encode(widen(token.elements[i + 1])) << 4);
+      }
+    } else if constexpr (std::is_same_v<Format, Int8> || n == 1) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) page.codes[i] = group.encode(widen(token.elements[i]));
+    } else {
+#pragma unroll
+      for (int i = 0; i < n; i += 2) {
+        const uint16_t codes = encode_pair<Format>(group.divide(widen(token.elements[i])),
+                                                   group.divide(widen(token.elements[i + 1])));
+        page.codes[i] = static_cast<uint8_t>(codes);
+        page.codes[i + 1] = static_cast<uint8_t>(codes >> 8);
+      }
+    }
+    return page;
+  }
+
+  KV_HOST_DEVICE static Token decode(const Page& page, const Group<Format>& group) {
+    Token token;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      if constexpr (std::is_same_v<Format, Int4>) {
+        narrow(group.decode(i % 2 ? page.codes[i / 2] >> 4 : page.codes[i / 2] & 15),
+               token.elements[i]);
+      } else {
+        narrow(group.decode(page.codes[i]), token.elements[i]);
+      }
+    }
+    return token;
+  }
+};
+
+constexpr unsigned kWarp = 32, kFullWarp = 0xFFFFFFFFu;
+
+// Combines the extents of all lanes.
+__device__ __forceinline__ void merge_lanes(Magnitudes& extent) {
+#pragma unroll
+  for (unsigned step = kWarp / 2; step > 0; step /= 2) {
+    extent.merge(__shfl_xor_sync(kFullWarp, extent.number, step),
+                 __shfl_xor_sync(kFullWarp, extent.any, step));
+  }
+}
+__device__ __forceinline__ void merge_lanes(Range& extent) {
+#pragma unroll
+  for (unsigned step = kWarp / 2; step > 0; step /= 2) {
+    extent.merge(__shfl_xor_sync(kFullWarp, extent.least, step),
+                 __shfl_xor_sync(kFullWarp, extent.most, step),
+                 __shfl_xor_sync(kFullWarp, extent.any, step));
+  }
+}
+
+// K and V, the number of groups per head and per token, and the number of warps for K in grid.y.
+struct GroupLaunch {
+  TokenIo io;
+  FastDivisor per_head[2];
+  uint32_t num_groups[2], k_blocks;
+};
+
+// The grid dimensions are tokens (x), a token's groups in K and then in V (y), and layers (z). The
+// thread block dimensions are lanes (x) and groups (y).
+template <class Element, class Format, int n, Direction direction>
+__global__ void __launch_bounds__(kThreads) group_io_kernel(KV_PARAMETER GroupLaunch launch) {
+  begin_after_previous_kernel();
+  using Vectors = GroupVectors<Element, Format, n>;
+  using Token = typename Vectors::Token;
+  using Page = typename Vectors::Page;
+  const TokenIo& io = launch.io;
+  const bool is_v = blockIdx.y >= launch.k_blocks;
+  const TokenPages& p = io.sides[is_v];
+  const uint32_t at = (is_v ? blockIdx.y - launch.k_blocks : blockIdx.y) * blockDim.y + threadIdx.y;
+  if (at >= launch.num_groups[is_v]) return;  // the same for all lanes of a warp
+  const uint32_t i = blockIdx.x, head = launch.per_head[is_v].divide(at);
+  const uint32_t which = at - head * launch.per_head[is_v].divisor;
+  const int64_t layer = blockIdx.z, slot = io.slot(i), place = place_of(io, p, i, slot);
+  if (place == kSkipped || (place == kNoSlot && direction == Direction::kWrite)) return;
+
+  const auto size = static_cast<uint32_t>(p.group_size);
+  char* const tokens = p.tokens + layer * p.token_layer_stride + int64_t{i} * p.token_stride +
+                       int64_t{head} * p.token_head_stride;
+  Token* const token = reinterpret_cast<Token*>(tokens + int64_t{which} * size * sizeof(Element));
+  char* const pages = p.pages + layer * p.page_layer_stride + head * p.page_head_stride;
+  const uint32_t num_vectors = size / n;
+  Page* const page =
+      reinterpret_cast<Page*>(pages + place + int64_t{which} * num_vectors * sizeof(Page));
+  if constexpr (direction == Direction::kWrite) {
+    typename Group<Format>::Extent extent;
+    for (uint32_t j = threadIdx.x; j < num_vectors; j += kWarp) {
+      const Token in = token[j];
+#pragma unroll
+      for (int k = 0; k < n; ++k) extent.add(widen(in.elements[k]));
+    }
+    merge_lanes(extent);
+    const Group<Format> group(extent, p.rule);
+    if (threadIdx.x == 0) *p.group_scale(layer, slot, head, which) = group.stored;
+    // Most groups have one vector per lane, which is still in the cache.
+    for (uint32_t j = threadIdx.x; j < num_vectors; j += kWarp) {
+      page[j] = Vectors::encode(token[j], group);
+    }
+  } else if (place == kNoSlot) {
+    for (uint32_t j = threadIdx.x; j < num_vectors; j += kWarp) token[j] = Token{};
+  } else {
+    const Group<Format> group(*p.group_scale(layer, slot, head, which));
+    for (uint32_t j = threadIdx.x; j < num_vectors; j += kWarp) {
+      token[j] = Vectors::decode(page[j], group);
+    }
+  }
+}
+
+template <class Element, class Format, int n, Direction direction>
+void launch_groups(const TokenIo& io, const OnDevice& device) {
+  GroupLaunch launch{io, {}, {}, 0};
+  constexpr unsigned kGroups = kThreads / kWarp;
+  const auto blocks_of = [](uint32_t groups) { return (groups + kGroups - 1) / kGroups; };
+  for (const int side : {0, 1}) {
+    const TokenPages& p = io.sides[side];
+    const int64_t per_head = p.num_heads > 0 ? p.head_size / p.group_size : 1;
+    launch.per_head[side] = fast_divisor(per_head);
+    launch.num_groups[side] = static_cast<uint32_t>(p.num_heads * per_head);
+  }
+  launch.k_blocks = blocks_of(launch.num_groups[0]);
+  const dim3 grid(unsigned(io.num_tokens), launch.k_blocks + blocks_of(launch.num_groups[1]),
+                  unsigned(io.num_layers));
+  KV_LAUNCH_DEPENDENT((group_io_kernel<Element, Format, n, direction>), grid, dim3(kWarp, kGroups),
+                      device, launch);
+}
+
 // Returns the largest of 16, 8, 4, 2 and 1 that divides all of these byte counts.
 int64_t alignment_of(const char* address, std::initializer_list<int64_t> strides) {
   uint64_t all = reinterpret_cast<uintptr_t>(address);
@@ -269,6 +424,22 @@ Launch launch_of(const TokenPages& p) {
   const int64_t of_page =
       alignment_of(p.pages, {p.page_layer_stride, p.block_stride, p.offset_stride,
                              p.is_contiguous() ? 0 : p.page_head_stride, run * p.page_element});
+  if (p.group_scales != nullptr) {
+    return with_group_formats(p, [&](auto element, auto format) -> Launch {
+      using Element = decltype(element);
+      using Format = decltype(format);
+      constexpr int kCodes = std::is_same_v<Format, Int4> ? 2 : 1;  // per byte
+      const int64_t bytes = p.group_size * p.token_element;
+      const int64_t token_bytes = alignment_of(
+          p.tokens, {p.token_layer_stride, p.token_stride, p.token_head_stride, bytes});
+      const int64_t page_bytes =
+          alignment_of(p.pages, {p.page_layer_stride, p.block_stride, p.offset_stride,
+                                 p.page_head_stride, p.group_size / kCodes});
+      const bool wide = token_bytes >= 4 * p.token_element && page_bytes * kCodes >= 4;
+      return wide ? launch_groups<Element, Format, 4, direction>
+                  : launch_groups<Element, Format, kCodes, direction>;
+    });
+  }
   if (p.scales != nullptr) {
     return with_formats(p, [&](auto element, auto format) -> Launch {
       using Element = decltype(element);
@@ -276,11 +447,11 @@ Launch launch_of(const TokenPages& p) {
       constexpr int kWide = kVectorBytes / sizeof(Element);
       const bool wide = of_token == kVectorBytes && of_page >= kWide;
       if constexpr (direction == Direction::kWrite) {
-        return wide ? launch<ToFp8<Element, Format, kWide>, direction>
-                    : launch<ToFp8<Element, Format, 1>, direction>;
+        return wide ? launch<ToCodes<Element, Format, kWide>, direction>
+                    : launch<ToCodes<Element, Format, 1>, direction>;
       } else {
-        return wide ? launch<FromFp8<Element, Format, kWide>, direction>
-                    : launch<FromFp8<Element, Format, 1>, direction>;
+        return wide ? launch<FromCodes<Element, Format, kWide>, direction>
+                    : launch<FromCodes<Element, Format, 1>, direction>;
       }
     });
   }
@@ -304,7 +475,10 @@ void run(const TokenIo& io, const Tensor& key) {
   const OnDevice device(key);
   if (checked_mode()) {
     const int64_t i = first_bad_on_device(io, io.num_tokens, device.stream);
-    if (i >= 0) fail_token_io(io, i, fetch(io.slots + i, device.stream));
+    if (i >= 0) {
+      const int64_t slot = io.slots == nullptr ? -1 : fetch(io.slots + i, device.stream);
+      fail_token_io(io, i, slot);
+    }
   }
   const Launch launch_k = launch_of<direction>(io.k()), launch_v = launch_of<direction>(io.v());
   if (io.k().width() > 0 && io.v().width() > 0 && launch_k == launch_v) {
@@ -318,21 +492,31 @@ void run(const TokenIo& io, const Tensor& key) {
 
 void write_kv_cuda(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache,
                    Tensor slot_mapping, std::optional<Tensor> k_scale,
-                   std::optional<Tensor> v_scale) {
+                   std::optional<Tensor> v_scale, int64_t scale_rule) {
   run<Direction::kWrite>(checked_token_io(Direction::kWrite, key, value, key_cache, value_cache,
-                                          slot_mapping, k_scale, v_scale),
+                                          slot_mapping, k_scale, v_scale, scale_rule),
                          key);
 }
 
 void gather_kv_cuda(Tensor key_cache, Tensor value_cache, Tensor slot_mapping, Tensor key,
                     Tensor value, std::optional<Tensor> k_scale, std::optional<Tensor> v_scale) {
   run<Direction::kGather>(checked_token_io(Direction::kGather, key, value, key_cache, value_cache,
-                                           slot_mapping, k_scale, v_scale),
+                                           slot_mapping, k_scale, v_scale, 0),
+                          key);
+}
+
+void gather_context_cuda(Tensor key_cache, Tensor value_cache, Tensor block_tables,
+                         Tensor cu_seq_lens, Tensor key, Tensor value,
+                         std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
+                         std::optional<Tensor> seq_starts) {
+  run<Direction::kGather>(checked_context_io(key_cache, value_cache, block_tables, cu_seq_lens, key,
+                                             value, k_scale, v_scale, seq_starts),
                           key);
 }
 
 }  // namespace
 
+KV_REGISTER_CUDA("gather_context", gather_context_cuda)
 KV_REGISTER_CUDA("write_kv", write_kv_cuda)
 KV_REGISTER_CUDA("gather_kv", gather_kv_cuda)
 

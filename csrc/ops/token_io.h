@@ -5,8 +5,9 @@
 // Caches are [num_blocks, block_size, num_kv_heads, head_size]. The last dimension is dense and the
 // other strides are arbitrary, so the same code handles NHD and HND. If a cache contains all
 // layers, num_layers is the first dimension. If the tokens have the dtype of the cache, their bytes
-// are copied unchanged. An fp8 cache also accepts tokens with a wider dtype, which are divided by a
-// scale (quantize.h).
+// are copied unchanged. A cache of fp8 or int8 also accepts tokens with a wider dtype. These are
+// divided by given scales (quantize.h), or by scales that are derived from the tokens and stored in
+// the cache (group_scales.h). Such a cache may also hold int4, with two elements per byte.
 //
 // Block 0 is the null block. As for slot -1, writes to its slots are dropped, and reads return
 // zeros. Therefore, tokens outside a window and padding tokens do not affect any request.
@@ -18,6 +19,7 @@
 #include <string>
 
 #include "ops/checks.h"
+#include "ops/group_scales.h"
 #include "ops/overlap.h"
 #include "ops/quantize.h"
 #include "worker/fast_divisor.h"
@@ -36,8 +38,12 @@ struct TokenPages {
   int64_t num_heads, head_size;
   int64_t token_element, page_element;
   ScalarType token_type, page_type;
-  const float* scales;  // [num_layers, 1 or num_heads]; nullptr: copy bytes
+  const float* scales;  // [num_layers, 1 or num_heads]; nullptr: none are given
   int64_t scale_layer_stride, scale_head_stride;  // strides in elements; 0: one scale for all heads
+  char* group_scales;  // [num_layers, num_blocks, block_size, num_heads, num_groups]; or nullptr
+  int64_t group_layer_stride, group_block_stride, group_offset_stride, group_head_stride;
+  int64_t group_stride, group_size;  // group_size: elements per group
+  ScaleRule rule;
 
   KV_HOST_DEVICE char* token(int64_t layer, int64_t i) const {
     return tokens + layer * token_layer_stride + i * token_stride;
@@ -47,6 +53,16 @@ struct TokenPages {
     const auto n = static_cast<uint32_t>(slot);
     const uint32_t block = by_block.divide(n);
     return int64_t{block} * block_stride + int64_t{n - block * by_block.divisor} * offset_stride;
+  }
+  // Returns the address of a group's scale.
+  KV_HOST_DEVICE float* group_scale(int64_t layer, int64_t slot, int64_t head,
+                                    int64_t group) const {
+    const auto n = static_cast<uint32_t>(slot);
+    const uint32_t block = by_block.divide(n);
+    return reinterpret_cast<float*>(group_scales + layer * group_layer_stride +
+                                    int64_t{block} * group_block_stride +
+                                    int64_t{n - block * by_block.divisor} * group_offset_stride +
+                                    head * group_head_stride + group * group_stride);
   }
   KV_HOST_DEVICE char* page(int64_t layer, int64_t slot) const {
     return pages + layer * page_layer_stride + page_place(slot);
@@ -65,39 +81,124 @@ struct TokenPages {
   }
 };
 
+// Tokens in consecutive positions of several requests, in place of a list of slots.
+struct Context {
+  const int32_t* block_tables;  // [num_requests, num_columns]
+  const int32_t* cu_seq_lens;   // [num_requests + 1]: first token of each request
+  const int32_t* seq_starts;  // [num_requests]: position of each request's first token; or nullptr
+  int64_t table_stride;
+  int32_t num_requests, num_columns;
+};
+
 struct TokenIo {
-  TokenPages sides[2];   // K and V
-  const int64_t* slots;  // [num_tokens]; -1 or a slot in the null block: no slot
+  TokenPages sides[2];  // K and V
+  const int64_t*
+      slots;  // [num_tokens]; -1 or a slot in the null block: no slot; nullptr: `context`
   int64_t num_layers, num_tokens;
   int64_t num_slots;  // num_blocks * block_size
+  Context context;
 
   KV_HOST_DEVICE const TokenPages& k() const { return sides[0]; }
   KV_HOST_DEVICE const TokenPages& v() const { return sides[1]; }
   // Returns the first slot after the null block. All smaller slots belong to the null block.
   KV_HOST_DEVICE int64_t first_slot() const { return k().by_block.divisor; }
+  // Returns token i's slot: -1 if it has none, and another number out of range if it is invalid.
+  KV_HOST_DEVICE int64_t slot(int64_t i) const {
+    return slots != nullptr ? slots[i] : context_slot(static_cast<int32_t>(i));
+  }
   // Returns whether token i's slot is out of range.
-  KV_HOST_DEVICE bool operator()(int64_t i) const { return slots[i] < -1 || slots[i] >= num_slots; }
+  KV_HOST_DEVICE bool operator()(int64_t i) const {
+    const int64_t its = slot(i);
+    return its < -1 || its >= num_slots;
+  }
+
+ private:
+  KV_HOST_DEVICE int64_t context_slot(int32_t i) const {
+    const Context& c = context;
+    if (i >= c.cu_seq_lens[c.num_requests]) return -1;
+    int32_t low = 0, high = c.num_requests;  // the request is in [low, high)
+    while (high - low > 1) {
+      const int32_t middle = (low + high) / 2;
+      if (c.cu_seq_lens[middle] <= i) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    constexpr int64_t kInvalid = INT64_MIN;
+    const int64_t start = c.seq_starts != nullptr ? c.seq_starts[low] : 0;
+    const int64_t position = start + i - c.cu_seq_lens[low];
+    if (position < 0 || position > INT32_MAX) return kInvalid;
+    const uint32_t column = k().by_block.divide(static_cast<uint32_t>(position));
+    if (column >= static_cast<uint32_t>(c.num_columns)) return kInvalid;
+    const int64_t block = c.block_tables[low * c.table_stride + column],
+                  size = k().by_block.divisor;
+    return block < 0 ? kInvalid : block * size + (position - int64_t{column} * size);
+  }
 };
 
 enum class Direction { kWrite, kGather };
 
-// Calls f with an element of the tokens' dtype and the cache's fp8 format, for a side with scales.
+// Calls f with an element of the tokens' dtype and the cache's format, for a side with scales.
 template <class F>
 auto with_formats(const TokenPages& p, F&& f) {
   const auto with_format = [&](auto element) {
-    return p.page_type == ScalarType::Float8_e5m2 ? f(element, E5M2{}) : f(element, E4M3{});
+    if (p.page_type == ScalarType::Float8_e5m2) return f(element, E5M2{});
+    if (p.page_type == ScalarType::Char) return f(element, Int8{});
+    return f(element, E4M3{});
   };
   if (p.token_type == ScalarType::Float) return with_format(float{});
   if (p.token_type == ScalarType::Half) return with_format(c10::Half{});
   return with_format(c10::BFloat16{});
 }
 
+// The same for a side with group scales, whose cache of bytes is int4.
+template <class F>
+auto with_group_formats(const TokenPages& p, F&& f) {
+  if (p.page_type != ScalarType::Byte) return with_formats(p, f);
+  if (p.token_type == ScalarType::Float) return f(float{}, Int4{});
+  if (p.token_type == ScalarType::Half) return f(c10::Half{}, Int4{});
+  return f(c10::BFloat16{}, Int4{});
+}
+
 // --- checks
 
+inline bool is_wide(const Tensor& tokens) {
+  const ScalarType type = tokens.scalar_type();
+  return type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16;
+}
+
 inline bool is_quantized(const Tensor& tokens, const Tensor& cache) {
-  const ScalarType from = tokens.scalar_type(), to = cache.scalar_type();
-  return (to == ScalarType::Float8_e4m3fn || to == ScalarType::Float8_e5m2) &&
-         (from == ScalarType::Float || from == ScalarType::Half || from == ScalarType::BFloat16);
+  const ScalarType to = cache.scalar_type();
+  return is_wide(tokens) && (to == ScalarType::Float8_e4m3fn || to == ScalarType::Float8_e5m2 ||
+                             to == ScalarType::Char);
+}
+
+// Returns whether `scale` contains scales of groups, which are stored in the cache, not given
+// scales.
+inline bool is_in_pages(const std::optional<Tensor>& scale, const Tensor& cache) {
+  return scale && scale->dim() >= 4 && scale->dim() == cache.dim();
+}
+
+// Returns whether the cache holds int4, two elements per byte.
+inline bool is_int4(const Tensor& tokens, const Tensor& cache, const std::optional<Tensor>& scale) {
+  return is_wide(tokens) && cache.scalar_type() == ScalarType::Byte && is_in_pages(scale, cache);
+}
+
+// Checks scales [num_blocks, block_size, num_kv_heads, num_groups], or with num_layers in front.
+inline void check_group_scales(const Tensor& scale, const std::string& name, const Tensor& tokens,
+                               const std::string& tokens_name, const Tensor& cache) {
+  check_dtype(scale, name.c_str(), {ScalarType::Float});
+  check_same_device(scale, name.c_str(), tokens, tokens_name.c_str());
+  const int64_t last = cache.dim() - 1, head_size = tokens.size(tokens.dim() - 1);
+  for (int64_t i = 0; i < last; ++i) {
+    check_size(scale, name.c_str(), i, cache.size(i), "as in the cache");
+  }
+  const int64_t groups = scale.size(last), codes = cache.scalar_type() == ScalarType::Byte ? 2 : 1;
+  if (groups < 1 || groups > UINT16_MAX || head_size % (groups * codes) != 0) {
+    fail(name + " has shape " + shape_of(scale) + ": expected a last dimension that divides the " +
+         (codes == 2 ? "bytes per head, " : "head size, ") + std::to_string(head_size / codes));
+  }
 }
 
 inline void check_scale(const std::optional<Tensor>& scale, const std::string& name,
@@ -106,10 +207,14 @@ inline void check_scale(const std::optional<Tensor>& scale, const std::string& n
     return tokens_name + " has dtype " + torch::headeronly::toString(tokens.scalar_type()) +
            " and " + tokens_name + "_cache " + torch::headeronly::toString(cache.scalar_type());
   };
+  if (is_in_pages(scale, cache) && (is_quantized(tokens, cache) || is_int4(tokens, cache, scale))) {
+    return check_group_scales(*scale, name, tokens, tokens_name, cache);
+  }
   if (!is_quantized(tokens, cache)) {
     if (scale) fail(name + " is given: expected None, as " + dtypes());
     return;
   }
+  if (!scale && cache.size(cache.dim() - 1) == 0) return;  // there is nothing to divide
   if (!scale) fail(name + " is None: expected scales, as " + dtypes());
   check_dtype(*scale, name.c_str(), {ScalarType::Float});
   check_contiguous(*scale, name.c_str());
@@ -123,13 +228,14 @@ inline void check_scale(const std::optional<Tensor>& scale, const std::string& n
   if (!one && !many) {
     const std::string layer = first ? std::to_string(layers) + ", " : "";
     fail(name + " has shape " + shape_of(*scale) + ": expected [" + layer + "1] or [" + layer +
-         std::to_string(heads) + "]");
+         std::to_string(heads) + "], or the shape of the cache with groups in the last dimension");
   }
 }
 
 // `name` is "key" or "value".
 inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& name,
-                                      const Tensor& cache, const std::optional<Tensor>& scale) {
+                                      const Tensor& cache, const std::optional<Tensor>& scale,
+                                      int64_t scale_rule) {
   const std::string cache_name = name + "_cache", scale_name = name.substr(0, 1) + "_scale";
   const int64_t first = cache.dim() == 5;  // index of the dimension after num_layers
   if (first == 0) {
@@ -141,15 +247,17 @@ inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& n
               "[num_layers, num_tokens, num_kv_heads, head_size], because the cache has layers");
     check_size(tokens, name.c_str(), 0, cache.size(0), "the layers of the cache");
   }
-  if (!is_quantized(tokens, cache)) {
+  const bool two_per_byte = is_int4(tokens, cache, scale);
+  if (!is_quantized(tokens, cache) && !two_per_byte) {
     check_same_dtype(tokens, name.c_str(), cache, cache_name.c_str());
   }
   check_same_device(tokens, name.c_str(), cache, cache_name.c_str());
   check_size(tokens, name.c_str(), first + 1, cache.size(first + 2), "the heads of the cache");
-  check_size(tokens, name.c_str(), first + 2, cache.size(first + 3), "the head size of the cache");
+  const int64_t num_heads = cache.size(first + 2);
+  const int64_t head_size = cache.size(first + 3) * (two_per_byte ? 2 : 1);
+  check_size(tokens, name.c_str(), first + 2, head_size,
+             two_per_byte ? "twice the bytes per head of the cache" : "the head size of the cache");
   check_scale(scale, scale_name, tokens, name, cache);
-
-  const int64_t num_heads = cache.size(first + 2), head_size = cache.size(first + 3);
   // Kernels count a token's bytes in 32 bits.
   if (head_size > 0 && num_heads > INT32_MAX / 16 / head_size) {
     fail(name + " has shape " + shape_of(tokens) + ": expected smaller tokens");
@@ -188,7 +296,20 @@ inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& n
   p.page_element = static_cast<int64_t>(cache.element_size());
   p.token_type = tokens.scalar_type();
   p.page_type = cache.scalar_type();
-  if (scale) {
+  if (is_in_pages(scale, cache)) {
+    if (num_heads * scale->size(first + 3) >
+        UINT16_MAX) {  // a launch has one block for four groups
+      fail(scale_name + " has shape " + shape_of(*scale) + ": expected fewer groups per token");
+    }
+    p.group_scales = static_cast<char*>(scale->data_ptr());
+    p.group_layer_stride = stride(*scale, first - 1);
+    p.group_block_stride = stride(*scale, first);
+    p.group_offset_stride = stride(*scale, first + 1);
+    p.group_head_stride = stride(*scale, first + 2);
+    p.group_stride = stride(*scale, first + 3);
+    p.group_size = head_size / scale->size(first + 3);
+    p.rule = static_cast<ScaleRule>(scale_rule);
+  } else if (scale) {
     const int64_t per_layer = scale->dim() == 0 ? 1 : scale->size(first);
     p.scales = scale->const_data_ptr<float>();
     p.scale_layer_stride = per_layer;
@@ -197,27 +318,34 @@ inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& n
   return p;
 }
 
-inline TokenIo checked_token_io(Direction direction, const Tensor& key, const Tensor& value,
-                                const Tensor& key_cache, const Tensor& value_cache,
-                                const Tensor& slot_mapping, const std::optional<Tensor>& k_scale,
-                                const std::optional<Tensor>& v_scale) {
-  const TokenPages k = checked_token_pages(key, "key", key_cache, k_scale);
-  const TokenPages v = checked_token_pages(value, "value", value_cache, v_scale);
+// `given`: the other tensors that are read.
+inline TokenIo checked_tokens_and_caches(Direction direction, const Tensor& key,
+                                         const Tensor& value, const Tensor& key_cache,
+                                         const Tensor& value_cache,
+                                         const std::optional<Tensor>& k_scale,
+                                         const std::optional<Tensor>& v_scale, int64_t scale_rule,
+                                         NamedTensors given) {
+  if (scale_rule < 0 || scale_rule >= kNumScaleRules) {
+    fail("scale_rule is " + std::to_string(scale_rule) + ": expected 0 to " +
+         std::to_string(kNumScaleRules - 1));
+  }
+  const TokenPages k = checked_token_pages(key, "key", key_cache, k_scale, scale_rule);
+  const TokenPages v = checked_token_pages(value, "value", value_cache, v_scale, scale_rule);
   check_same_device(value, "value", key, "key");
   const bool writes = direction == Direction::kWrite;
-  const Tensor &k_out = writes ? key_cache : key, &v_out = writes ? value_cache : value;
-  const char *k_name = writes ? "key_cache" : "key", *v_name = writes ? "value_cache" : "value";
-  check_no_overlap(k_out, k_name);
-  check_no_overlap(v_out, v_name);
-  check_separate(v_out, v_name, k_out, k_name);
-  const Tensor &k_in = writes ? key : key_cache, &v_in = writes ? value : value_cache;
-  const char *k_in_name = writes ? "key" : "key_cache",
-             *v_in_name = writes ? "value" : "value_cache";
-  check_disjoint({{k_name, k_out}, {v_name, v_out}}, {{k_in_name, k_in},
-                                                      {v_in_name, v_in},
-                                                      {"slot_mapping", slot_mapping},
-                                                      {"k_scale", k_scale},
-                                                      {"v_scale", v_scale}});
+  const NamedTensors tokens{{"key", key}, {"value", value}};
+  NamedTensors caches{{"key_cache", key_cache}, {"value_cache", value_cache}};
+  (is_in_pages(k_scale, key_cache) ? caches : given).push_back({"k_scale", k_scale});
+  (is_in_pages(v_scale, value_cache) ? caches : given).push_back({"v_scale", v_scale});
+  const NamedTensors& written = writes ? caches : tokens;
+  for (size_t i = 0; i < written.size(); ++i) {
+    check_no_overlap(*written[i].tensor, written[i].name);
+    for (size_t j = 0; j < i; ++j) {
+      check_separate(*written[i].tensor, written[i].name, *written[j].tensor, written[j].name);
+    }
+  }
+  check_disjoint(written, writes ? tokens : caches);
+  check_disjoint(written, given);
 
   check_dim(value_cache, "value_cache", key_cache.dim(), "as many dimensions as key_cache");
   const int64_t first = key_cache.dim() - 4;
@@ -228,27 +356,77 @@ inline TokenIo checked_token_io(Direction direction, const Tensor& key, const Te
   check_size(value_cache, "value_cache", first, key_cache.size(first), "the blocks of key_cache");
   check_size(value_cache, "value_cache", first + 1, key_cache.size(first + 1),
              "the block size of key_cache");
-  check_dim(slot_mapping, "slot_mapping", 1, "[num_tokens]");
-  check_dtype(slot_mapping, "slot_mapping", {ScalarType::Long});
-  check_contiguous(slot_mapping, "slot_mapping");
-  check_same_device(slot_mapping, "slot_mapping", key, "key");
-  check_size(slot_mapping, "slot_mapping", 0, num_tokens, "the tokens of key");
   const int64_t num_blocks = key_cache.size(first), block_size = key_cache.size(first + 1);
   if (num_blocks > 0 && block_size > INT32_MAX / num_blocks) {  // kernels count slots in 31 bits
     fail("key_cache has shape " + shape_of(key_cache) + ": expected fewer than 2^31 slots");
   }
   if (num_tokens > INT32_MAX) fail("key has shape " + shape_of(key) + ": expected fewer tokens");
   if (num_layers > UINT16_MAX) fail("key has shape " + shape_of(key) + ": expected fewer layers");
-  return {{k, v},
-          slot_mapping.const_data_ptr<int64_t>(),
-          num_layers,
-          num_tokens,
-          num_blocks * block_size};
+  return {{k, v}, nullptr, num_layers, num_tokens, num_blocks * block_size, {}};
+}
+
+inline TokenIo checked_token_io(Direction direction, const Tensor& key, const Tensor& value,
+                                const Tensor& key_cache, const Tensor& value_cache,
+                                const Tensor& slot_mapping, const std::optional<Tensor>& k_scale,
+                                const std::optional<Tensor>& v_scale, int64_t scale_rule) {
+  check_dim(slot_mapping, "slot_mapping", 1, "[num_tokens]");
+  check_dtype(slot_mapping, "slot_mapping", {ScalarType::Long});
+  check_contiguous(slot_mapping, "slot_mapping");
+  check_same_device(slot_mapping, "slot_mapping", key, "key");
+  TokenIo io = checked_tokens_and_caches(direction, key, value, key_cache, value_cache, k_scale,
+                                         v_scale, scale_rule, {{"slot_mapping", slot_mapping}});
+  check_size(slot_mapping, "slot_mapping", 0, io.num_tokens, "the tokens of key");
+  io.slots = slot_mapping.const_data_ptr<int64_t>();
+  return io;
+}
+inline TokenIo checked_context_io(const Tensor& key_cache, const Tensor& value_cache,
+                                  const Tensor& block_tables, const Tensor& cu_seq_lens,
+                                  const Tensor& key, const Tensor& value,
+                                  const std::optional<Tensor>& k_scale,
+                                  const std::optional<Tensor>& v_scale,
+                                  const std::optional<Tensor>& seq_starts) {
+  check_dim(block_tables, "block_tables", 2, "[num_requests, num_columns]");
+  check_dim(cu_seq_lens, "cu_seq_lens", 1, "[num_requests + 1]");
+  const NamedTensors given{
+      {"block_tables", block_tables}, {"cu_seq_lens", cu_seq_lens}, {"seq_starts", seq_starts}};
+  for (const NamedTensor& each : given) {
+    if (each.tensor == nullptr) continue;
+    check_dtype(*each.tensor, each.name, {ScalarType::Int});
+    check_same_device(*each.tensor, each.name, key, "key");
+    if (each.tensor != &block_tables) check_contiguous(*each.tensor, each.name);
+  }
+  const int64_t num_requests = block_tables.size(0), num_columns = block_tables.size(1);
+  check_size(cu_seq_lens, "cu_seq_lens", 0, num_requests + 1, "one more than the requests");
+  if (seq_starts) {
+    check_dim(*seq_starts, "seq_starts", 1, "[num_requests]");
+    check_size(*seq_starts, "seq_starts", 0, num_requests, "the requests of block_tables");
+  }
+  if (num_columns > 1 && block_tables.stride(1) != 1) {
+    fail("block_tables has stride " + std::to_string(block_tables.stride(1)) +
+         " in its last dimension: expected 1");
+  }
+  if (num_requests >= INT32_MAX || num_columns > INT32_MAX) {
+    fail("block_tables has shape " + shape_of(block_tables) + ": expected fewer entries");
+  }
+  TokenIo io = checked_tokens_and_caches(Direction::kGather, key, value, key_cache, value_cache,
+                                         k_scale, v_scale, 0, given);
+  io.context = {block_tables.const_data_ptr<int32_t>(),
+                cu_seq_lens.const_data_ptr<int32_t>(),
+                seq_starts ? seq_starts->const_data_ptr<int32_t>() : nullptr,
+                num_requests > 1 ? block_tables.stride(0) : 0,
+                static_cast<int32_t>(num_requests),
+                static_cast<int32_t>(num_columns)};
+  return io;
 }
 
 // Throws the error for token i. The slot is passed as an argument, because the array may be on a
 // device.
 [[noreturn]] inline void fail_token_io(const TokenIo& io, int64_t i, int64_t slot) {
+  if (io.slots == nullptr) {
+    fail("token " + std::to_string(i) + " has no entry in block_tables from 0 to " +
+         std::to_string(io.num_slots / io.first_slot() - 1) +
+         ": expected cu_seq_lens and seq_starts with positions that the block tables cover");
+  }
   fail("slot_mapping[" + std::to_string(i) + "] is " + std::to_string(slot) +
        ": expected -1 (no slot) to " + std::to_string(io.num_slots - 1));
 }

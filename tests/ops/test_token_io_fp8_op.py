@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token I/O between fp8 caches and tokens of a wider dtype, compared with PyTorch's conversions on
-the CPU.
+"""Token I/O between fp8 or int8 caches and tokens of a wider dtype, compared with PyTorch's
+conversions on the CPU.
 """
 
 import pytest
@@ -21,13 +21,17 @@ from tests.ops.test_token_io_op import (
     to_device,
 )
 
-FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
+FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 WIDE = [torch.float32, torch.float16, torch.bfloat16]
-each_format = pytest.mark.parametrize("fp8", FORMATS, ids=str)
+each_format = pytest.mark.parametrize("fp8", FORMATS[:2], ids=str)
 each_wide_dtype = pytest.mark.parametrize("dtype", WIDE, ids=str)
 
 
 def quantize(x, scale, fp8):
+    if fp8 == torch.int8:  # ties away from zero; NaN becomes -128
+        quotient = x.float() / scale
+        rounded = torch.trunc(quotient + torch.copysign(torch.tensor(0.5), quotient))
+        return rounded.nan_to_num(-128.0, 127.0, -128.0).clamp(-128, 127).to(fp8)
     largest = torch.finfo(fp8).max
     return (x.float() / scale).clamp(-largest, largest).to(fp8)
 
@@ -38,7 +42,10 @@ def dequantize(x, scale, dtype):
 
 def same(got, want):
     """Compare bit patterns, with all NaNs considered equal."""
-    got, numbers = got.cpu(), ~want.isnan()
+    got = got.cpu()
+    if not want.is_floating_point():
+        return torch.equal(got, want)
+    numbers = ~want.isnan()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[want.element_size()]
     got_bits, want_bits = (x.contiguous().view(integers)[numbers] for x in (got, want))
     return torch.equal(got.isnan(), ~numbers) and torch.equal(got_bits, want_bits)

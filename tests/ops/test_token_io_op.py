@@ -481,7 +481,18 @@ def fp8_arguments(backend, layers=()):
     return {**call, "k_scale": scale, "v_scale": scale.clone()}
 
 
+def group_arguments(backend, layers=()):
+    """Return arguments with a cache of int8 whose scales are in the cache."""
+    call = arguments(backend, layers)
+    for name in ("key_cache", "value_cache"):
+        call[name] = call[name].to(torch.int8)
+    scales = (torch.ones(*layers, 2, 5, 2, 2, device=backend.device) for _ in "kv")
+    return {**call, **dict(zip(("k_scale", "v_scale"), scales))}
+
+
 FORMS = {
+    "scales in the cache": group_arguments,
+    "scales in the cache, all layers": lambda backend: group_arguments(backend, (3,)),
     "one layer": arguments,
     "all layers": lambda backend: arguments(backend, (3,)),
     "fp8": fp8_arguments,
@@ -500,6 +511,8 @@ def test_inputs_are_unchanged(backend, op, outputs, form):
     before = {name: bits(tensor).clone() for name, tensor in call.items()}
     getattr(backend.ops, op)(**call)
     changed = {name for name in call if not torch.equal(bits(call[name]), before[name])}
+    if op == "write_kv" and "scales in the cache" in form:
+        outputs = outputs | {"k_scale", "v_scale"}
     assert changed == outputs
 
 

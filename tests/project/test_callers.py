@@ -18,7 +18,7 @@ PRODUCT = [REPO / "setup.py", REPO / "kvcache", *REPO.glob("packages/*/src")]
 KERNEL = {
     *("checks", "specs", "layouts", "placement", "memory_plan", "step", "events", "ops"),
     *("ops_by_copies", "assembly", "metrics", "extensions", "lazy", "allocator", "worker"),
-    *("transfer", "native", "kinds", "sanitizer"),
+    *("transfer", "native", "kinds", "sanitizer", "formats"),
 }
 
 Place = tuple[Path, int]

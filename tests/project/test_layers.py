@@ -20,7 +20,7 @@ RINGS = {
     "ground":
         {*("kvcache.checks", "kvcache.lazy", "kvcache.kinds", "kvcache.step", "kvcache.specs"),
         *("kvcache.events", "kvcache.layouts", "kvcache.native", "kvcache.placement"),
-        *("kvcache.extensions", "kvcache._core")},
+        *("kvcache.extensions", "kvcache.formats", "kvcache._core")},
     "kernel":
         {*("kvcache", "kvcache.allocator", "kvcache.memory_plan", "kvcache.ops", "kvcache.worker"),
         *("kvcache.ops_by_copies", "kvcache.assembly", "kvcache.transfer", "kvcache.sources"),
@@ -89,14 +89,14 @@ PUBLIC_MODULES = {
     *("kvcache.checks", "kvcache.lazy", "kvcache.extensions", "kvcache.metrics"),
     *("kvcache.step", "kvcache.specs", "kvcache.events", "kvcache.layouts", "kvcache.placement"),
     *("kvcache.ops", "kvcache.memory_plan", "kvcache.assembly", "kvcache.kinds"),
-    *("kvcache.cli.errors", "kvcache.cli.output", "kvcache.cli.parts"),
+    *("kvcache.cli.errors", "kvcache.cli.output", "kvcache.cli.parts", "kvcache.formats"),
 }
 # These names are public, too, but only packages on top of the kernel need them.
 FOR_PACKAGES = REPO / "docs" / "reference" / "packages.md"
 TORCH_FREE = {
     "kvcache", "kvcache_exchange", "kvcache_exchange.router_events", "kvcache.lazy",
     "kvcache.extensions", "kvcache.checks", "kvcache.kinds", "kvcache.step", "kvcache.specs",
-    "kvcache.events", "kvcache.memory_plan", "kvcache.allocator", "kvcache.metrics",
+    "kvcache.formats", "kvcache.events", "kvcache.memory_plan", "kvcache.allocator", "kvcache.metrics",
     "kvcache.native", "kvcache.sanitizer", "kvcache.layouts", "kvcache.placement", "kvcache.cli",
 }  # fmt: skip
 # Modules that do not need torch, in packages that otherwise do.

@@ -83,14 +83,21 @@ def carry_out(local, remote, storage, storages, mine, seed=0):
     theirs = {r: 1 + rng.permutation(39)[:count] for r in plan.remote_ranks}
     for each in (storage, *storages):
         each.pages.memory.random_(0, 120)
-    here = region_addresses(local, storage.pages)
-    there = [region_addresses(remote, each.pages) for each in storages]
     mine = mine.reshape(-1, plan.local_pages_per_group)
     shaped = {r: ids.reshape(len(mine), -1) for r, ids in theirs.items()}
-    runs = plan.apply(mine, shaped).expand()
-    move(runs, here, there)
-    permute_pages(storage, mine, plan.permutation)
+    move_runs(plan, mine, shaped, (local, storage), (remote, storages))
     return plan, theirs
+
+
+def move_runs(plan, mine, theirs, to, from_):
+    """Copy pages `theirs` of remote storages to pages `mine` of a local storage, and permute them.
+
+    `to`, `from_`: a description, and the storage or storages.
+    """
+    here = region_addresses(to[0], to[1].pages)
+    there = [region_addresses(from_[0], each.pages) for each in from_[1]]
+    move(plan.apply(mine, theirs).expand(), here, there)
+    permute_pages(to[1], mine, plan.permutation)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ _SAME = (
     "v_head_size",
     "dtype",
     "scale_bytes_per_head",
+    "kv_format",
 )
 
 

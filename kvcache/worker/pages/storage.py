@@ -10,6 +10,7 @@ import torch
 
 from kvcache import ops
 from kvcache.checks import MAX_LAYERS, dtype_name, instance, integer, listed, num_entries, shown
+from kvcache.formats import kv_format as format_named
 from kvcache.layouts import AttentionBackend, EngineBackend, described_backend
 from kvcache.memory_plan import CachePlan
 from kvcache.placement import Placement, full_memory_order, place_elements
@@ -62,6 +63,8 @@ class KVStorage:
         scale_bytes_per_token: Bytes per token for the scales of your own quantization
             (`scale_cache`). These scales are part of the page and move with it. For one fp8 scale
             per layer or head, use `set_scales`.
+        kv_format: Name of a quantized format (`kvcache.formats`), which defines `dtype` and
+            `scale_bytes_per_token`. Head sizes are those before quantization.
 
     Raises:
         ValueError: The memory order is not valid for pages that consist of blocks
@@ -91,12 +94,21 @@ class KVStorage:
         layout: str = "NHD",
         cross_layers: bool = False,
         scale_bytes_per_token: int = 0,
+        kv_format: str | None = None,
     ) -> None:
         num_blocks = integer(num_blocks, "num_blocks", 1)
         num_layers = integer(num_layers, "num_layers", 1, MAX_LAYERS)
         scale_bytes_per_token = integer(scale_bytes_per_token, "scale_bytes_per_token")
-        self._describe(
-            num_blocks, block_size, num_kv_heads, head_size, v_head_size, dtype, layout, backend
+        scale_bytes_per_token += self._describe(
+            num_blocks,
+            block_size,
+            num_kv_heads,
+            head_size,
+            v_head_size,
+            dtype,
+            layout,
+            backend,
+            kv_format,
         )
         self.memory_order = self.backend.memory_order(layout, cross_layers)
         placed = self._place(num_layers, scale_bytes_per_token)
@@ -125,6 +137,7 @@ class KVStorage:
         layout: str = "NHD",
         layers: Sequence[int] | None = None,
         scale_bytes_per_token: int = 0,
+        kv_format: str | None = None,
         num_null_blocks: int = 1,
     ) -> KVStorage:
         """Create one group's storage over pages that all groups share.
@@ -144,6 +157,7 @@ class KVStorage:
             layout: "NHD" or "HND".
             layers: The layers of `pages` that the group uses. None: all layers.
             scale_bytes_per_token: Bytes per token for your own scales, as in the constructor.
+            kv_format: Name of a quantized format, as in the constructor.
             num_null_blocks: Number of leading blocks that are never read or written. It is greater
                 than 1 if each page is divided into several blocks.
 
@@ -165,7 +179,7 @@ class KVStorage:
         self = cls.__new__(cls)
         scale_bytes_per_token = integer(scale_bytes_per_token, "scale_bytes_per_token")
         num_null_blocks = integer(num_null_blocks, "num_null_blocks", 1)
-        self._describe(
+        scale_bytes_per_token += self._describe(
             pages.num_blocks,
             block_size,
             num_kv_heads,
@@ -174,6 +188,7 @@ class KVStorage:
             dtype,
             layout,
             backend,
+            kv_format,
         )
         self._num_null_blocks = num_null_blocks
         self.memory_order = self.backend.memory_order(layout)
@@ -336,6 +351,7 @@ class KVStorage:
         key, value = self._keys[0], self._values[0]
         self.num_blocks, self.block_size, self.num_kv_heads, self.head_size = key.shape
         self.v_head_size, self.dtype = value.shape[3], key.dtype
+        self.kv_format, self.token_sizes = None, (self.head_size, self.v_head_size)
         self.layout = "HND" if key.stride(2) > key.stride(1) and self.num_kv_heads > 1 else "NHD"
         self.backend = described
         self.memory_order = None  # unknown; the engine determines the strides
@@ -367,15 +383,27 @@ class KVStorage:
         dtype: torch.dtype | str,
         layout: str,
         backend: str | AttentionBackend | EngineBackend,
-    ) -> None:
-        """Set the sizes and the format of the caches. The backend defines the format."""
+        format_name: str | None,
+    ) -> int:
+        """Set the sizes of the caches. Return the bytes per token of the format's scales."""
         self._start()
         self.backend = described_backend(backend)
         self.num_blocks, self.layout, self.dtype = num_blocks, layout, _torch_dtype(dtype)
         self.head_size = integer(head_size, "head_size", 1)
         self.block_size = integer(block_size, "block_size", 1)
         self.num_kv_heads = integer(num_kv_heads, "num_kv_heads", 1)
-        self.v_head_size = self.backend.v_size(self.head_size, v_head_size)
+        self.kv_format = None if format_name is None else format_named(format_name)
+        if self.kv_format is None or not self.kv_format.is_row:
+            v_head_size = self.backend.v_size(self.head_size, v_head_size)
+        # Elements per head before quantization. `head_size` and `v_head_size` are as stored.
+        self.token_sizes = self.head_size, integer(v_head_size or 0, "v_head_size", 0)
+        if self.kv_format is None:
+            self.v_head_size = v_head_size
+            return 0
+        sizes = self.kv_format.stored(self.num_kv_heads, *self.token_sizes)
+        self.dtype = _torch_dtype(sizes.dtype)
+        self.head_size, self.v_head_size = sizes.head_size, sizes.v_head_size
+        return sizes.scale_bytes_per_token
 
     def _place(self, num_layers: int, scale_bytes_per_token: int) -> Placement:
         order = full_memory_order(self.memory_order)
@@ -430,6 +458,8 @@ class KVStorage:
             views["value"] = [self.value_cache(layer) for layer in layers]
         if self.has_scales:
             views["scales"] = [self.scale_cache(layer).unsqueeze(2) for layer in layers]
+        if self.kv_format is not None:  # equal bytes of two formats have different meanings
+            views = {f"{name} {self.kv_format.name}": each for name, each in views.items()}
         return BlockParts(self.blocks_per_page, views if self.num_layers else {})
 
     def key_cache(self, layer: int) -> torch.Tensor:
@@ -510,14 +540,14 @@ class KVStorage:
                 empty (MLA without a rotary part).
             slot_mapping: int64[n].
         """
-        cache = self.key_cache(layer)
         given = key if value is None else value
         _check_tensors(key=key, value=given, slot_mapping=slot_mapping)
         if value is None:
             value = key[:, :, :0]
-        scales = self._scales(layer, key.dtype)
         slots = self._of_tokens(slot_mapping)
-        ops.write_kv(key, value, cache, self.value_cache(layer), slots, *scales)
+        rule = self.kv_format.scale_rule if self.kv_format else ops.TOKEN_HEAD
+        caches = self._token_caches(layer, key.dtype)
+        ops.write_kv(key, value, *caches[:2], slots, *caches[2:], rule)
 
     def gather(
         self, layer: int, slot_mapping: torch.Tensor, dtype: torch.dtype | str | None = None
@@ -528,20 +558,23 @@ class KVStorage:
         Args:
             layer: The layer.
             slot_mapping: int64[n].
-            dtype: Dtype of the result, for fp8 storage. The values are then multiplied by the
-                scales. None: the storage's dtype, without multiplication.
+            dtype: Dtype of the result, for quantized storage. The values are then multiplied by the
+                scales. None: the storage's dtype, without multiplication; with a `kv_format`,
+                bfloat16.
 
         Returns:
             (key, value), each [n, num_kv_heads, (v_)head_size].
         """
         _check_tensors(slot_mapping=slot_mapping)
         shape = (len(slot_mapping), self.num_kv_heads)
-        dtype = self.dtype if dtype is None else _torch_dtype(dtype)
-        key = torch.empty((*shape, self.head_size), dtype=dtype, device=self.device)
-        value = torch.empty((*shape, self.v_head_size), dtype=dtype, device=self.device)
-        caches = self.key_cache(layer), self.value_cache(layer)
-        slots = self._of_tokens(slot_mapping)
-        ops.gather_kv(*caches, slots, key, value, *self._scales(layer, dtype))
+        default = torch.bfloat16 if self.kv_format else self.dtype
+        dtype = default if dtype is None else _torch_dtype(dtype)
+        key, value = (
+            torch.empty((*shape, size), dtype=dtype, device=self.device)
+            for size in self.token_sizes
+        )
+        slots, caches = self._of_tokens(slot_mapping), self._token_caches(layer, dtype)
+        ops.gather_kv(*caches[:2], slots, key, value, *caches[2:])
         return key, value
 
     def _of_tokens(self, slots: torch.Tensor) -> torch.Tensor:
@@ -553,9 +586,21 @@ class KVStorage:
         is_null = (computed >= 0) & (computed < self._num_null_blocks * self.block_size)
         return torch.where(is_null, -1, computed).to(slots.device)
 
-    def _scales(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def _token_caches(
+        self, layer: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return (key_cache, value_cache, k_scale, v_scale) for tokens of this dtype."""
+        caches = self.key_cache(layer), self.value_cache(layer)
+        if self.kv_format is not None:
+            scales = self.scale_cache(layer) if self.has_scales else None
+            return self.kv_format.parts(*caches, scales, *self.token_sizes, dtype)
+        return *caches, *self._scales(layer, dtype)
+
+    def _scales(
+        self, layer: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if dtype == self.dtype:
-            return ()
+            return None, None
         if self.k_scale is None:
             raise ValueError(
                 f"tokens are {dtype}, but the storage is {self.dtype}: expected the same dtype, or fp8 "
@@ -640,12 +685,15 @@ def _shape_of_layer(layer: LayerSpec, block_size: int) -> dict[str, object]:
             )
         num_elements = layer.state_bytes // dtype.itemsize
         sizes = {"block_size": 1, "num_kv_heads": 1, "head_size": num_elements, "v_head_size": 0}
-        return {**sizes, "dtype": dtype, "scale_bytes_per_token": 0}
+        return {**sizes, "dtype": dtype, "scale_bytes_per_token": 0, "kv_format": None}
+    head_size, v_head_size = layer.sizes_before_format
+    has_format = layer.kv_format is not None
     return {
         "block_size": block_size,
         "num_kv_heads": layer.num_kv_heads,
-        "head_size": layer.head_size,
-        "v_head_size": layer.head_size if layer.v_head_size is None else layer.v_head_size,
+        "head_size": head_size,
+        "v_head_size": v_head_size,
         "dtype": dtype,
-        "scale_bytes_per_token": layer.scale_bytes_per_token,
+        "scale_bytes_per_token": 0 if has_format else layer.scale_bytes_per_token,
+        "kv_format": layer.kv_format,
     }

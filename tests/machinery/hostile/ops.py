@@ -29,7 +29,7 @@ SLOW_S = 2.0
 
 NAMES = (
     "slot_mapping", "update_block_tables", "gather_block_tables", "attention_metadata", "write_kv",
-    "gather_kv", "copy_blocks", "permute_blocks_",
+    "gather_kv", "gather_context", "copy_blocks", "permute_blocks_",
 )  # fmt: skip
 
 
@@ -125,17 +125,28 @@ class Calls:
         caches = [self.floats(*layers, blocks, size, heads, width, dtype=dtype) for _ in range(2)]
         tokens = [self.floats(*layers, n, heads, width, dtype=wide) for _ in range(2)]
         scales: list = [None, None]
-        if wide != dtype:
+        if wide != dtype and self.rng.random() < 0.5:  # scales in the cache
+            scales = [self.floats(*caches[0].shape[:-1], 2) for _ in range(2)]
+        elif wide != dtype:
             scales = [self.floats(*layers, 1).abs() + 0.5 for _ in range(2)]
         slots = torch.randperm(blocks * size, generator=self.generator)[:n].contiguous()
         return (*tokens, *caches, slots, *scales)
 
     def write_kv(self) -> list:
-        return list(self.token_io())
+        return [*self.token_io(), self.rng.randrange(4)]
 
     def gather_kv(self) -> list:
         key, value, key_cache, value_cache, slots, *scales = self.token_io()
         return [key_cache, value_cache, slots, key, value, *scales]
+
+    def gather_context(self) -> list:
+        key, value, key_cache, value_cache, _, *scales = self.token_io()
+        n, rows, blocks = key.shape[-3], 3, key_cache.shape[-4]
+        tables = self.ids(rows * 2, high=blocks).view(rows, 2)
+        ends = sorted(self.rng.randint(0, n) for _ in range(rows))
+        lens = torch.tensor([0, *ends], dtype=torch.int32)
+        starts = self.rng.choice([None, self.ids(rows, high=4)])
+        return [key_cache, value_cache, tables, lens, key, value, *scales, starts]
 
     def copy_blocks(self) -> list:
         pages, size = 6, 32

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized cache formats whose scales are in the page. Each format is one entry of a registry.
+
+A format defines the dtype and the size of what a token stores, which scale each group of elements has,
+and the tensors that `ops.write_kv` and `ops.gather_kv` are called with. Plans, storages, swaps, transfers
+and stores only use these sizes, so they support a new format without changes.
+
+The dtypes "float8_e4m3fn", "float8_e5m2" and "int8" with scales that are given (`KVStorage.set_scales`)
+are not formats: they need no space in the page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvcache.checks import Name, Size, check_name, flag, instance, integer, plain_fields, shown
+
+if TYPE_CHECKING:
+    import torch
+
+# Values of the argument `scale_rule` of `ops.write_kv`, which documents them.
+TOKEN_HEAD, TILE, INDEXER, INDEXER_POWER_OF_TWO = range(4)
+
+SCALE_BYTES = 4  # scales are float32
+
+
+class StoredSizes(NamedTuple):
+    """What a token stores, as arguments of `KVStorage`: elements are those of the cache's dtype."""
+
+    dtype: str
+    head_size: int
+    v_head_size: int
+    scale_bytes_per_token: int
+
+
+class CacheParts(NamedTuple):
+    """The tensors of a layer with which `ops.write_kv` and `ops.gather_kv` are called."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """A quantized format whose scales are in the page.
+
+    Args:
+        name: Name of the format.
+        dtype: Dtype of the codes: "float8_e4m3fn", "float8_e5m2", "int8", or "uint8" for int4, with two
+            codes per byte.
+        scale_rule: How a scale is derived. See `ops.write_kv`.
+        group_size: Elements per scale. None: all elements of a token's head.
+        is_row: Whether a token is one row of bytes: the codes of K, their scales, and V unquantized, as
+            in DeepSeek's MLA. If False, the scales follow the data of a block, for each token and head
+            those of K and then those of V.
+
+    Raises:
+        ValueError: A value is invalid.
+
+    Example:
+        >>> kv_format("int8_token_head").stored(num_kv_heads=8, head_size=128, v_head_size=128)
+        StoredSizes(dtype='int8', head_size=128, v_head_size=128, scale_bytes_per_token=64)
+        >>> kv_format("fp8_ds_mla").stored(num_kv_heads=1, head_size=512, v_head_size=64)
+        StoredSizes(dtype='uint8', head_size=656, v_head_size=0, scale_bytes_per_token=0)
+    """
+
+    name: Name
+    dtype: Name
+    scale_rule: int = TOKEN_HEAD
+    group_size: Size | None = None
+    is_row: bool = False
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "name")
+        if self.dtype not in ("float8_e4m3fn", "float8_e5m2", "int8", "uint8"):
+            raise ValueError(
+                f"dtype is {shown(self.dtype)}: expected float8_e4m3fn, float8_e5m2, int8 or uint8"
+            )
+        integer(self.scale_rule, "scale_rule", TOKEN_HEAD, INDEXER_POWER_OF_TWO)
+        flag(self.is_row, "is_row")
+        plain_fields(self)
+
+    @property
+    def codes_per_byte(self) -> int:
+        """Number of elements per byte: 2 for int4."""
+        return 2 if self.dtype == "uint8" else 1
+
+    def num_groups(self, head_size: int, name: str = "head_size") -> int:
+        """Return the number of scales of a head with this many elements.
+
+        Raises:
+            ValueError: Groups do not divide the head, or do not fill whole bytes.
+        """
+        group = self.group_size or head_size
+        if head_size and (head_size % group or group % self.codes_per_byte):
+            expected = self.group_size or self.codes_per_byte
+            raise ValueError(
+                f"{name} is {head_size}: expected a multiple of {expected} for format {self.name!r}"
+            )
+        return head_size // group if head_size else 0
+
+    def stored(self, num_kv_heads: int, head_size: int, v_head_size: int) -> StoredSizes:
+        """Return what a token stores.
+
+        Args:
+            num_kv_heads: KV heads on one rank.
+            head_size: Elements of K per head.
+            v_head_size: Elements of V per head.
+
+        Raises:
+            ValueError: The format cannot hold these sizes.
+        """
+        num_k, codes = self.num_groups(head_size), self.codes_per_byte
+        if self.is_row:
+            if num_kv_heads != 1:
+                raise ValueError(
+                    f"num_kv_heads is {num_kv_heads}: expected 1 for format {self.name!r}, whose rows "
+                    "hold one latent"
+                )
+            # The rotary part has two bytes per element.
+            size = head_size // codes + num_k * SCALE_BYTES + 2 * v_head_size
+            if (head_size // codes) % SCALE_BYTES or size % SCALE_BYTES:
+                raise ValueError(
+                    f"head_size is {head_size} and v_head_size {v_head_size}: expected sizes with which "
+                    f"the scales of format {self.name!r} are aligned to {SCALE_BYTES} bytes"
+                )
+            return StoredSizes("uint8", size, 0, 0)
+        num_v = self.num_groups(v_head_size, "v_head_size")
+        scales = num_kv_heads * (num_k + num_v) * SCALE_BYTES
+        return StoredSizes(self.dtype, head_size // codes, v_head_size // codes, scales)
+
+    def parts(
+        self,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale_cache: torch.Tensor | None,
+        head_size: int,
+        v_head_size: int,
+        dtype: torch.dtype,
+    ) -> CacheParts:
+        """Return views of a layer's cache for the ops.
+
+        Args:
+            key_cache: As `KVStorage.key_cache`.
+            value_cache: As `KVStorage.value_cache`.
+            scale_cache: As `KVStorage.scale_cache`. None for rows.
+            head_size: Elements of K per head, before quantization.
+            v_head_size: Elements of V per head, before quantization.
+            dtype: Dtype of the tokens, with which the rotary part of a row is stored.
+        """
+        import torch
+
+        codes = getattr(torch, self.dtype)
+        if self.is_row:
+            end = head_size // self.codes_per_byte
+            after = end + SCALE_BYTES * self.num_groups(head_size)
+            if dtype.itemsize != 2:
+                raise ValueError(
+                    f"tokens are {dtype}: expected bfloat16 or float16 for format {self.name!r}"
+                )
+            return CacheParts(
+                key_cache[..., :end].view(codes),
+                key_cache[..., after:].view(dtype),
+                key_cache[..., end:after].view(torch.float32),
+                None,
+            )
+        num_k = self.num_groups(head_size)
+        heads = scale_cache.unflatten(-1, (key_cache.shape[2], -1)).view(torch.float32)
+        has_v = v_head_size > 0
+        return CacheParts(
+            key_cache, value_cache, heads[..., :num_k], heads[..., num_k:] if has_v else None
+        )
+
+
+_FORMATS: dict[str, KVFormat] = {}
+
+
+def register_format(described: KVFormat) -> KVFormat:
+    """Register a format under its name. Registering an identical format again has no effect.
+
+    Args:
+        described: The format.
+
+    Returns:
+        The same format.
+
+    Raises:
+        ValueError: The name already belongs to a different format.
+
+    Example:
+        >>> halves = register_format(KVFormat("int8_groups_of_64", "int8", group_size=64))
+        >>> halves.num_groups(128)
+        2
+    """
+    instance(described, KVFormat, "format")
+    known = _FORMATS.setdefault(described.name, described)
+    if known != described:
+        raise ValueError(
+            f"name is {shown(described.name)}, which is already registered for {known}: expected an "
+            "identical format, or a different name"
+        )
+    return described
+
+
+def format_names() -> list[str]:
+    """Return the names of all registered formats."""
+    return sorted(_FORMATS)
+
+
+def kv_format(name: str) -> KVFormat:
+    """Return the format that is registered under a name.
+
+    Raises:
+        ValueError: The name is unknown. The message lists the known names.
+    """
+    if not isinstance(name, str) or name not in _FORMATS:
+        raise ValueError(f"kv_format is {shown(name)}: expected one of {', '.join(format_names())}")
+    return _FORMATS[name]
+
+
+for _format in (
+    # One scale per token and head, as in vLLM's *_per_token_head.
+    KVFormat("fp8_e4m3_token_head", "float8_e4m3fn"),
+    KVFormat("fp8_e5m2_token_head", "float8_e5m2"),
+    KVFormat("int8_token_head", "int8"),
+    KVFormat("int4_token_head", "uint8"),
+    # 656 bytes for DeepSeek-V3: a latent of 512 codes with four scales, and 64 elements of 2 bytes.
+    KVFormat("fp8_ds_mla", "float8_e4m3fn", TILE, 128, is_row=True),
+    # The keys of DeepSeek's indexer.
+    KVFormat("fp8_indexer", "float8_e4m3fn", INDEXER, 128),
+    KVFormat("fp8_indexer_power_of_two", "float8_e4m3fn", INDEXER_POWER_OF_TWO, 128),
+):
+    register_format(_format)
