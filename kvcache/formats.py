@@ -14,7 +14,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvcache.checks import Name, Size, check_name, flag, instance, integer, plain_fields, shown
+from kvcache.checks import (
+    MAX_INT32,
+    Name,
+    Size,
+    check_name,
+    flag,
+    instance,
+    integer,
+    one_of,
+    plain_fields,
+    shown,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -61,9 +72,9 @@ class KVFormat:
         ValueError: A value is invalid.
 
     Example:
-        >>> kv_format("int8_token_head").stored(num_kv_heads=8, head_size=128, v_head_size=128)
+        >>> format_named("int8_token_head").stored(num_kv_heads=8, head_size=128, v_head_size=128)
         StoredSizes(dtype='int8', head_size=128, v_head_size=128, scale_bytes_per_token=64)
-        >>> kv_format("fp8_ds_mla").stored(num_kv_heads=1, head_size=512, v_head_size=64)
+        >>> format_named("fp8_ds_mla").stored(num_kv_heads=1, head_size=512, v_head_size=64)
         StoredSizes(dtype='uint8', head_size=656, v_head_size=0, scale_bytes_per_token=0)
     """
 
@@ -75,10 +86,7 @@ class KVFormat:
 
     def __post_init__(self) -> None:
         check_name(self.name, "name")
-        if self.dtype not in ("float8_e4m3fn", "float8_e5m2", "int8", "uint8"):
-            raise ValueError(
-                f"dtype is {shown(self.dtype)}: expected float8_e4m3fn, float8_e5m2, int8 or uint8"
-            )
+        one_of(self.dtype, "dtype", ("float8_e4m3fn", "float8_e5m2", "int8", "uint8"))
         integer(self.scale_rule, "scale_rule", TOKEN_HEAD, INDEXER_POWER_OF_TWO)
         flag(self.is_row, "is_row")
         plain_fields(self)
@@ -88,12 +96,13 @@ class KVFormat:
         """Number of elements per byte: 2 for int4."""
         return 2 if self.dtype == "uint8" else 1
 
-    def num_groups(self, head_size: int, name: str = "head_size") -> int:
+    def _num_groups(self, head_size: int, name: str = "head_size") -> int:
         """Return the number of scales of a head with this many elements.
 
         Raises:
             ValueError: Groups do not divide the head, or do not fill whole bytes.
         """
+        head_size = integer(head_size, name, 0, MAX_INT32)
         group = self.group_size or head_size
         if head_size and (head_size % group or group % self.codes_per_byte):
             expected = self.group_size or self.codes_per_byte
@@ -113,7 +122,10 @@ class KVFormat:
         Raises:
             ValueError: The format cannot hold these sizes.
         """
-        num_k, codes = self.num_groups(head_size), self.codes_per_byte
+        num_kv_heads = integer(num_kv_heads, "num_kv_heads", 1, MAX_INT32)
+        head_size = integer(head_size, "head_size", 1, MAX_INT32)
+        v_head_size = integer(v_head_size, "v_head_size", 0, MAX_INT32)
+        num_k, codes = self._num_groups(head_size), self.codes_per_byte
         if self.is_row:
             if num_kv_heads != 1:
                 raise ValueError(
@@ -128,7 +140,7 @@ class KVFormat:
                     f"the scales of format {self.name!r} are aligned to {SCALE_BYTES} bytes"
                 )
             return StoredSizes("uint8", size, 0, 0)
-        num_v = self.num_groups(v_head_size, "v_head_size")
+        num_v = self._num_groups(v_head_size, "v_head_size")
         scales = num_kv_heads * (num_k + num_v) * SCALE_BYTES
         return StoredSizes(self.dtype, head_size // codes, v_head_size // codes, scales)
 
@@ -153,13 +165,24 @@ class KVFormat:
         """
         import torch
 
+        instance(dtype, torch.dtype, "dtype")
+        instance(key_cache, torch.Tensor, "key_cache")
+        if key_cache.ndim != 4:
+            raise ValueError(f"key_cache has {key_cache.ndim} dimensions: expected 4")
+        sizes = self.stored(key_cache.shape[2], head_size, v_head_size)
+        expected = [*key_cache.shape[:3]], getattr(torch, sizes.dtype)
+        self._check(key_cache, "key_cache", [*expected[0], sizes.head_size], expected[1])
+        self._check(value_cache, "value_cache", [*expected[0], sizes.v_head_size], expected[1])
+        if sizes.scale_bytes_per_token:
+            shape = [*expected[0][:2], sizes.scale_bytes_per_token]
+            self._check(scale_cache, "scale_cache", shape, torch.uint8)
         codes = getattr(torch, self.dtype)
         if self.is_row:
             end = head_size // self.codes_per_byte
-            after = end + SCALE_BYTES * self.num_groups(head_size)
-            if dtype.itemsize != 2:
+            after = end + SCALE_BYTES * self._num_groups(head_size)
+            if dtype not in (torch.bfloat16, torch.float16):
                 raise ValueError(
-                    f"tokens are {dtype}: expected bfloat16 or float16 for format {self.name!r}"
+                    f"dtype of tokens is {dtype}: expected bfloat16 or float16 for format {self.name!r}"
                 )
             return CacheParts(
                 key_cache[..., :end].view(codes),
@@ -167,12 +190,22 @@ class KVFormat:
                 key_cache[..., end:after].view(torch.float32),
                 None,
             )
-        num_k = self.num_groups(head_size)
+        num_k = self._num_groups(head_size)
         heads = scale_cache.unflatten(-1, (key_cache.shape[2], -1)).view(torch.float32)
         has_v = v_head_size > 0
         return CacheParts(
             key_cache, value_cache, heads[..., :num_k], heads[..., num_k:] if has_v else None
         )
+
+    def _check(self, cache: torch.Tensor, name: str, shape: list[int], dtype: torch.dtype) -> None:
+        import torch
+
+        instance(cache, torch.Tensor, name)
+        if [*cache.shape] != shape or cache.dtype != dtype:
+            raise ValueError(
+                f"{name} is {cache.dtype}{[*cache.shape]}: expected {dtype}{shape} for format "
+                f"{self.name!r}"
+            )
 
 
 _FORMATS: dict[str, KVFormat] = {}
@@ -192,15 +225,15 @@ def register_format(described: KVFormat) -> KVFormat:
 
     Example:
         >>> halves = register_format(KVFormat("int8_groups_of_64", "int8", group_size=64))
-        >>> halves.num_groups(128)
-        2
+        >>> halves.stored(num_kv_heads=1, head_size=128, v_head_size=128).scale_bytes_per_token
+        16
     """
-    instance(described, KVFormat, "format")
+    instance(described, KVFormat, "described")
     known = _FORMATS.setdefault(described.name, described)
     if known != described:
         raise ValueError(
-            f"name is {shown(described.name)}, which is already registered for {known}: expected an "
-            "identical format, or a different name"
+            f"described has name {shown(described.name)}, which is already registered for {known}: "
+            "expected an identical format, or a different name"
         )
     return described
 
@@ -210,15 +243,16 @@ def format_names() -> list[str]:
     return sorted(_FORMATS)
 
 
-def kv_format(name: str) -> KVFormat:
+def format_named(kv_format: str) -> KVFormat:
     """Return the format that is registered under a name.
 
     Raises:
         ValueError: The name is unknown. The message lists the known names.
     """
-    if not isinstance(name, str) or name not in _FORMATS:
-        raise ValueError(f"kv_format is {shown(name)}: expected one of {', '.join(format_names())}")
-    return _FORMATS[name]
+    if not isinstance(kv_format, str) or kv_format not in _FORMATS:
+        names = ", ".join(format_names())
+        raise ValueError(f"kv_format is {shown(kv_format)}: expected one of {names}")
+    return _FORMATS[kv_format]
 
 
 for _format in (

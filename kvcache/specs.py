@@ -22,7 +22,7 @@ from kvcache.checks import (
     plain_fields,
     shown,
 )
-from kvcache.formats import SCALE_BYTES, kv_format
+from kvcache.formats import SCALE_BYTES, format_named
 
 if TYPE_CHECKING:
     from kvcache.kinds import KindProperties
@@ -260,7 +260,7 @@ class LayerSpec:
 
     def _check_format(self, has_state: bool) -> None:
         """Set what the format defines."""
-        known = kv_format(self.kv_format)
+        known = format_named(self.kv_format)
         if has_state:
             raise ValueError(
                 f"kv_format is {known.name!r}: expected None for kind {self.kind!r}, which keeps a state"
@@ -297,7 +297,7 @@ class LayerSpec:
         """Elements of `dtype` per head that the cache holds for K and for V."""
         if self.kv_format is None:
             return self.sizes_before_format
-        sizes = kv_format(self.kv_format).stored(self.num_kv_heads, *self.sizes_before_format)
+        sizes = format_named(self.kv_format).stored(self.num_kv_heads, *self.sizes_before_format)
         return sizes.head_size, sizes.v_head_size
 
     @property

@@ -11,8 +11,8 @@ from kvcache import LayerSpec, plan_cache
 from kvcache.formats import (
     TILE,
     KVFormat,
+    format_named,
     format_names,
-    kv_format,
     register_format,
 )
 from kvcache.layouts import backend
@@ -27,7 +27,7 @@ LAYOUTS = ["NHD", "HND"]
 
 def layers_of(name, **changes):
     """Return two layers in a format, with sizes that it can hold."""
-    if kv_format(name).is_row:
+    if format_named(name).is_row:
         sizes = {"num_kv_heads": 1, "head_size": 256, "v_head_size": 32, "is_mla": True}
     elif "indexer" in name:
         sizes = {"num_kv_heads": 1, "head_size": 128, "v_head_size": 0}
@@ -62,7 +62,7 @@ def test_tokens_are_read_as_they_were_written(name, layout):
     storage = storage_of(layers_of(name), layout)
     slots = torch.randperm(60)[:9] + storage.block_size
     written = [write(storage, layer, slots, seed=layer) for layer in (0, 1)]
-    step = {"int8": 0.01, "uint8": 0.14}.get(kv_format(name).dtype, 0.07)
+    step = {"int8": 0.01, "uint8": 0.14}.get(format_named(name).dtype, 0.07)
     step = 0.14 if "e5m2" in name else step
     for layer, given in enumerate(written):
         for got, want in zip(storage.gather(layer, slots), given):
@@ -79,7 +79,7 @@ def test_bytes_of_a_page_are_those_of_its_tokens(name):
     plan = plan_cache(layers, 2**20, max_model_len=64)
     assert plan.page_bytes == 2 * plan.groups[0].block_size * layers[0].bytes_per_token
     storage = storage_of(layers)
-    sizes = kv_format(name).stored(storage.num_kv_heads, *storage.token_sizes)
+    sizes = format_named(name).stored(storage.num_kv_heads, *storage.token_sizes)
     data = storage.num_kv_heads * (sizes.head_size + sizes.v_head_size)
     assert layers[0].bytes_per_token == data + sizes.scale_bytes_per_token
 
@@ -124,7 +124,7 @@ def described(layers, tp_size, layout):
 @pytest.mark.parametrize("layouts", [("NHD", "NHD"), ("HND", "NHD")])
 @pytest.mark.parametrize("name", [n for n in format_names() if "indexer" not in n])
 def test_tokens_arrive_from_ranks_of_another_size(name, layouts):
-    is_row = kv_format(name).is_row
+    is_row = format_named(name).is_row
     heads = 1 if is_row else 4
     mine, theirs = layers_of(name), layers_of(name, num_kv_heads=1 if is_row else 2)
     storage = storage_of(mine, layouts[0])
@@ -193,11 +193,35 @@ def test_layers_that_a_format_cannot_hold_are_rejected(changes, message):
         LayerSpec("a", **{**given, "kv_format": "int8_token_head", **changes})
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_size": 32}, r"key_cache is torch.int8\[9, 16, 4, 64\]: expected .*, 32\]"),
+        ({"v_head_size": 0}, r"value_cache is torch.int8\[9, 16, 4, 32\]: expected .*, 0\]"),
+        ({"scale_cache": None}, "scale_cache is None: expected a Tensor"),
+        ({"key_cache": torch.ones(3)}, "key_cache has 1 dimensions: expected 4"),
+    ],
+)  # fmt: skip
+def test_caches_of_other_sizes_are_rejected(changes, message):
+    given = {
+        "key_cache": torch.zeros(9, 16, 4, 64).char(),
+        "value_cache": torch.zeros(9, 16, 4, 32).char(),
+        "scale_cache": torch.zeros(9, 16, 32).byte(),
+        "head_size": 64,
+        "v_head_size": 32,
+        "dtype": torch.bfloat16,
+    }
+    known = format_named("int8_token_head")
+    assert known.parts(**given).v_scale.shape == (9, 16, 4, 1)
+    with pytest.raises((TypeError, ValueError), match=message):
+        known.parts(**given | changes)
+
+
 def test_tokens_of_four_bytes_do_not_fit_into_rows():
     storage = storage_of(layers_of("fp8_ds_mla"))
     key, value = (each.float() for each in tokens_of(storage))
     with pytest.raises(
-        ValueError, match=r"tokens are torch\.float32: expected bfloat16 or float16"
+        ValueError, match=r"dtype of tokens is torch\.float32: expected bfloat16 or float16"
     ):
         storage.write(0, key, value, torch.arange(64, 69))
 
@@ -206,11 +230,11 @@ def test_tokens_of_four_bytes_do_not_fit_into_rows():
     ("arguments", "message"),
     [
         (("", "int8"), "name is ''"),
-        (("a", "bfloat16"), "dtype is 'bfloat16': expected float8_e4m3fn"),
+        (("a", "bfloat16"), "dtype is 'bfloat16': expected one of float8_e4m3fn"),
         (("a", "int8", 9), "scale_rule is 9"),
         (
             ("int8_token_head", "int8", TILE),
-            "name is 'int8_token_head', which is already registered",
+            "described has name .int8_token_head., which is already registered",
         ),
     ],
 )

@@ -178,6 +178,7 @@ def of_storage(num_blocks=9, **storage):
     sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "num_layers": 2, **storage}
     manager = KVCacheManager(16, 9, 128)
     made = KVStorage(num_blocks, **sizes)
+    num_bytes = made.scale_cache(0).shape[2] if made.has_scales else 0
     description = CacheDescription(
         engine_id="e",
         num_layers=made.num_layers,
@@ -187,7 +188,8 @@ def of_storage(num_blocks=9, **storage):
         block_size=16,
         dtype=made.dtype,
         memory_order=made.memory_order,
-        scale_bytes_per_head=sizes.get("scale_bytes_per_token", 0) // made.num_kv_heads,
+        scale_bytes_per_head=num_bytes // made.num_kv_heads,
+        kv_format=made.kv_format.name if made.kv_format else "",
     )
     layout = GroupLayout(tuple("ab"[: made.num_layers]), description, 1, 9)
     return Made.of(fingerprint(manager, made.pages, model="m"), manager, [layout])

@@ -236,7 +236,7 @@ BAD = {
         "k_scale": torch.ones(2, 5, 1, 1)
     },
     "k_scale has dtype Half: expected Float": {"k_scale": torch.ones(2, 5, 2, 1).half()},
-    r"k_scale has shape \[2, 5, 2\]: expected \[1\], \[2\], or the shape of the cache": {
+    r"k_scale has shape \[2, 5, 2\]: expected \[1\] or \[2\], or the shape of the cache": {
         "k_scale": torch.ones(2, 5, 2)
     },
     r"key has shape \[3, 2, 4\]: expected size 8 in dimension 2, twice the bytes per head": {

@@ -10,7 +10,7 @@ import torch
 
 from kvcache import ops
 from kvcache.checks import MAX_LAYERS, dtype_name, instance, integer, listed, num_entries, shown
-from kvcache.formats import kv_format as format_named
+from kvcache.formats import format_named
 from kvcache.layouts import AttentionBackend, EngineBackend, described_backend
 from kvcache.memory_plan import CachePlan
 from kvcache.placement import Placement, full_memory_order, place_elements

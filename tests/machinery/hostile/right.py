@@ -13,6 +13,7 @@ import kvcache
 import kvcache.transfer as transfer
 from kvcache import GroupSpec, KVCacheManager, LayerSpec, Request, StepReport
 from kvcache.allocator import hashing
+from kvcache.formats import format_named
 from kvcache_exchange.disaggregation import steps
 from kvcache_exchange.store import orders
 from kvcache_serve import demo, engine
@@ -94,6 +95,11 @@ _RIGHT: dict[str, object] = {
     "MultiGroupBlockTable.block_sizes": [4, 8], "req_indices": np.array([0], np.int32),
     "positions GroupTable.state_pages.num_tokens": np.array([3]),
     "idx_mapping": torch.tensor([0], dtype=torch.int32),
+    "KVFormat.dtype": "int8", "format_named.kv_format": "int8_token_head",
+    "register_format.described": format_named("int8_token_head"),
+    "KVFormat.parts.key_cache KVFormat.parts.value_cache": torch.zeros(5, 4, 2, 8).char(),
+    "KVFormat.parts.scale_cache": torch.zeros(5, 4, 16, dtype=torch.uint8),
+    "KVFormat.parts.dtype": torch.bfloat16,
     "GroupTable.state_pages.num_drafts Pages.offsets Pages.layers "
     "CacheDescription.offset_of.layer CacheDescription.offset_of.kv "
     "CacheDescription.offset_of.token CacheDescription.offset_of.head": np.array([0]),
