@@ -174,10 +174,10 @@ void run(const TokenIo& io) {
   const int64_t grain = std::max<int64_t>(kGrainBytes / (token_bytes + 1), 1);
   const Move move_k = move_of<direction>(io.k()), move_v = move_of<direction>(io.v());
   const auto move = [&](Move function, const TokenPages& p, int64_t layer, int64_t i) {
-    const int64_t slot = io.slot(i);
+    const int64_t slot = io.slot_for<direction>(i);
     if (slot >= io.first_slot()) {
       function(p, layer, i, slot);
-    } else if (direction == Direction::kGather) {
+    } else if (direction != Direction::kWrite) {
       clear_token(p, layer, i);
     }
   };
@@ -221,7 +221,7 @@ void gather_context(Tensor key_cache, Tensor value_cache, Tensor block_tables, T
   const TokenIo io = checked_context_io(key_cache, value_cache, block_tables, cu_seq_lens, key,
                                         value, k_scale, v_scale, seq_starts);
   check_cu_seq_lens(io);
-  run<Direction::kGather>(io);
+  run<Direction::kGatherContext>(io);
 }
 
 }  // namespace

@@ -49,13 +49,6 @@ struct CodeVectors {
   static constexpr bool kScaled = true;
 };
 
-struct TrueDivisor {
-  KV_HOST_DEVICE explicit TrueDivisor(float scale) : scale(scale) {}
-  KV_HOST_DEVICE bool is_exact() const { return true; }
-  KV_HOST_DEVICE float divide(float x) const { return x / scale; }
-  float scale;
-};
-
 template <class Element, class Format_, int n>
 struct ToCodes : CodeVectors<Element, n> {
   using typename CodeVectors<Element, n>::Token;
@@ -64,9 +57,8 @@ struct ToCodes : CodeVectors<Element, n> {
   // Converting a wide vector takes many registers. With two vectors in flight, more warps fit.
   static constexpr unsigned kInFlight = n == 1 ? 4 : 2;
 
-  // Only integers need a true division of every element.
-  using Divisor =
-      std::conditional_t<std::is_same_v<Format, Int8>, TrueDivisor, ScaleDivisor<Element>>;
+  // For integers, the quotient must be the true one, as for float32.
+  using Divisor = ScaleDivisor<std::conditional_t<std::is_same_v<Format, Int8>, float, Element>>;
 
   KV_HOST_DEVICE explicit ToCodes(float scale) : divisor(scale) {}
   KV_HOST_DEVICE bool is_exact() const { return divisor.is_exact(); }
@@ -151,13 +143,14 @@ __device__ __forceinline__ int64_t place_of(const TokenIo& io, const TokenPages&
 
 // Sets `place` to the offsets of tokens `first`, `first + blockDim.y`, ... All slots are loaded
 // before the first slot is checked, so that the loads overlap.
-template <unsigned n>
+template <Direction direction, unsigned n>
 __device__ __forceinline__ void find_places(const TokenIo& io, const TokenPages& p, uint32_t first,
                                             int64_t (&place)[n]) {
   const auto last = static_cast<uint32_t>(io.num_tokens - 1);
   int64_t slots[n];
 #pragma unroll
-  for (unsigned u = 0; u < n; ++u) slots[u] = io.slot(min(first + u * blockDim.y, last));
+  for (unsigned u = 0; u < n; ++u)
+    slots[u] = io.slot_for<direction>(min(first + u * blockDim.y, last));
 #pragma unroll
   for (unsigned u = 0; u < n; ++u) place[u] = place_of(io, p, first + u * blockDim.y, slots[u]);
 }
@@ -172,7 +165,7 @@ __device__ void write_by_division(const TokenIo& io, const TokenPages& p, float 
   for (unsigned n = 0; n < Mover::kInFlight * Mover::kElements; ++n) {
     const unsigned u = n / Mover::kElements, e = n % Mover::kElements;
     const uint32_t i = first + u * blockDim.y;
-    const int64_t place = i < io.num_tokens ? place_of(io, p, i, io.slot(i)) : kSkipped;
+    const int64_t place = i < io.num_tokens ? place_of(io, p, i, io.slots[i]) : kSkipped;
     if (place < 0) continue;
     const auto* token = reinterpret_cast<const Element*>(tokens + i * p.token_stride);
     quantize<typename Mover::Format>(token[e], scale, reinterpret_cast<uint8_t*>(pages + place)[e]);
@@ -195,7 +188,7 @@ __global__ void __launch_bounds__(kThreads) token_io_kernel(KV_PARAMETER TokenLa
   const int64_t layer = blockIdx.z;
   const uint32_t first = blockIdx.x * (kInFlight * blockDim.y) + threadIdx.y;
   int64_t place[kInFlight];
-  find_places(io, p, first, place);
+  find_places<direction>(io, p, first, place);
 
   const uint32_t share = is_v ? blockIdx.y - launch.k_blocks : blockIdx.y;
   const uint32_t shares = is_v ? gridDim.y - launch.k_blocks : launch.k_blocks;
@@ -354,7 +347,8 @@ __global__ void __launch_bounds__(kThreads) group_io_kernel(KV_PARAMETER GroupLa
   if (at >= launch.num_groups[is_v]) return;  // the same for all lanes of a warp
   const uint32_t i = blockIdx.x, head = launch.per_head[is_v].divide(at);
   const uint32_t which = at - head * launch.per_head[is_v].divisor;
-  const int64_t layer = blockIdx.z, slot = io.slot(i), place = place_of(io, p, i, slot);
+  const int64_t layer = blockIdx.z, slot = io.slot_for<direction>(i),
+                place = place_of(io, p, i, slot);
   if (place == kSkipped || (place == kNoSlot && direction == Direction::kWrite)) return;
 
   const auto size = static_cast<uint32_t>(p.group_size);
@@ -367,6 +361,7 @@ __global__ void __launch_bounds__(kThreads) group_io_kernel(KV_PARAMETER GroupLa
       reinterpret_cast<Page*>(pages + place + int64_t{which} * num_vectors * sizeof(Page));
   if constexpr (direction == Direction::kWrite) {
     typename Group<Format>::Extent extent;
+#pragma unroll 1
     for (uint32_t j = threadIdx.x; j < num_vectors; j += kWarp) {
       const Token in = token[j];
 #pragma unroll
@@ -376,6 +371,7 @@ __global__ void __launch_bounds__(kThreads) group_io_kernel(KV_PARAMETER GroupLa
     const Group<Format> group(extent, p.rule);
     if (threadIdx.x == 0) *p.group_scale(layer, slot, head, which) = group.stored;
     // Most groups have one vector per lane, which is still in the cache.
+#pragma unroll 1
     for (uint32_t j = threadIdx.x; j < num_vectors; j += kWarp) {
       page[j] = Vectors::encode(token[j], group);
     }
@@ -509,9 +505,10 @@ void gather_context_cuda(Tensor key_cache, Tensor value_cache, Tensor block_tabl
                          Tensor cu_seq_lens, Tensor key, Tensor value,
                          std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
                          std::optional<Tensor> seq_starts) {
-  run<Direction::kGather>(checked_context_io(key_cache, value_cache, block_tables, cu_seq_lens, key,
-                                             value, k_scale, v_scale, seq_starts),
-                          key);
+  run<Direction::kGatherContext>(
+      checked_context_io(key_cache, value_cache, block_tables, cu_seq_lens, key, value, k_scale,
+                         v_scale, seq_starts),
+      key);
 }
 
 }  // namespace

@@ -90,6 +90,8 @@ struct Context {
   int32_t num_requests, num_columns;
 };
 
+enum class Direction { kWrite, kGather, kGatherContext };
+
 struct TokenIo {
   TokenPages sides[2];  // K and V
   const int64_t*
@@ -105,6 +107,15 @@ struct TokenIo {
   // Returns token i's slot: -1 if it has none, and another number out of range if it is invalid.
   KV_HOST_DEVICE int64_t slot(int64_t i) const {
     return slots != nullptr ? slots[i] : context_slot(static_cast<int32_t>(i));
+  }
+  // The same, for code in which the direction is known.
+  template <Direction direction>
+  KV_HOST_DEVICE int64_t slot_for(int64_t i) const {
+    if constexpr (direction == Direction::kGatherContext) {
+      return context_slot(static_cast<int32_t>(i));
+    } else {
+      return slots[i];
+    }
   }
   // Returns whether token i's slot is out of range.
   KV_HOST_DEVICE bool operator()(int64_t i) const {
@@ -136,8 +147,6 @@ struct TokenIo {
     return block < 0 ? kInvalid : block * size + (position - int64_t{column} * size);
   }
 };
-
-enum class Direction { kWrite, kGather };
 
 // Calls f with an element of the tokens' dtype and the cache's format, for a side with scales.
 template <class F>

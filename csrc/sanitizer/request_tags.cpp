@@ -12,13 +12,15 @@ uint64_t token_hash(uint64_t value, uint64_t position) {
 
 int64_t RequestTags::add(int64_t serial, uint64_t seed) {
   if (free_.empty()) {
-    free_.push_back(num_rows());
+    // There is space for all rows, so that removing one needs no memory.
+    if (free_.capacity() <= requests_.size()) free_.reserve(2 * requests_.size() + 8);
     requests_.emplace_back();
+    free_.push_back(num_rows() - 1);
   }
   const int64_t row = free_.back();
-  free_.pop_back();
-  at(row).serial = serial;
   restart(row, seed);
+  at(row).serial = serial;
+  free_.pop_back();
   return row;
 }
 

@@ -47,6 +47,8 @@ class FindingList {
  public:
   // If `counts` is set, a repeated finding increments `other` of the first one.
   void add(const Finding& finding, bool counts = false) {
+    // There is space before a place is added, so that no place lacks its finding.
+    if (findings_.size() == findings_.capacity()) findings_.reserve(2 * findings_.size() + 8);
     const auto [it, is_new] =
         places_.try_emplace({finding.kind, finding.serial, finding.block}, findings_.size());
     if (is_new) {
