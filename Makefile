@@ -20,7 +20,7 @@ THREAD_TESTS := test_threads test_call_guard
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc tools -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-slow test-vllm test-sglang test-real bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less ptx sanitize sanitize-thread soak fuzz wheel prebuilt repair-wheel test-wheel bench docs gpu gpu-libraries gpu-rehearsal clean
+.PHONY: demo test test-slow test-all test-vllm test-sglang test-real bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less ptx sanitize sanitize-thread soak fuzz wheel prebuilt repair-wheel test-wheel bench docs gpu gpu-libraries gpu-rehearsal clean
 
 demo: $(VENV)/.built
 	$(BIN)/kvcache demo
@@ -38,6 +38,9 @@ test-slow: setup
 test-exhaustive: setup
 	HYPOTHESIS_PROFILE=exhaustive $(BIN)/python -m pytest -n auto --dist worksteal \
 	  -m "exhaustive or hypothesis" $(SHARE:%=--share %)
+
+# Run all Python tests that need no engine, in about 25 minutes on two cores.
+test-all: test test-slow test-exhaustive
 
 # Plant defects one at a time. The tests that are not marked exhaustive must detect each of them.
 planted-breaks: setup
