@@ -1002,6 +1002,7 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         if self.tier is None and self.in_flight and self.rng.random() < 0.5:
             report = StepReport(self.in_flight[-1], True, failed_pages=[page])
             self.in_flight.clear()
+            self.reading.clear()
             self.returned(self.call(self.manager.report, report))
         else:
             self.returned(self.call((self.tier or self.manager).invalidate, [page]))

@@ -67,6 +67,7 @@ class Hints:
         admits = hints.admits(rng.random() < 0.95, rng.choice([None, None, 1]))
         if not admits:
             return
+        self.carry_out_all()
         plan = self.call(self.manager.step, new=admits)
         if plan is None:
             raise Wrong("a step with guests is rejected")
@@ -83,6 +84,7 @@ class Hints:
             self.weights()
         hints.begin()
         self.in_flight.clear()
+        self.reading.clear()
         self.returned(self.call(self.manager.report, StepReport(plan.step_id, completed=True)))
         hints.completed()
         self.check_hints()

@@ -157,12 +157,10 @@ class Node(Hints, Engine):
             self.num_declined += 1
             return None
         self.num_offered += 1
-        # `finish_receiving` may find a longer prefix in groups with windows than `publish_cached` did.
-        most = self.peers._max_kept_blocks + len(self.kinds)
-        if self.manager.pool.num_kept > most:
+        if self.manager.pool.num_kept > self.peers._max_kept_blocks:
             raise Wrong("more blocks are kept for peers than max_kept_share allows")
         n, groups = offer["num_tokens"], self.plan.transferred_groups
-        if not least <= n <= len(tokens):
+        if not least <= n < len(tokens):
             raise Wrong(f"{n} tokens are offered of {len(tokens)}, at least {least}")
         contents = extended([], tokens[:n], owner_of(self.version, None, salt))
         named = types.SimpleNamespace(name=f"the offer of {self.name}")
