@@ -105,17 +105,19 @@ def attention_metadata(device: str, size: int) -> list[torch.Tensor]:
 
 
 def token_io(
-    name: str, dtype: torch.dtype, layout: str, device: str, size: int
+    name: str, dtype: torch.dtype, layout: str, device: str, size: int, in_groups: bool = False
 ) -> list[torch.Tensor]:
-    """Run `write_kv` or `gather_kv`. Every seventh token has no slot."""
+    """Run `write_kv` or `gather_kv`. Every seventh token has no slot. `in_groups`: each token and head
+    has a scale in the cache, and uint8 holds int4.
+    """
     num_tokens = 24 * size
     num_blocks = 2 * num_tokens // _BLOCK_SIZE + 1
     order = (_BLOCK_SIZE, _HEADS) if layout == "NHD" else (_HEADS, _BLOCK_SIZE)
     caches = []
     for sign in (1, -1):  # K and V differ
-        shape = (num_blocks, *order, _HEAD_SIZE)
+        shape = (num_blocks, *order, _HEAD_SIZE // (2 if dtype == torch.uint8 else 1))
         drawn = torch.randn(shape, generator=_seeded()).mul(sign).bfloat16()
-        cache = drawn.to(dtype).to(device)
+        cache = (drawn if dtype.is_floating_point else drawn.abs() * 16).to(dtype).to(device)
         caches.append(cache if layout == "NHD" else cache.transpose(1, 2))
     shape = (num_tokens, _HEADS, _HEAD_SIZE)
     tokens = [
@@ -124,36 +126,13 @@ def token_io(
     slots = torch.randperm(num_blocks * _BLOCK_SIZE, generator=_seeded())[:num_tokens]
     slots[::7] = -1
     scale = torch.linspace(0.2, 0.9, _HEADS).to(device)
-    scales = () if dtype == torch.bfloat16 else (scale, scale)
+    scales = [] if dtype == torch.bfloat16 else [scale, scale]
+    if in_groups:
+        scales = [scale.repeat(num_blocks, _BLOCK_SIZE, 1).unsqueeze(3) for _ in "kv"]
     if name == "write_kv":
         ops.write_kv(*tokens, *caches, slots.to(device), *scales)
-        return [cache.cpu().contiguous().view(torch.uint8) for cache in caches]
-    ops.gather_kv(*caches, slots.to(device), *tokens, *scales)
-    return [token.cpu().view(torch.uint8) for token in tokens]
-
-
-def group_io(
-    name: str, dtype: torch.dtype, layout: str, device: str, size: int
-) -> list[torch.Tensor]:
-    """Run `write_kv` or `gather_kv` with a scale per token and head in the cache."""
-    num_tokens, codes = 24 * size, 2 if dtype == torch.uint8 else 1
-    num_blocks = 2 * num_tokens // _BLOCK_SIZE + 1
-    order = (_BLOCK_SIZE, _HEADS) if layout == "NHD" else (_HEADS, _BLOCK_SIZE)
-    caches, scales = [], []
-    for _ in "kv":
-        shape = num_blocks, *order, _HEAD_SIZE // codes
-        drawn = torch.randint(0, 100, shape, generator=_seeded()).byte().view(dtype)
-        caches.append(drawn.to(device) if layout == "NHD" else drawn.to(device).transpose(1, 2))
-        scales.append(torch.full((num_blocks, _BLOCK_SIZE, _HEADS, 1), 0.25, device=device))
-    shape = (num_tokens, _HEADS, _HEAD_SIZE)
-    tokens = [
-        torch.randn(shape, generator=_seeded()).mul(sign).bfloat16().to(device) for sign in (1, -1)
-    ]
-    slots = torch.randperm(num_blocks * _BLOCK_SIZE, generator=_seeded())[:num_tokens]
-    slots[::7] = -1
-    if name == "write_kv":
-        ops.write_kv(*tokens, *caches, slots.to(device), *scales)
-        return [each.cpu().contiguous().view(torch.uint8) for each in (*caches, *scales)]
+        written = [*caches, *(scales if in_groups else ())]
+        return [each.cpu().contiguous().view(torch.uint8) for each in written]
     ops.gather_kv(*caches, slots.to(device), *tokens, *scales)
     return [token.cpu().view(torch.uint8) for token in tokens]
 
@@ -227,11 +206,19 @@ CASES: dict[str, Case] = {
     "write_kv e5m2 HND": partial(token_io, "write_kv", _E5M2, "HND"),
     "gather_kv bf16 HND": partial(token_io, "gather_kv", _BF16, "HND"),
     "gather_kv e4m3 NHD": partial(token_io, "gather_kv", _E4M3, "NHD"),
-    "write_kv e4m3 per token and head": partial(group_io, "write_kv", _E4M3, "NHD"),
-    "write_kv int8 per token and head, HND": partial(group_io, "write_kv", torch.int8, "HND"),
-    "write_kv int4 per token and head": partial(group_io, "write_kv", torch.uint8, "NHD"),
-    "gather_kv e4m3 per token and head": partial(group_io, "gather_kv", _E4M3, "NHD"),
-    "gather_kv int4 per token and head": partial(group_io, "gather_kv", torch.uint8, "NHD"),
+    "write_kv e4m3 per token and head": partial(token_io, "write_kv", _E4M3, "NHD", in_groups=True),
+    "write_kv int8 per token and head, HND": partial(
+        token_io, "write_kv", torch.int8, "HND", in_groups=True
+    ),
+    "write_kv int4 per token and head": partial(
+        token_io, "write_kv", torch.uint8, "NHD", in_groups=True
+    ),
+    "gather_kv e4m3 per token and head": partial(
+        token_io, "gather_kv", _E4M3, "NHD", in_groups=True
+    ),
+    "gather_kv int4 per token and head": partial(
+        token_io, "gather_kv", torch.uint8, "NHD", in_groups=True
+    ),
     "copy_blocks 4 KiB": partial(copy_within, 4096, False),
     "copy_blocks 4 KiB, ids on the device": partial(copy_within, 4096, True),
     "copy_blocks 24 bytes": partial(copy_within, 24, False),
