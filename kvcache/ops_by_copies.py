@@ -211,7 +211,7 @@ def _gather_context(call: _MirroredCall) -> None:
     for cache in caches.values():
         if cache.numel() and tables.dtype == torch.int32:
             num_blocks = cache.shape[-4]
-            for block, count in _runs(tables, 1, num_blocks, num_blocks):
+            for block, count in _runs(tables.long(), 1, num_blocks, num_blocks):
                 call.fill(cache.narrow(-4, block, count))
     call.run()
     for tensor in call.written():

@@ -136,10 +136,9 @@ OFF = {
 
 
 def found(most_seeds: int) -> Exception | None:
-    for seed in range(most_seeds):
-        if (error := failure_of(seed, range(300))) is not None:
-            return error
-    return None
+    """Return what the simulator finds wrong. A fault may also lead to errors of the library."""
+    errors = filter(None, (failure_of(seed, range(300)) for seed in range(most_seeds)))
+    return next((each for each in errors if isinstance(each, Wrong)), None)
 
 
 @pytest.mark.slow
@@ -147,12 +146,12 @@ def found(most_seeds: int) -> Exception | None:
 def test_fault_is_found_by_its_oracle_and_only_by_it(name, monkeypatch):
     owner, method, change, oracle = FAULTS[name]
     monkeypatch.setattr(owner, method, wrapped(owner, method, change))
-    assert isinstance(found(60), Wrong)
+    assert found(60) is not None
     monkeypatch.setattr(Sockets if oracle == "check_view" else Node, oracle, OFF[oracle])
     if oracle in ("check_view", "follow_events"):
         monkeypatch.setattr(Network, "check_index", OFF["check_index"])
     monkeypatch.setattr(Node, "check_plan", lambda *_: None)  # sees the changed plans, too
-    assert not isinstance(found(8), Wrong)
+    assert found(8) is None
 
 
 def test_wrong_argument_that_is_accepted_is_found(monkeypatch):

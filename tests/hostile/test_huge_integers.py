@@ -80,6 +80,7 @@ CALLS = {
 ANY = (
     *("kvcache.Admit", "kvcache.External", "kvcache.Pages", "kvcache.StepPlan"),
     *("kvcache.StepReport", "kvcache.compat.KVConnectorOutput", "kvcache.events", "kvcache.kinds"),
+    *("kvcache.formats.StoredSizes", "kvcache.formats.CacheParts"),
     *("kvcache.layouts.AttentionBackend.v_size", "kvcache.worker.HostDeviceBuffer.upload"),
     *("kvcache_exchange", "kvcache_serve"),
 )

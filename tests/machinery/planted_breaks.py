@@ -225,8 +225,8 @@ DEFECTS = [
     Defect(
         "null block",
         OPS + "token_io.cpp",
-        "if (io.slots[i] >= io.first_slot()) {",
-        "if (io.slots[i] >= 0) {",  # pads slots that slid out of a window, instead of keeping them
+        "if (slot >= io.first_slot()) {",
+        "if (slot >= 0) {",  # pads slots that slid out of a window, instead of keeping them
         "token_io_op worker",
     ),
     Defect(
@@ -253,7 +253,7 @@ DEFECTS = [
     Defect(
         "write and gather kv",
         OPS + "token_io.cpp",
-        "} else if (direction == Direction::kGather) {",
+        "} else if (direction != Direction::kWrite) {",
         "} else if (false) {",  # a token without a slot keeps stale values
         "token_io_op token_io_fp8_op",
     ),

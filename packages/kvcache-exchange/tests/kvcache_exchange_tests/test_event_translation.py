@@ -13,7 +13,6 @@ pytest.importorskip("msgspec")
 import msgspec
 
 from kvcache import Admit, GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
-from kvcache.allocator.hashing import hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcache_exchange.router_events.chains import chains
 from kvcache_exchange.router_events.translator import EventTranslator
@@ -31,9 +30,7 @@ from kvcache_exchange.router_events.wire import (
     wire_hash,
 )
 from tests.machinery.cache_user import cached, shown
-from tests.machinery.shared import sampled, seed_of_test
-from tests.simulator.engine import Engine
-from tests.simulator.world import run as run_seed
+from tests.machinery.shared import seed_of_test
 
 SEED = "vllm-none-hash"
 
@@ -473,78 +470,6 @@ def test_held_blocks_that_are_removed_are_not_published(loading):
 
 
 # --- random operations of every kind --------------------------------------------------------------
-
-
-class Watch:
-    """Checks in each operation of a simulated engine that the view equals the pools' contents, and
-    that a snapshot equals the view.
-    """
-
-    def __init__(self, manager):
-        self.manager, self.reader = manager, Reader("s")
-        self.said = {}  # contents of blocks, according to the manager's events about device blocks
-        self.num_on_host = 0
-
-    def follow(self, rng):
-        events = self.manager.cache.drain_events()
-        for event in events:
-            if isinstance(event, BlockStored) and event.medium == "gpu":
-                self.hear(event)
-        view = self.reader.view
-        for event in through_bytes(self.reader.translator.translate(events)):
-            self.check_order(view, event)
-            view.apply([event])
-        groups = self.reader.translator._groups.items()
-        held = {("GPU", number, each) for number, group in groups for each in group.held}
-        assert shown(view) == cached(self.manager) - held
-        assert held <= cached(self.manager)
-        known = {(number, each) for number, group in groups for each in group._blocks}
-        # The translator forgets blocks that were removed from all media.
-        assert known == {(group, each) for _, group, each in shown(view) | held}
-        self.check(view)
-        if rng.random() < 0.1:
-            again = CacheView()
-            again.apply(through_bytes(self.reader.translator.snapshot()))
-            assert again._blocks == {k: v for k, v in view._blocks.items() if v}
-
-    def check_order(self, view, event):
-        """Check that parents are published before blocks with all tokens, on the device."""
-        if not isinstance(event, WireStored) or event.medium != "GPU":
-            return
-        parent, group = event.parent_block_hash, event.group_idx
-        if event.kv_cache_spec_kind == "full_attention" and view.block(parent or 0, "CPU", group):
-            assert view.block(parent, "GPU", group)
-
-    def hear(self, event):
-        root = hash_seed("s", "seed", self.manager.options.hash_algorithm)
-        parent = None if event.parent_hash in (None, root) else wire_hash(event.parent_hash)
-        for i, each in enumerate(event.block_hashes):
-            tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
-            self.said[event.group, wire_hash(each.tobytes())] = parent, tuple(tokens.tolist())
-            parent = wire_hash(each.tobytes())
-
-    def check(self, view):
-        for medium, group in view.places:
-            for each in view.hashes(medium, group):
-                block = view.block(each, medium, group)
-                assert (block.parent, block.token_ids) == self.said[group, each]
-                assert block.block_size == len(block.token_ids)
-                self.num_on_host += medium == "CPU"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", sampled(range(0, 200, 10)))
-def test_view_equals_the_cached_blocks(first, monkeypatch):
-    print(f"seeds {first} to {first + 9}")
-    watches = {}
-
-    def follow(engine):
-        watches.setdefault(engine, Watch(engine.manager)).follow(engine.rng)
-
-    monkeypatch.setattr(Engine, "follow_events", follow)
-    for seed in range(first, first + 10):
-        run_seed(seed, range(200))
-    assert sum(each.num_on_host for each in watches.values()) > 100
 
 
 def test_block_stored_twice_by_another_publisher_stays_until_its_second_removal():
