@@ -12,6 +12,7 @@ import torch
 
 from kvcache.allocator import CacheOptions, KVCacheManager, PolicyArguments
 from kvcache.checks import instance, integer, shown
+from kvcache.formats import SCALE_BYTES
 from kvcache.layouts import AttentionBackend, EngineBackend
 from kvcache.memory_plan import CachePlan
 from kvcache.worker import BlockTables, GroupTable, KVStorage, Pages, SwapEngine, Worker
@@ -322,11 +323,12 @@ def _in_kernel_blocks(plan: CachePlan, group: int, storage: KVStorage, ratio: in
     """
     if ratio == 1 or not storage.num_layers:
         return storage
-    if plan.layer_page_bytes % (ratio * storage.dtype.itemsize):
+    item = SCALE_BYTES if storage.kv_format else storage.dtype.itemsize
+    if plan.layer_page_bytes % (ratio * item):
         raise ValueError(
             f"kernel_sizes split a block of group {group} into {ratio} kernel blocks, but a layer has "
             f"{plan.layer_page_bytes} bytes per page: expected a multiple of {ratio} elements of "
-            f"{storage.dtype.itemsize} bytes; pass other kernel_sizes"
+            f"{item} bytes; pass other kernel_sizes"
         )
     names = plan.groups[group].layers
     parts = [

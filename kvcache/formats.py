@@ -64,7 +64,7 @@ class KVFormat:
             codes per byte.
         scale_rule: How a scale is derived. See `ops.write_kv`.
         group_size: Elements per scale. None: all elements of a token's head.
-        is_row: Whether a token is one row of bytes: the codes of K, their scales, and V unquantized, as
+        is_row: Whether a token is one row of bytes: the codes of K, their scales, and V in bfloat16, as
             in DeepSeek's MLA. If False, the scales follow the data of a block, for each token and head
             those of K and then those of V.
 
@@ -161,7 +161,7 @@ class KVFormat:
             scale_cache: As `KVStorage.scale_cache`. None for rows.
             head_size: Elements of K per head, before quantization.
             v_head_size: Elements of V per head, before quantization.
-            dtype: Dtype of the tokens, with which the rotary part of a row is stored.
+            dtype: Dtype of the tokens. Must be bfloat16 for rows, which store V unchanged.
         """
         import torch
 
@@ -180,9 +180,9 @@ class KVFormat:
         if self.is_row:
             end = head_size // self.codes_per_byte
             after = end + SCALE_BYTES * self._num_groups(head_size)
-            if dtype not in (torch.bfloat16, torch.float16):
+            if dtype != torch.bfloat16:  # what the bytes of V mean
                 raise ValueError(
-                    f"dtype of tokens is {dtype}: expected bfloat16 or float16 for format {self.name!r}"
+                    f"dtype of tokens is {dtype}: expected bfloat16 for format {self.name!r}"
                 )
             return CacheParts(
                 key_cache[..., :end].view(codes),

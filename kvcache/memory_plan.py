@@ -410,7 +410,8 @@ def _buckets(layers: Iterable[LayerSpec], interval: int | None) -> tuple[int, li
             transferred=layer.transferred,
         )
         v_head_size = layer.head_size if layer.v_head_size is None else layer.v_head_size
-        alike = replace(layer, name="any", block_size=1, v_head_size=v_head_size, drafts=False)
+        size = SCALE_BYTES if layer.kv_format else 1  # any size that the format accepts
+        alike = replace(layer, name="any", block_size=size, v_head_size=v_head_size, drafts=False)
         names.setdefault((group, alike), []).append(layer.name)
     # Pages are adjacent, so the page size must be a multiple of every dtype's element size for each
     # page to start at a whole element.

@@ -283,8 +283,8 @@ def write_kv(
     If `k_scale` has as many dimensions as `key_cache`, it is part of the cache: each group of
     head_size / num_groups elements is divided by a scale of its own, which is derived from the group
     and written to `k_scale` (`scale_rule`). A uint8 cache then holds int4: two elements per byte, with
-    a zero point in the four lowest bits of the scale. If a group contains an infinite value or, in
-    integer formats, NaN, then the whole group is read as NaN or infinite. With `docs/formats.md`, these
+    a zero point in the four lowest bits of the scale. A group that contains an infinite value or,
+    in integer formats, NaN is read as NaN or infinite. With `docs/formats.md`, these
     are the formats that engines store: fp8, int8 and int4 per token and head, fp8_ds_mla, and the keys
     of DeepSeek's indexer.
 
@@ -303,7 +303,7 @@ def write_kv(
             [num_kv_heads]; when all layers are written at once, [num_layers, 1] or
             [num_layers, num_kv_heads]. Scales in the cache have shape
             [num_blocks, block_size, num_kv_heads, num_groups], with any strides, and are written.
-        v_scale: The same for V.
+        v_scale: The same for V. For `torch.compile`, both count as written, even if they are given.
         scale_rule: How scales in the cache are derived from the largest magnitude m of a group. Let c be
             the format's largest code. TOKEN_HEAD: max(m / c, 1e-6), and elements are multiplied by the
             reciprocal; the only rule for int4. TILE: max(m / c, 2^-126). INDEXER: max(m, 1e-4) / c.

@@ -263,22 +263,25 @@ class LayerSpec:
         known = format_named(self.kv_format)
         if has_state:
             raise ValueError(
-                f"kv_format is {known.name!r}: expected None for kind {self.kind!r}, which keeps a state"
+                f"kv_format is {shown(known.name)}: expected None for kind {shown(self.kind)}, which "
+                "keeps a state"
             )
         if known.is_row and not self.is_mla:
-            raise ValueError(f"kv_format is {known.name!r}: expected is_mla, whose latent it holds")
+            raise ValueError(
+                f"kv_format is {shown(known.name)}: expected is_mla, whose latent it holds"
+            )
         if self.is_mla and self.v_head_size and not known.is_row:
             raise ValueError(
-                f"kv_format is {known.name!r} with is_mla and v_head_size {self.v_head_size}: expected "
-                "v_head_size 0, because a latent and its rotary part are one vector in the page"
+                f"kv_format is {shown(known.name)} with is_mla and v_head_size {self.v_head_size}: "
+                "expected v_head_size 0, because a latent and its rotary part are one vector in the page"
             )
         sizes = known.stored(self.num_kv_heads, self.head_size, self.sizes_before_format[1])
         for name in ("dtype", "scale_bytes_per_token"):
             derived, default = getattr(sizes, name), getattr(LayerSpec, name)
             if getattr(self, name) not in (derived, default):
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r}: expected {derived!r}, from kv_format "
-                    f"{known.name!r}"
+                    f"{name} is {shown(getattr(self, name))}: expected {shown(derived)}, from kv_format "
+                    f"{shown(known.name)}"
                 )
             object.__setattr__(self, name, derived)
         if sizes.scale_bytes_per_token and self._data_bytes * self.block_size % SCALE_BYTES:

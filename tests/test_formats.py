@@ -17,7 +17,7 @@ from kvcache.formats import (
 )
 from kvcache.layouts import backend
 from kvcache.transfer import CacheDescription, plan_transfer
-from kvcache.worker import KVStorage
+from kvcache.worker import KVStorage, Pages
 from kvcache.worker.pages.page_copy import PageCopy
 from tests.transfer.test_transfer_memory import move_runs
 
@@ -217,13 +217,56 @@ def test_caches_of_other_sizes_are_rejected(changes, message):
         known.parts(**given | changes)
 
 
-def test_tokens_of_four_bytes_do_not_fit_into_rows():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_hold_their_rotary_part_in_bfloat16(dtype):
     storage = storage_of(layers_of("fp8_ds_mla"))
-    key, value = (each.float() for each in tokens_of(storage))
-    with pytest.raises(
-        ValueError, match=r"dtype of tokens is torch\.float32: expected bfloat16 or float16"
-    ):
+    key, value = (each.to(dtype) for each in tokens_of(storage))
+    message = f"dtype of tokens is {dtype}: expected bfloat16"
+    with pytest.raises(ValueError, match=message):
         storage.write(0, key, value, torch.arange(64, 69))
+    with pytest.raises(ValueError, match=message):
+        storage.gather(0, torch.arange(64, 69), dtype)
+
+
+def test_a_block_of_any_allowed_size_is_planned():
+    layers = [
+        LayerSpec(
+            "a", "full_attention", 16, num_kv_heads=1, head_size=81, kv_format="int8_token_head"
+        ),
+        LayerSpec(
+            "b", "full_attention", 2, num_kv_heads=1, head_size=2, kv_format="int4_token_head"
+        ),
+    ]
+    assert len(plan_cache(layers, 2**20, max_model_len=256).groups) == 2
+
+
+def test_storages_reject_what_their_format_defines():
+    sizes = {"num_blocks": 4, "block_size": 16, "num_kv_heads": 4, "head_size": 64}
+    storage = KVStorage(**sizes, kv_format="fp8_e4m3_token_head")
+    with pytest.raises(ValueError, match="has format 'fp8_e4m3_token_head': expected none"):
+        storage.set_scales(torch.ones(1, 1), torch.ones(1, 1))
+    for changes, message in (
+        ({"scale_bytes_per_token": 4}, "scale_bytes_per_token is 4: expected 0 with kv_format"),
+        ({"dtype": "float32"}, r"dtype is torch\.float32: expected int8, from kv_format"),
+        (
+            {"block_size": 1, "num_kv_heads": 1, "head_size": 81},
+            "block_size is 1: expected a multiple",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            KVStorage(**sizes | changes, kv_format="int8_token_head")
+    pages = Pages.over([torch.zeros(4, 16 * 4 * (64 + 64 + 8) + 2, dtype=torch.uint8)])
+    with pytest.raises(ValueError, match="expected a multiple of 4, and 8704 or more"):
+        KVStorage.over(pages, 16, 4, 64, kv_format="int8_token_head")
+
+
+def test_int8_with_given_scales():
+    storage = KVStorage(4, 16, num_kv_heads=2, head_size=8, dtype="int8")
+    storage.set_scales(torch.tensor([[0.5]]), torch.tensor([[0.25]]))
+    key, value = torch.full((2, 1, 2, 8), 3.2).bfloat16()
+    storage.write(0, key, value, torch.tensor([16]))
+    found = storage.gather(0, torch.tensor([16]), "float32")
+    assert [part.unique().tolist() for part in found] == [[3.0], [3.25]]
 
 
 @pytest.mark.parametrize(

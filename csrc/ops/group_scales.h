@@ -2,9 +2,9 @@
 // Quantization with scales in the page. The elements of one head of one token form groups of equal
 // size, and each group has a scale, which is derived from the elements when they are written.
 //
-// The formulas are those of the engines that write such pages, so the bytes are equal. A group with
-// an infinite element, or of integers with a NaN, has an infinite scale or the scale NaN, so that
-// no element of it is read as a number.
+// The formulas are those of the engines that write such pages, so the bytes are equal. A group of
+// integers with an element that is not finite has the scale NaN, and a group of fp8 with an
+// infinite element has an infinite scale, so that no element of it is read as a number.
 #pragma once
 
 #include <cfloat>
@@ -83,7 +83,7 @@ struct Group {
   KV_HOST_DEVICE Group(const Extent& extent, ScaleRule rule)
       : multiplies(rule == ScaleRule::kTokenHead) {
     const float magnitude = float_of(extent.number);
-    if (std::is_same_v<Format, Int8> && extent.any > kFloatInfinity) {
+    if (std::is_same_v<Format, Int8> && extent.any >= kFloatInfinity) {
       stored = kNaN;
     } else if (multiplies) {
       stored = larger(magnitude / kMost, 1e-6f);

@@ -191,15 +191,11 @@ void run(const TokenIo& io) {
   });
 }
 
-void check_cu_seq_lens(const TokenIo& io) {
-  const Context& c = io.context;
-  for (int64_t r = 0; r <= c.num_requests; ++r) {
-    const int64_t least = r == 0 ? 0 : c.cu_seq_lens[r - 1], end = c.cu_seq_lens[r];
-    const int64_t most = r == 0 ? 0 : io.num_tokens;
-    if (end < least || end > most) {
-      fail("cu_seq_lens[" + std::to_string(r) + "] is " + std::to_string(end) + ": expected " +
-           std::to_string(least) + " to " + std::to_string(most));
-    }
+void check_lengths(const TokenIo& io) {
+  const int32_t* const lens = io.context.cu_seq_lens;
+  const BadLength is_bad{lens, io.num_tokens};
+  for (int64_t r = 0; r <= io.context.num_requests; ++r) {
+    if (is_bad(r)) fail_length(r, lens[r], r == 0 ? 0 : lens[r - 1], io.num_tokens);
   }
 }
 
@@ -220,7 +216,7 @@ void gather_context(Tensor key_cache, Tensor value_cache, Tensor block_tables, T
                     std::optional<Tensor> v_scale, std::optional<Tensor> seq_starts) {
   const TokenIo io = checked_context_io(key_cache, value_cache, block_tables, cu_seq_lens, key,
                                         value, k_scale, v_scale, seq_starts);
-  check_cu_seq_lens(io);
+  check_lengths(io);
   run<Direction::kGatherContext>(io);
 }
 

@@ -261,7 +261,8 @@ template <class Element_, class Format, int n>
 struct GroupVectors {
   using Element = Element_;
   static constexpr unsigned kBytes = n / (std::is_same_v<Format, Int4> ? 2 : 1);
-  struct alignas(n * sizeof(Element)) Token {
+  // Narrow vectors are only as aligned as their elements.
+  struct alignas(n > 2 ? n * sizeof(Element) : sizeof(Element)) Token {
     Element elements[n];
   };
   struct alignas(kBytes) Page {
@@ -501,14 +502,24 @@ void gather_kv_cuda(Tensor key_cache, Tensor value_cache, Tensor slot_mapping, T
                           key);
 }
 
+void check_lengths(const TokenIo& io, const Tensor& key) {
+  const OnDevice device(key);
+  const int32_t* const lens = io.context.cu_seq_lens;
+  const BadLength is_bad{lens, io.num_tokens};
+  const int64_t r = first_bad_on_device(is_bad, io.context.num_requests + 1, device.stream);
+  if (r < 0) return;
+  const int64_t before = r == 0 ? 0 : fetch(lens + r - 1, device.stream);
+  fail_length(r, fetch(lens + r, device.stream), before, io.num_tokens);
+}
+
 void gather_context_cuda(Tensor key_cache, Tensor value_cache, Tensor block_tables,
                          Tensor cu_seq_lens, Tensor key, Tensor value,
                          std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
                          std::optional<Tensor> seq_starts) {
-  run<Direction::kGatherContext>(
-      checked_context_io(key_cache, value_cache, block_tables, cu_seq_lens, key, value, k_scale,
-                         v_scale, seq_starts),
-      key);
+  const TokenIo io = checked_context_io(key_cache, value_cache, block_tables, cu_seq_lens, key,
+                                        value, k_scale, v_scale, seq_starts);
+  if (checked_mode()) check_lengths(io, key);
+  run<Direction::kGatherContext>(io, key);
 }
 
 }  // namespace

@@ -126,7 +126,7 @@ struct TokenIo {
  private:
   KV_HOST_DEVICE int64_t context_slot(int32_t i) const {
     const Context& c = context;
-    if (i >= c.cu_seq_lens[c.num_requests]) return -1;
+    if (c.num_requests == 0 || i >= c.cu_seq_lens[c.num_requests]) return -1;
     int32_t low = 0, high = c.num_requests;  // the request is in [low, high)
     while (high - low > 1) {
       const int32_t middle = (low + high) / 2;
@@ -388,6 +388,22 @@ inline TokenIo checked_token_io(Direction direction, const Tensor& key, const Te
   io.slots = slot_mapping.const_data_ptr<int64_t>();
   return io;
 }
+// Returns whether entry r of cu_seq_lens is out of range.
+struct BadLength {
+  const int32_t* cu_seq_lens;
+  int64_t num_tokens;
+
+  KV_HOST_DEVICE bool operator()(int64_t r) const {
+    const int64_t end = cu_seq_lens[r];
+    return r == 0 ? end != 0 : end < cu_seq_lens[r - 1] || end > num_tokens;
+  }
+};
+
+[[noreturn]] inline void fail_length(int64_t r, int64_t end, int64_t before, int64_t num_tokens) {
+  fail("cu_seq_lens[" + std::to_string(r) + "] is " + std::to_string(end) + ": expected " +
+       (r == 0 ? "0" : std::to_string(before) + " to " + std::to_string(num_tokens)));
+}
+
 inline TokenIo checked_context_io(const Tensor& key_cache, const Tensor& value_cache,
                                   const Tensor& block_tables, const Tensor& cu_seq_lens,
                                   const Tensor& key, const Tensor& value,

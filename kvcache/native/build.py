@@ -26,6 +26,7 @@ from pathlib import Path
 TORCH_TARGET = "TORCH_TARGET_VERSION=0x020a000000000000"
 
 CXX_FLAGS = ["-O3", "-DNDEBUG", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0"]
+CXX_FLAGS += ["-ffp-contract=off"]  # rounds alike on all CPUs
 NVCC_FLAGS = ["-O3", "-std=c++17", "-DUSE_CUDA", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 CUDA_ARCHS = ("80", "90", "100")  # default architectures, if the toolkit supports them
 

@@ -7,7 +7,8 @@ import random
 
 import numpy as np
 
-from kvcache import GroupSpec, KVCacheManager, Request, StepReport
+from kvcache import GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
+from kvcache.allocator.hashing import DEFAULT_SEED, hash_seed
 from kvcache_exchange.router_events.wire import wire_hash
 
 GROUPS = [GroupSpec("full_attention", 8), GroupSpec("sliding_window", 4, {"window": 12})]
@@ -29,6 +30,7 @@ class CacheUser:
         )
         self._requests: list[Request] = []
         self._count = 0
+        self.digests = {wire_hash(hash_seed(DEFAULT_SEED, "seed")): hash_seed(DEFAULT_SEED, "seed")}
 
     def work(self) -> None:
         """Perform one random operation."""
@@ -52,6 +54,10 @@ class CacheUser:
         request = Request(f"r{self._count}", tokens)
         if self._step(new=[request])[0] >= 0:
             self._requests.append(request)
+            self.digests |= {
+                wire_hash(each.tobytes()): each.tobytes()
+                for each in self.manager.cache.hashes(request)
+            }
 
     def _go_on(self) -> None:
         if not self._requests:
@@ -59,6 +65,10 @@ class CacheUser:
         request = self._rng.choice(self._requests)
         if request.num_tokens < 190:
             self._step([self.manager.row(request)], [1], token_ids=[self._rng.randint(0, 3)])
+            self.digests |= {
+                wire_hash(each.tobytes()): each.tobytes()
+                for each in self.manager.cache.hashes(request)
+            }
 
     def _leave(self) -> None:
         if self._requests:
@@ -82,6 +92,19 @@ class CacheUser:
     def cached(self) -> set[tuple[str, int, int]]:
         """Return (medium, group, wire hash) of each cached block according to the pools."""
         return cached(self.manager)
+
+    def check_content(self, view) -> None:
+        """Check that each block's hash follows from the parent and the tokens recorded in the view."""
+        root = hash_seed(DEFAULT_SEED, "seed")
+        for medium, group in view.places:
+            for each in view.hashes(medium, group):
+                block = view.block(each, medium, group)
+                assert len(block.token_ids) == block.block_size == GROUPS[group].block_size
+                parent = root if block.parent is None else self.digests[block.parent]
+                hashes = hash_blocks(
+                    block.token_ids, self.manager.cache.hash_block_size, parent=parent
+                )
+                assert wire_hash(hashes[-1].tobytes()) == each
 
 
 def cached(manager: KVCacheManager) -> set[tuple[str, int, int]]:

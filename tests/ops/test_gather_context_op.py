@@ -120,20 +120,20 @@ def test_invalid_value_writes_nothing(backend, message, monkeypatch):
     assert (call["key"] == 7).all()
 
 
+@each_backend
 @pytest.mark.parametrize(
     ("lens", "message"),
     [
-        ([1, 4, 6], r"cu_seq_lens\[0\] is 1: expected 0 to 0"),
+        ([1, 4, 6], r"cu_seq_lens\[0\] is 1: expected 0"),
         ([0, 4, 3], r"cu_seq_lens\[2\] is 3: expected 4 to 6"),
         ([0, 4, 7], r"cu_seq_lens\[2\] is 7: expected 4 to 6"),
     ],
 )
-def test_lengths_that_do_not_fit_are_rejected_on_the_cpu(lens, message):
-    from tests.machinery.backends import Backend
-
-    call = arguments(Backend("cpu", "cpu")) | {"cu_seq_lens": int32(lens)}
+def test_lengths_that_do_not_fit_are_rejected(backend, lens, message, monkeypatch):
+    monkeypatch.setenv("KVCACHE_CHECKED", "1")
+    call = arguments(backend) | {"cu_seq_lens": int32(lens).to(backend.device)}
     with pytest.raises(RuntimeError, match=message):
-        ops.gather_context(**call)
+        backend.ops.gather_context(**call)
     assert (call["key"] == 7).all()
 
 

@@ -59,7 +59,7 @@ def encode(groups, format, rule):
         if rule == ops.INDEXER_POWER_OF_TWO:
             scale = power_of_two_from(scale)
     if format == torch.int8:
-        scale = torch.where(groups.isnan().any(-1), torch.nan, scale)
+        scale = torch.where(groups.isfinite().all(-1), scale, torch.nan)
     each = scale[..., None]
     quotients = groups * (1 / each) if rule == ops.TOKEN_HEAD else groups / each
     if format == torch.int8:
@@ -205,6 +205,31 @@ def test_ds_mla_rows_are_one_write(backend, dtype):
     to = [each.to(backend.device) for each in (*tokens, slots)]
     backend.ops.write_kv(*to[:2], latent, rope, to[2], scales, None, ops.TILE)
     assert torch.equal(rows.cpu(), want)
+
+
+@each_backend
+@each_format
+@each_wide_dtype
+def test_tokens_may_begin_at_any_element(backend, format, dtype):
+    """Narrow vectors must not be wider than the alignment of the tokens."""
+    generator, codes = torch.Generator().manual_seed(3), 2 if format == torch.uint8 else 1
+    memory = torch.randn(1 + 6 * 3 * 10, generator=generator).to(dtype).to(backend.device)
+    shape, of_cache = (6, 3, 10), (2, 8, 3)
+    cache = torch.zeros(*of_cache, 10 // codes, device=backend.device).to(format)
+    scales = torch.zeros(*of_cache, 1, device=backend.device)
+    nothing = [
+        memory[:0].view(6, 3, 0),
+        torch.empty(*of_cache, 0, dtype=dtype, device=backend.device),
+    ]
+    slots = torch.arange(8, 14, device=backend.device)
+    found = []
+    for key in (memory[1:].view(shape), memory[1:].clone().view(shape)):
+        backend.ops.write_kv(key, nothing[0], cache, nothing[1], slots, scales)
+        found.append(cache.clone())
+        out = torch.zeros_like(memory)[1:].view(shape)
+        backend.ops.gather_kv(cache, nothing[1], slots, out, nothing[0], scales)
+        found.append(out)
+    assert same(found[0].cpu(), found[2].cpu()) and same(found[1].cpu(), found[3].cpu())
 
 
 @each_backend

@@ -10,7 +10,7 @@ import torch
 
 from kvcache import ops
 from kvcache.checks import MAX_LAYERS, dtype_name, instance, integer, listed, num_entries, shown
-from kvcache.formats import format_named
+from kvcache.formats import SCALE_BYTES, format_named
 from kvcache.layouts import AttentionBackend, EngineBackend, described_backend
 from kvcache.memory_plan import CachePlan
 from kvcache.placement import Placement, full_memory_order, place_elements
@@ -99,6 +99,7 @@ class KVStorage:
         num_blocks = integer(num_blocks, "num_blocks", 1)
         num_layers = integer(num_layers, "num_layers", 1, MAX_LAYERS)
         scale_bytes_per_token = integer(scale_bytes_per_token, "scale_bytes_per_token")
+        own_scales = scale_bytes_per_token
         scale_bytes_per_token += self._describe(
             num_blocks,
             block_size,
@@ -110,6 +111,7 @@ class KVStorage:
             backend,
             kv_format,
         )
+        self._check_no_own_scales(own_scales)
         self.memory_order = self.backend.memory_order(layout, cross_layers)
         placed = self._place(num_layers, scale_bytes_per_token)
         if placed.has_kv_together and (placed.region_bytes % self.dtype.itemsize).any():
@@ -179,6 +181,7 @@ class KVStorage:
         self = cls.__new__(cls)
         scale_bytes_per_token = integer(scale_bytes_per_token, "scale_bytes_per_token")
         num_null_blocks = integer(num_null_blocks, "num_null_blocks", 1)
+        own_scales = scale_bytes_per_token
         scale_bytes_per_token += self._describe(
             pages.num_blocks,
             block_size,
@@ -190,6 +193,7 @@ class KVStorage:
             backend,
             kv_format,
         )
+        self._check_no_own_scales(own_scales)
         self._num_null_blocks = num_null_blocks
         self.memory_order = self.backend.memory_order(layout)
         placed = self._place(1, scale_bytes_per_token)
@@ -199,7 +203,8 @@ class KVStorage:
                 "a block together"
             )
         self._use(pages)
-        num_bytes, item = int(placed.region_bytes[0]), self.dtype.itemsize
+        num_bytes = int(placed.region_bytes[0])
+        item = SCALE_BYTES if self.kv_format else self.dtype.itemsize
         chosen = range(pages.num_layers) if layers is None else listed(layers, "layers")
         most = pages.num_layers
         if len(chosen) > most:
@@ -401,9 +406,26 @@ class KVStorage:
             self.v_head_size = v_head_size
             return 0
         sizes = self.kv_format.stored(self.num_kv_heads, *self.token_sizes)
+        if self.dtype not in (torch.bfloat16, _torch_dtype(sizes.dtype)):
+            raise ValueError(
+                f"dtype is {self.dtype}: expected {sizes.dtype}, from kv_format {self.kv_format.name!r}"
+            )
         self.dtype = _torch_dtype(sizes.dtype)
         self.head_size, self.v_head_size = sizes.head_size, sizes.v_head_size
+        data = self.block_size * self.num_kv_heads * (self.head_size + self.v_head_size)
+        if data % SCALE_BYTES:
+            raise ValueError(
+                f"block_size is {self.block_size}: expected a multiple with which the data of a block, "
+                f"{data} bytes, end at a multiple of {SCALE_BYTES}"
+            )
         return sizes.scale_bytes_per_token
+
+    def _check_no_own_scales(self, scale_bytes_per_token: int) -> None:
+        if self.kv_format is not None and scale_bytes_per_token:
+            raise ValueError(
+                f"scale_bytes_per_token is {scale_bytes_per_token}: expected 0 with kv_format "
+                f"{self.kv_format.name!r}, which has scales of its own"
+            )
 
     def _place(self, num_layers: int, scale_bytes_per_token: int) -> Placement:
         order = full_memory_order(self.memory_order)
@@ -477,20 +499,26 @@ class KVStorage:
         return self._scale_caches[self._checked(layer)]
 
     def set_scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
-        """Set the scales with which K and V are quantized to fp8.
+        """Set the scales with which K and V are quantized to fp8 or int8.
 
         Args:
             k_scale: float32[num_layers, 1] or float32[num_layers, num_kv_heads], positive.
             v_scale: The scales for V, with the same shape as `k_scale`.
 
         Raises:
-            ValueError: The storage is not fp8, a scale is not positive, or a rank (`CacheRank`,
+            ValueError: The storage is not fp8 or int8, a scale is not positive, or a rank (`CacheRank`,
                 `StoreRank`, `StoreTier`) has already described the scales to others. Nothing has
                 changed.
         """
-        if self.dtype.itemsize != 1 or not self.dtype.is_floating_point:
+        if self.kv_format is not None:
             raise ValueError(
-                f"the storage has dtype {self.dtype}: expected float8_e4m3fn or float8_e5m2 for scales"
+                f"the storage has format {self.kv_format.name!r}: expected none, because its scales are "
+                "computed when tokens are written"
+            )
+        if self.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
+            raise ValueError(
+                f"the storage has dtype {self.dtype}: expected float8_e4m3fn, float8_e5m2 or int8 for "
+                "scales"
             )
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             instance(scale, torch.Tensor, name)
