@@ -27,34 +27,41 @@ def permute(num_heads: int, row_bytes: int, ratio: int, device: str, size: int):
     return [cache]
 
 
-def tokens(
-    write: bool, element: torch.dtype, page: torch.dtype, width: int, device: str, size: int
-):
+def run_op(name: str, tokens: list, caches: list, scales: list, size: int) -> None:
+    """Call an op with 12 tokens per block in K and V."""
+    num_tokens = 12 * size
+    if name == "gather_context":
+        tables = torch.arange(2 * size, dtype=torch.int32).flip(0).view(2, -1) % size
+        lens = torch.tensor([0, 5, num_tokens - 1], dtype=torch.int32)
+        starts = torch.tensor([3, 0], dtype=torch.int32)
+        scales = scales or [None, None]
+        ops.gather_context(*caches, tables, lens, *tokens, *scales, starts)
+        return
+    slots = torch.arange(num_tokens) * 5 % (16 * size)
+    if name == "write_kv":
+        ops.write_kv(*tokens, *caches, slots, *scales)
+    else:
+        ops.gather_kv(*caches, slots, *tokens, *scales)
+
+
+def tokens(name: str, element: torch.dtype, page: torch.dtype, width: int, device: str, size: int):
     """Write or gather tokens with one head of this width."""
     key = [_random_bytes(12 * size, 1, width).float().to(element) for _ in range(2)]
     caches = [_random_bytes(size, 16, 1, width).float().to(page) for _ in range(2)]
-    slots = torch.arange(12 * size) * 5 % (16 * size)
     scales = [torch.tensor([0.75])] * 2 if element != page else []
-    if write:
-        ops.write_kv(*key, *caches, slots, *scales)
-    else:
-        ops.gather_kv(*caches, slots, *key, *scales)
+    run_op(name, key, caches, scales, size)
     return [each.view(torch.uint8) for each in (*key, *caches)]
 
 
-def groups(
-    write: bool, element: torch.dtype, page: torch.dtype, width: int, device: str, size: int
-):
+def groups(name: str, element: torch.dtype, page: torch.dtype, width: int, device: str, size: int):
     """Write or gather tokens with two groups per head, whose scales are in the cache."""
     codes = 2 if page == torch.uint8 else 1
     key = [(_random_bytes(12 * size, 2, 2 * width).float() - 128).to(element) for _ in range(2)]
-    caches = [_random_bytes(size, 16, 2, 2 * width // codes).view(page) for _ in range(2)]
+    caches = [_random_bytes(size, 16, 2, 2 * width // codes) for _ in range(2)]
+    # NaN has several codes of fp8.
+    caches = [each.float().to(page) if page in _FP8 else each.view(page) for each in caches]
     scales = [torch.full((size, 16, 2, 2), 0.75) for _ in range(2)]
-    slots = torch.arange(12 * size) * 5 % (16 * size)
-    if write:
-        ops.write_kv(*key, *caches, slots, *scales)
-    else:
-        ops.gather_kv(*caches, slots, *key, *scales)
+    run_op(name, key, caches, scales, size)
     return [each.view(torch.uint8) for each in (*key, *caches, *scales)]
 
 
@@ -86,24 +93,26 @@ CASES |= {
 }
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)
-_FORMS = [(element, page, width) for element in _ELEMENTS for page in _FP8 for width in (16, 1)]
+_FORMS = [
+    (element, page, width)
+    for element in _ELEMENTS
+    for page in (*_FP8, torch.int8)
+    for width in (16, 1)
+]
 _FORMS += [(torch.bfloat16, torch.bfloat16, width) for width in (8, 4, 2, 1)]
 _FORMS.append((_FP8[0], _FP8[0], 1))
+_OPS = ("write_kv", "gather_kv", "gather_context")
 CASES |= {
-    f"{'write' if write else 'gather'}_kv {element} {page} {width}": partial(
-        tokens, write, element, page, width
-    )
+    f"{name} {element} {page} {width}": partial(tokens, name, element, page, width)
     for element, page, width in _FORMS
-    for write in (True, False)
+    for name in _OPS
 }
 CASES |= {
-    f"{'write' if write else 'gather'}_kv {element} {page} in groups of {width}": partial(
-        groups, write, element, page, width
-    )
+    f"{name} {element} {page} in groups of {width}": partial(groups, name, element, page, width)
     for element in _ELEMENTS
     for page in (*_FP8, torch.int8, torch.uint8)
     for width in (64, 2)
-    for write in (True, False)
+    for name in _OPS
 }
 
 

@@ -170,7 +170,9 @@ def test_invalid_scales_are_rejected(scale, message):
     with pytest.raises(ValueError, match=message):
         kv.set_scales(torch.ones(3, 1), scale)
     assert kv.k_scale is None
-    with pytest.raises(ValueError, match=r"torch.bfloat16: expected float8_e4m3fn or float8_e5m2"):
+    with pytest.raises(
+        ValueError, match=r"torch.bfloat16: expected float8_e4m3fn, float8_e5m2 or int8"
+    ):
         storage("apart", "NHD", dtype=torch.bfloat16).set_scales(*torch.ones(2, 3, 1))
 
 

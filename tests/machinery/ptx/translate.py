@@ -23,6 +23,7 @@ _TABLE = {
     "add": ("t", "tt", "{0} + {1}"),
     "sub": ("t", "tt", "{0} - {1}"),
     "mul.f32": ("t", "tt", "{0} * {1}"),
+    "mul.rn.f32": ("t", "tt", "{0} * {1}"),
     "mul.lo": ("t", "tt", "{0} * {1}"),
     "mul.wide": ("w", "tt", "{0}.astype({wide}) * {1}"),
     "mad.lo": ("t", "ttt", "{0} * {1} + {2}"),
@@ -42,6 +43,7 @@ _TABLE = {
     "shr": ("t", "ti", "{0} >> np.minimum({1}, {w}).astype({0}.dtype)"),
     "shf.l.wrap": ("t", "tti", "({1} << ({2} & 31)) | ({0} >> 1 >> (np.uint32(31) - ({2} & 31)))"),
     "brev": ("t", "t", "reversed_bits({0})"),
+    "prmt": ("t", "ttt", "permuted({0}, {1}, {2})"),
     "bfind.shiftamt": ("i", "t", "np.uint32(32) - np.frexp({0})[1].astype(np.uint32)"),
     "selp": ("t", "ttp", "np.where({2}, {0}, {1})"),
     "mapa": ("i", "ii", "m.map_rank({0}, {1})"),
@@ -86,6 +88,17 @@ def divided(a, b):
     if a.dtype.kind == "f":
         return a / b
     return a // b + ((a % b != 0) & ((a < 0) != (b < 0))).astype(a.dtype)
+
+
+def permuted(a, b, selector):
+    """Return the four bytes of a and b that the selector names, or copies of their signs."""
+    both, found = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32), np.zeros_like(a)
+    for i in range(4):
+        chosen = selector >> np.uint32(4 * i) & np.uint32(15)
+        byte = (both >> (chosen & 7).astype(np.uint64) * np.uint64(8)).astype(np.uint32) & 255
+        byte = np.where(chosen > 7, (byte >> 7) * 255, byte)
+        found |= byte.astype(np.uint32) << np.uint32(8 * i)
+    return found
 
 
 def reversed_bits(a):
@@ -219,6 +232,9 @@ class Code:
             values = ", ".join(self._read(o, "u32") for o in operands[1:])
             result = [self._write(target, "got", "u32"), self._write(found or "_", "there", "pred")]
             return [f"got, there = m.shuffle(w, {parts[2]!r}, {values})", *result]
+        if family == "cvt" and re.fullmatch(r"cvt\.(rn\.f32\.[su]\d+|rzi\.[su]\d+\.f32)", name):
+            value = f"{self._read(operands[1], kind)}.astype({dtype(parts[-2])})"  # truncates
+            return [self._write(operands[0], value, parts[-2])]
         if family == "cvt" and (parts[-2] in _RAW or kind in _RAW):
             if not (parts[-2] in _RAW and kind in _RAW):
                 raise Unknown(name)
