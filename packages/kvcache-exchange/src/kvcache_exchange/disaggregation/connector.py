@@ -242,11 +242,11 @@ class Connector:
         if manager.admit(Admit(request, external=nothing), found.block_ids) is None:
             return None
         manager.finish_receiving(request, 0)
-        # The manager looks the request up again, and may find more than may be offered.
+        # The manager looks the request up again, and may find another prefix than above.
         held = sum(np.count_nonzero(manager.block_ids(request, g)) for g in range(len(tables)))
         if max_kept_blocks is not None and manager.pool.num_kept + held > max_kept_blocks:
             most = 0
-        if manager.num_computed_tokens(request) > most:
+        if not min_tokens <= manager.num_computed_tokens(request) <= most:
             manager.free(request)
             return None
         return self.publish(request, lease_s=seconds)
