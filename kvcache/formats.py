@@ -107,7 +107,8 @@ class KVFormat:
         if head_size and (head_size % group or group % self.codes_per_byte):
             expected = self.group_size or self.codes_per_byte
             raise ValueError(
-                f"{name} is {head_size}: expected a multiple of {expected} for format {self.name!r}"
+                f"{name} is {head_size}: expected a multiple of {expected} for format "
+                f"{shown(self.name)}"
             )
         return head_size // group if head_size else 0
 
@@ -129,15 +130,15 @@ class KVFormat:
         if self.is_row:
             if num_kv_heads != 1:
                 raise ValueError(
-                    f"num_kv_heads is {num_kv_heads}: expected 1 for format {self.name!r}, whose rows "
-                    "hold one latent"
+                    f"num_kv_heads is {num_kv_heads}: expected 1 for format {shown(self.name)}, whose "
+                    "rows hold one latent"
                 )
             # The rotary part has two bytes per element.
             size = head_size // codes + num_k * SCALE_BYTES + 2 * v_head_size
             if (head_size // codes) % SCALE_BYTES or size % SCALE_BYTES:
                 raise ValueError(
                     f"head_size is {head_size} and v_head_size {v_head_size}: expected sizes with which "
-                    f"the scales of format {self.name!r} are aligned to {SCALE_BYTES} bytes"
+                    f"the scales of format {shown(self.name)} are aligned to {SCALE_BYTES} bytes"
                 )
             return StoredSizes("uint8", size, 0, 0)
         num_v = self._num_groups(v_head_size, "v_head_size")
@@ -182,7 +183,7 @@ class KVFormat:
             after = end + SCALE_BYTES * self._num_groups(head_size)
             if dtype != torch.bfloat16:  # what the bytes of V mean
                 raise ValueError(
-                    f"dtype of tokens is {dtype}: expected bfloat16 for format {self.name!r}"
+                    f"dtype of tokens is {dtype}: expected bfloat16 for format {shown(self.name)}"
                 )
             return CacheParts(
                 key_cache[..., :end].view(codes),

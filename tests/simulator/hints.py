@@ -73,7 +73,8 @@ class Hints:
             raise Wrong("a step with guests is rejected")
         self.in_flight.append(plan.step_id)
         hints.planned(plan.answers.new.status.tolist())
-        self.cache.worker.apply(plan)
+        for rank in self.ranks:
+            rank.worker.apply(plan)
         if rng.random() < 0.1:
             self.in_flight.pop()
             self.returned(self.call(self.manager.abort, plan.step_id))

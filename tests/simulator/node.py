@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import random
-import types
 from collections import Counter
 
 import numpy as np
-import torch
 
 from kvcache import Request
 from kvcache_exchange.router_events import CacheView
@@ -19,6 +17,7 @@ from tests.simulator.engine import LONGEST, Engine
 from tests.simulator.events import Publishing
 from tests.simulator.hints import Hints
 from tests.simulator.row import Row, Wrong
+from tests.simulator.slot_bytes import Cells
 
 PROMPTS = (0, 3000, 4000)  # first tokens
 
@@ -152,6 +151,7 @@ class Node(Hints, Engine):
         self.log(f"{self.name}: peer asks for {body}")
         salt = body.get("cache_salt")
         tokens, least = body["prompt"], body["min_tokens"]
+        self.carry_out_all()
         offer = self.peers.offer(tokens, min_tokens=least, cache_salt=salt)
         if offer is None:
             self.num_declined += 1
@@ -163,11 +163,11 @@ class Node(Hints, Engine):
         if not least <= n < len(tokens):
             raise Wrong(f"{n} tokens are offered of {len(tokens)}, at least {least}")
         contents = extended([], tokens[:n], owner_of(self.version, None, salt))
-        named = types.SimpleNamespace(name=f"the offer of {self.name}")
         for g, blocks in zip(groups, offer["blocks"]):
             first, size = self.kinds[g].first_needed_token(n), self.manager.block_sizes[g]
             slots = [blocks[p // size] * size + p % size for p in range(first, n)]
-            self.check_slots(named, g, contents[first:], torch.tensor(slots), "that is offered")
+            cells = Cells(g, contents[first:], [np.array(slots, np.int64)])
+            self.check_slots(cells, None, f"in an offer of {self.name}")
         return offer
 
     # What others see -------------------------------------------------------------------------------

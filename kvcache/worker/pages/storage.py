@@ -408,7 +408,8 @@ class KVStorage:
         sizes = self.kv_format.stored(self.num_kv_heads, *self.token_sizes)
         if self.dtype not in (torch.bfloat16, _torch_dtype(sizes.dtype)):
             raise ValueError(
-                f"dtype is {self.dtype}: expected {sizes.dtype}, from kv_format {self.kv_format.name!r}"
+                f"dtype is {self.dtype}: expected {sizes.dtype}, from kv_format "
+                f"{shown(self.kv_format.name)}"
             )
         self.dtype = _torch_dtype(sizes.dtype)
         self.head_size, self.v_head_size = sizes.head_size, sizes.v_head_size
@@ -424,7 +425,7 @@ class KVStorage:
         if self.kv_format is not None and scale_bytes_per_token:
             raise ValueError(
                 f"scale_bytes_per_token is {scale_bytes_per_token}: expected 0 with kv_format "
-                f"{self.kv_format.name!r}, which has scales of its own"
+                f"{shown(self.kv_format.name)}, which has scales of its own"
             )
 
     def _place(self, num_layers: int, scale_bytes_per_token: int) -> Placement:
@@ -512,8 +513,8 @@ class KVStorage:
         """
         if self.kv_format is not None:
             raise ValueError(
-                f"the storage has format {self.kv_format.name!r}: expected none, because its scales are "
-                "computed when tokens are written"
+                f"the storage has format {shown(self.kv_format.name)}: expected none, because its "
+                "scales are computed when tokens are written"
             )
         if self.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
             raise ValueError(
