@@ -106,6 +106,7 @@ class Node(Hints, Engine):
     def match(self, each: Row) -> int:
         if self.peers is None or self.rng.random() < 0.25:
             return super().match(each)
+        self.carry_out_all()
         for _ in range(3):
             try:
                 n = self.peers.match(each.request)
