@@ -114,7 +114,6 @@ FAULTS = {
     "a copy is lost": (Worker, "apply", copies_nothing, "check_slots"),
     "an event is lost": (PrefixCache, "drain_events", forgets_an_event, "follow_events"),
     "blocks leak": (KVCacheManager, "free", leaks, "check_end"),
-    "a rejected step resets the cache": (KVCacheManager, "step", resets_when_rejected, "snapshot"),
     "a read evicts": (PrefixCache, "hit_tokens", evicts, "snapshot"),
     "a removal is not published": (EventTranslator, "_removed", publishes_no_removal, "check_view"),
     "an offer names wrong blocks": (PeerSource, "offer", offers_wrong_blocks, "check_slots"),
@@ -131,7 +130,6 @@ OFF = {
     "check_index": lambda *_: None,
     "told": lambda *_: None,
     "check_hints": lambda self: None,
-    "snapshot": lambda self: {},
 }
 
 
