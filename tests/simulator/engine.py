@@ -885,7 +885,7 @@ class Engine(SlotBytes, Laws, WalkedCalls):
 
     def report(self) -> None:
         done = len(self.in_flight) - len(self.pending)
-        if done:
+        if done > 0:
             n = self.rng.randint(1, done)
             step = self.in_flight[n - 1]
             del self.in_flight[:n]
