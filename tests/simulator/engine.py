@@ -567,6 +567,7 @@ class Engine(SlotBytes, Laws, WalkedCalls):
             self.goes_on_from(each, at)
         if source is self.tier and self.manager.last_step_id >= 0:
             report = StepReport(self.manager.last_step_id, completed=True)
+            self.carry_out_all()
             if self.in_flight:
                 self.in_flight.clear()
                 self.reading.clear()
@@ -1001,6 +1002,7 @@ class Engine(SlotBytes, Laws, WalkedCalls):
             for layer in range(rank.pages.num_layers):
                 rank.pages.layer(layer)[page] = 255
         if self.tier is None and self.in_flight and self.rng.random() < 0.5:
+            self.carry_out_all()
             report = StepReport(self.in_flight[-1], True, failed_pages=[page])
             self.in_flight.clear()
             self.reading.clear()
