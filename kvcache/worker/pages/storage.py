@@ -98,9 +98,7 @@ class KVStorage:
     ) -> None:
         num_blocks = integer(num_blocks, "num_blocks", 1)
         num_layers = integer(num_layers, "num_layers", 1, MAX_LAYERS)
-        scale_bytes_per_token = integer(scale_bytes_per_token, "scale_bytes_per_token")
-        own_scales = scale_bytes_per_token
-        scale_bytes_per_token += self._describe(
+        scale_bytes_per_token = self._describe(
             num_blocks,
             block_size,
             num_kv_heads,
@@ -109,9 +107,9 @@ class KVStorage:
             dtype,
             layout,
             backend,
+            scale_bytes_per_token,
             kv_format,
         )
-        self._check_no_own_scales(own_scales)
         self.memory_order = self.backend.memory_order(layout, cross_layers)
         placed = self._place(num_layers, scale_bytes_per_token)
         if placed.has_kv_together and (placed.region_bytes % self.dtype.itemsize).any():
@@ -179,10 +177,8 @@ class KVStorage:
         """
         instance(pages, Pages, "pages")
         self = cls.__new__(cls)
-        scale_bytes_per_token = integer(scale_bytes_per_token, "scale_bytes_per_token")
         num_null_blocks = integer(num_null_blocks, "num_null_blocks", 1)
-        own_scales = scale_bytes_per_token
-        scale_bytes_per_token += self._describe(
+        scale_bytes_per_token = self._describe(
             pages.num_blocks,
             block_size,
             num_kv_heads,
@@ -191,9 +187,9 @@ class KVStorage:
             dtype,
             layout,
             backend,
+            scale_bytes_per_token,
             kv_format,
         )
-        self._check_no_own_scales(own_scales)
         self._num_null_blocks = num_null_blocks
         self.memory_order = self.backend.memory_order(layout)
         placed = self._place(1, scale_bytes_per_token)
@@ -388,10 +384,12 @@ class KVStorage:
         dtype: torch.dtype | str,
         layout: str,
         backend: str | AttentionBackend | EngineBackend,
+        scale_bytes_per_token: int,
         format_name: str | None,
     ) -> int:
-        """Set the sizes of the caches. Return the bytes per token of the format's scales."""
+        """Set the sizes of the caches. Return the bytes of scales per token."""
         self._start()
+        own_scales = integer(scale_bytes_per_token, "scale_bytes_per_token")
         self.backend = described_backend(backend)
         self.num_blocks, self.layout, self.dtype = num_blocks, layout, _torch_dtype(dtype)
         self.head_size = integer(head_size, "head_size", 1)
@@ -404,7 +402,12 @@ class KVStorage:
         self.token_sizes = self.head_size, integer(v_head_size or 0, "v_head_size", 0)
         if self.kv_format is None:
             self.v_head_size = v_head_size
-            return 0
+            return own_scales
+        if own_scales:
+            raise ValueError(
+                f"scale_bytes_per_token is {own_scales}: expected 0 with kv_format "
+                f"{shown(self.kv_format.name)}, which has scales of its own"
+            )
         sizes = self.kv_format.stored(self.num_kv_heads, *self.token_sizes)
         if self.dtype not in (torch.bfloat16, _torch_dtype(sizes.dtype)):
             raise ValueError(
@@ -420,13 +423,6 @@ class KVStorage:
                 f"{data} bytes, end at a multiple of {SCALE_BYTES}"
             )
         return sizes.scale_bytes_per_token
-
-    def _check_no_own_scales(self, scale_bytes_per_token: int) -> None:
-        if self.kv_format is not None and scale_bytes_per_token:
-            raise ValueError(
-                f"scale_bytes_per_token is {scale_bytes_per_token}: expected 0 with kv_format "
-                f"{shown(self.kv_format.name)}, which has scales of its own"
-            )
 
     def _place(self, num_layers: int, scale_bytes_per_token: int) -> Placement:
         order = full_memory_order(self.memory_order)
