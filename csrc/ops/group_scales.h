@@ -112,6 +112,10 @@ struct Group {
 
 struct Int4 {};  // unsigned, with a zero point; two codes per byte, the first in the low bits
 
+// The number of codes per byte of the page.
+template <class Format>
+constexpr int kPerByte = std::is_same_v<Format, Int4> ? 2 : 1;
+
 // The smallest and largest numbers in a group and zero. Without zero, a group of positive numbers
 // would have a negative zero point.
 struct Range {

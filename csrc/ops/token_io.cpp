@@ -83,10 +83,6 @@ KV_CLONES void convert(const TokenPages& p, int64_t layer, int64_t i, int64_t sl
   }
 }
 
-// The number of codes per byte of the page.
-template <class Format>
-constexpr int64_t kPerByte = std::is_same_v<Format, Int4> ? 2 : 1;
-
 template <class Format, class Element>
 KV_CLONES void encode_group(const Element* token, int64_t n, ScaleRule rule, float* scale,
                             uint8_t* page) {

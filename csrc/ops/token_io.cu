@@ -260,7 +260,7 @@ void launch(const TokenIo& io, const OnDevice& device) {
 template <class Element_, class Format, int n>
 struct GroupVectors {
   using Element = Element_;
-  static constexpr unsigned kBytes = n / (std::is_same_v<Format, Int4> ? 2 : 1);
+  static constexpr unsigned kBytes = n / kPerByte<Format>;
   // Narrow vectors are only as aligned as their elements.
   struct alignas(n > 2 ? n * sizeof(Element) : sizeof(Element)) Token {
     Element elements[n];
@@ -425,7 +425,7 @@ Launch launch_of(const TokenPages& p) {
     return with_group_formats(p, [&](auto element, auto format) -> Launch {
       using Element = decltype(element);
       using Format = decltype(format);
-      constexpr int kCodes = std::is_same_v<Format, Int4> ? 2 : 1;  // per byte
+      constexpr int kCodes = kPerByte<Format>;
       const int64_t bytes = p.group_size * p.token_element;
       const int64_t token_bytes = alignment_of(
           p.tokens, {p.token_layer_stride, p.token_stride, p.token_head_stride, bytes});
