@@ -51,6 +51,13 @@ def pytest_addoption(parser):
     )
 
 
+def _unit(item):
+    """Return what a test cannot be separated from: its file if the file is marked in_order, or only
+    the test itself.
+    """
+    return item.location[0] if item.get_closest_marker("in_order") else item.nodeid
+
+
 @pytest.hookimpl(trylast=True)  # after -m and -k, so that only selected tests are counted
 def pytest_collection_modifyitems(config, items):
     """Deselect the tests of other shares. If torch finds no CUDA device, also deselect tests marked
@@ -62,7 +69,7 @@ def pytest_collection_modifyitems(config, items):
         k, n = map(int, share.split("/"))
         if not 1 <= k <= n:
             raise pytest.UsageError(f"--share is {share}: expected K/N with 1 <= K <= N")
-        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % n != k - 1]
+        others = [item for item in items if zlib.crc32(_unit(item).encode()) % n != k - 1]
         config.hook.pytest_deselected(items=others)
         others = set(others)
         items[:] = [item for item in items if item not in others]

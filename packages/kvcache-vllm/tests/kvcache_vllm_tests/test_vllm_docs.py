@@ -22,6 +22,7 @@ from tests.machinery.shared import REPO
 from tests.machinery.vllm_models import MODELS
 from tests.machinery.vllm_weights import write_llama, write_tokenizer
 
+pytestmark = pytest.mark.in_order
 DOCS = sorted((REPO / "docs").glob("vllm*.md"))
 BLOCKS = [
     pytest.param(page.name, block, id=f"{page.stem}: {block.name}")
