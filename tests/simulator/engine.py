@@ -656,8 +656,7 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         for rank in self.ranks:
             rank.worker.apply(plan)
         cells = self.compute(spans)
-        # With sources, the check finds overwritten pages at seed 27, which is open.
-        if self.manager.options.fence_frees and not self.sources:
+        if self.manager.options.fence_frees:
             pages = [kind.pages for kind in self.kinds]
             kept = [each for each in cells if pages[each.group].is_transferable]
             kept = [each for each in kept if pages[each.group].has_slots]
