@@ -8,6 +8,7 @@ detected only by the second way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +59,7 @@ class VerifiedGroup:
     def _content(self, request: WorkloadRequest, start: int, stop: int) -> np.ndarray:
         """Return K and V of each layer, interleaved: int32[2 * layers, n, heads, head_size]."""
         kv = kv_of_content(request.content[start:stop], self.factors)
-        shape = (self.storage.num_kv_heads, self.storage.head_size)
+        shape = (self.storage.num_kv_heads, self.storage.token_sizes[0])
         return kv.reshape(len(self.factors), stop - start, *shape)
 
     def _write(self, content: np.ndarray, slots: torch.Tensor) -> None:
@@ -154,6 +155,71 @@ class TokenGroup(VerifiedGroup):
         return self.table.slot_mapping.gpu[:n]
 
 
+@dataclass
+class FormatGroup(TokenGroup):
+    """A group whose pages hold KV in a quantized format (`kvcache.formats`).
+
+    The expected content is what a storage without block tables returns for the same tokens, because
+    quantization changes them.
+    """
+
+    def __post_init__(self) -> None:
+        one = self.storage
+        sizes = dict(zip(("head_size", "v_head_size"), one.token_sizes))
+        self._plain = KVStorage(
+            2,
+            self.chunk_tokens,
+            one.num_kv_heads,
+            **sizes,
+            num_layers=one.num_layers,
+            device=one.device,
+            kv_format=one.kv_format.name,
+        )
+        self._dtype = torch.bfloat16 if one.kv_format.is_row else torch.float32
+
+    def _content(self, request: WorkloadRequest, start: int, stop: int) -> np.ndarray:
+        return (super()._content(request, start, stop) >> 8).astype(np.float32)  # finite numbers
+
+    def _write(
+        self, content: np.ndarray, slots: torch.Tensor, storage: KVStorage | None = None
+    ) -> None:
+        kv = torch.from_numpy(content).to(self.storage.device, self._dtype)
+        for layer in range(self.storage.num_layers):
+            value = kv[2 * layer + 1, ..., : self.storage.token_sizes[1]]
+            (storage or self.storage).write(layer, kv[2 * layer], value, slots)
+
+    def _wrong(
+        self, expected: np.ndarray, slots: torch.Tensor, blocks: np.ndarray, offsets: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        plain = self._plain_slots(expected.shape[1])
+        self._write(expected, plain, self._plain)
+        layers = range(self.storage.num_layers)
+        wanted = [x for i in layers for x in self._gather(i, plain, self._plain)]
+        mapped = [x for i in layers for x in self._gather(i, slots)]
+        placed = [x for i in layers for x in self._read(i, blocks, offsets)]
+        return _differing(wanted, mapped), _differing(wanted, placed)
+
+    def _gather(
+        self, layer: int, slots: torch.Tensor, storage: KVStorage | None = None
+    ) -> list[np.ndarray]:
+        found = (storage or self.storage).gather(layer, slots, self._dtype)
+        return [tensor.float().cpu().numpy().view(np.int32) for tensor in found]
+
+    def _read(self, layer: int, blocks: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
+        """Copy the bytes of the tokens at these block offsets, and read the copy."""
+        device = self.storage.device
+        place = tuple(torch.from_numpy(x).to(device) for x in (blocks, offsets))
+        names = ("key_cache", "value_cache", *(["scale_cache"] if self.storage.has_scales else []))
+        for name in names:
+            source, target = (getattr(x, name)(layer) for x in (self.storage, self._plain))
+            source, target = source.view(torch.uint8), target.view(torch.uint8)
+            target[1, : len(blocks)] = source[place]
+        return self._gather(layer, self._plain_slots(len(blocks)), self._plain)
+
+    def _plain_slots(self, n: int) -> torch.Tensor:
+        return torch.arange(self.chunk_tokens, self.chunk_tokens + n, device=self.storage.device)
+
+
 class StateGroup(VerifiedGroup):
     """A group whose pages hold states. The state after a token depends only on its content key.
 
@@ -199,9 +265,9 @@ class StateGroup(VerifiedGroup):
         return self.table.block_table.gpu[row, column : column + 1].long()
 
 
-def _differing(expected: np.ndarray, found: list[np.ndarray]) -> np.ndarray:
+def _differing(expected: Sequence[np.ndarray], found: list[np.ndarray]) -> np.ndarray:
     """Return the tokens whose K or V differs from `expected` in any layer: bool[n]."""
-    wrong = np.zeros(expected.shape[1], bool)
+    wrong = np.zeros(len(expected[0]), bool)
     for wanted, values in zip(expected, found):
         differs = values != wanted
         if differs.any():

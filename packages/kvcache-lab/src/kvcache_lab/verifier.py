@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from kvcache.formats import KVFormat, format_named
 from kvcache.kinds import KindProperties, make_kind
 from kvcache.specs import GroupSpec
 from kvcache.step import StepPlan
@@ -23,7 +24,13 @@ from kvcache.worker import BlockTables, GroupTable, KVStorage, Pages, TableShape
 from kvcache_lab.content import feature_factors
 from kvcache_lab.groups import checked_groups
 from kvcache_lab.running import Span
-from kvcache_lab.verified_group import Found, StateGroup, TokenGroup, VerifiedGroup
+from kvcache_lab.verified_group import (
+    FormatGroup,
+    Found,
+    StateGroup,
+    TokenGroup,
+    VerifiedGroup,
+)
 
 _NO_VALUE = 255  # no token has K and V that consist of this byte
 _ELEMENT_BYTES = 4  # int32
@@ -40,6 +47,8 @@ class KVVerifier:
         groups: The manager's groups.
         num_blocks: Pool size, including the null block.
         num_host_blocks: Size of the host tier, including its null block. 0: no host tier.
+        kv_format: Name of a quantized format (`kvcache.formats`) in which all tokens are stored. The
+            sizes of a small token that it can hold then replace `num_kv_heads` and `head_size`.
         chunk_tokens: Maximum number of tokens processed at once. Limits the working memory, not the
             length of requests. Values from 4,096 to 131,072 were equally fast within noise on the
             development machine.
@@ -61,6 +70,7 @@ class KVVerifier:
         head_size: int = 2,
         num_layers: int = 1,
         layout: str = "NHD",
+        kv_format: str | None = None,
         chunk_tokens: int = 16_384,
     ) -> None:
         specs = checked_groups(block_size, groups)
@@ -74,10 +84,17 @@ class KVVerifier:
         self._has_slots = [kind.pages.has_slots for kind in kinds]
         self._max_num_reqs, self._num_blocks = max_num_reqs, num_blocks
         self._chunk_tokens = chunk_tokens
-        features = num_kv_heads * head_size
+        features = {"num_kv_heads": num_kv_heads, "head_size": head_size, "v_head_size": head_size}
+        token_bytes = 2 * num_kv_heads * head_size * _ELEMENT_BYTES
+        if kv_format is not None:
+            known = format_named(kv_format)
+            features = _smallest(known)
+            stored = known.stored(**features)
+            data = features["num_kv_heads"] * (stored.head_size + stored.v_head_size)
+            token_bytes = data + stored.scale_bytes_per_token  # all elements have one byte
         sizes = [spec.block_size for spec, slots in zip(specs, self._has_slots) if slots]
         # The K or V of a page holds the largest block of tokens, or a state of the same size.
-        page_features = features * max(sizes, default=1)
+        page_features = -(-token_bytes * max(sizes, default=1) // (2 * _ELEMENT_BYTES))
         page_bytes = 2 * page_features * _ELEMENT_BYTES
         table_bytes = 4 * len(specs) * max_num_reqs * num_blocks
         device_bytes = num_layers * num_blocks * page_bytes + table_bytes
@@ -94,12 +111,12 @@ class KVVerifier:
         for each in (pages, self._host):
             if each is not None:
                 each.memory.fill_(_NO_VALUE)
-        shapes = [
-            (spec.block_size, num_kv_heads, head_size) if slots else (1, 1, page_features)
-            for spec, slots in zip(specs, self._has_slots)
-        ]
+        stored_as = {"kv_format": kv_format} if kv_format else {"dtype": torch.float32}
         self.storages = [
-            KVStorage.over(pages, *shape, dtype=torch.float32, layout=layout) for shape in shapes
+            KVStorage.over(pages, spec.block_size, **features, **stored_as, layout=layout)
+            if slots
+            else KVStorage.over(pages, 1, 1, page_features, dtype=torch.float32, layout=layout)
+            for spec, slots in zip(specs, self._has_slots)
         ]
         # A request can hold every block except the null block. With a sliding window, the request's
         # row may have more columns than that, and `reserve` then widens the tables.
@@ -180,12 +197,17 @@ class KVVerifier:
         )
         self.worker = Worker(self.storages, self.tables, self._host, last_step_id=last_step_id)
 
+    def _group_class(self, g: int) -> type[VerifiedGroup]:
+        if not self._has_slots[g]:
+            return StateGroup
+        return TokenGroup if self.storages[g].kv_format is None else FormatGroup
+
     def _make_groups(self, kinds: list[KindProperties], num_layers: int) -> list[VerifiedGroup]:
-        features = [each.num_kv_heads * each.head_size for each in self.storages]
+        features = [each.num_kv_heads * each.token_sizes[0] for each in self.storages]
         ends = np.cumsum([2 * num_layers * n for n in features])
         factors = np.split(feature_factors(int(ends[-1])), ends[:-1])
         return [
-            (TokenGroup if self._has_slots[g] else StateGroup)(
+            self._group_class(g)(
                 g,
                 len(kinds) == 1,
                 kind,
@@ -197,6 +219,13 @@ class KVVerifier:
             )
             for g, kind in enumerate(kinds)
         ]
+
+
+def _smallest(known: KVFormat) -> dict[str, int]:
+    """Return the sizes of a small token that a format can hold."""
+    size = known.group_size or 4
+    sizes = (1, size, 4) if known.is_row else (2, size, size)
+    return dict(zip(("num_kv_heads", "head_size", "v_head_size"), sizes))
 
 
 def _all(found: Iterable[Found]) -> Found:

@@ -7,11 +7,13 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import GroupSpec
 from kvcache.allocator import check_invariants
+from kvcache.formats import format_names
 from kvcache.kinds import AttentionKind, KindError, register
 from kvcache_lab import Mismatch, Replayer, Series, chat_workload, read_mooncake
 from kvcache_lab.groups import parse_groups
@@ -173,13 +175,14 @@ def group_lists(draw) -> list[GroupSpec]:
     st.none() | st.integers(1, 20),
     st.integers(6, 120),
     st.integers(1, 4),
+    st.none() | st.sampled_from(format_names()),
 )
 def test_correct_hybrid_cache_verifies(
-    workload, specs, hash_block_size, chunk_tokens, capacity, concurrency
+    workload, specs, hash_block_size, chunk_tokens, capacity, concurrency, kv_format
 ):
     verifier = KVVerifier(
         groups=specs, num_blocks=capacity + 1, max_num_reqs=concurrency, chunk_tokens=7,
-        num_kv_heads=1, head_size=2, layout="HND", num_layers=2,
+        num_kv_heads=1, head_size=2, layout="HND", num_layers=2, kv_format=kv_format,
     )  # fmt: skip
     replayer = Replayer(
         groups=specs, num_blocks=capacity + 1, concurrency=concurrency, verifier=verifier,
@@ -193,6 +196,28 @@ def test_correct_hybrid_cache_verifies(
         assert report.prompt_tokens == sum(item.num_tokens for item in workload)
     assert replayer.manager.pool.num_free == capacity  # all requests have been freed
     check_invariants(replayer.manager)
+
+
+@pytest.mark.parametrize("kv_format", format_names())
+def test_each_byte_of_a_format_is_verified(kv_format, monkeypatch):
+    """One bit of the codes of K, of those of V, or of a scale changes before a token is read."""
+    for part in ("key_cache", "value_cache", "scale_cache"):
+        verifier = KVVerifier(block_size=4, num_blocks=9, kv_format=kv_format)
+        storage, check = verifier.storage, verifier.check
+        if part == "value_cache" and not storage.v_head_size:
+            continue
+        if part == "scale_cache" and not storage.has_scales:
+            continue
+
+        def changed(span, check=check, cache=getattr(storage, part)(0)):
+            cache.view(torch.uint8)[int(span.block_ids[0][1]), 2].view(-1)[-1] ^= 0x10
+            return check(span)
+
+        monkeypatch.setattr(verifier, "check", changed)
+        report = Replayer(block_size=4, num_blocks=9, verifier=verifier).run(
+            as_workload([range(3, 14)])
+        )
+        assert (report.verified_tokens, report.mismatches) == (11, 1), part
 
 
 # --- chunks ---------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ pytest.importorskip("transformers")
 
 from kvcache import plan_cache
 from kvcache.allocator import check_invariants
+from kvcache.formats import format_names
+from kvcache.worker import KVStorage
 from kvcache_serve.engine import Engine, NgramDrafter, SamplingParams
 from kvcache_serve.engine.transformers import attach, layer_specs
 from kvcache_serve.engine.transformers.tiny_models import tiny_model
@@ -333,16 +335,20 @@ def test_prompts_of_one_token_start_from_an_empty_state(paged):
 
 
 class TestLowPrecision:
-    """With bf16 or an fp8 cache, the error of the logits is similar to that of a dense cache of the
-    same precision.
+    """With a bf16 or quantized cache, the error of the logits is similar to that of a dense cache of
+    the same precision.
     """
 
     @pytest.mark.slow
     @torch.inference_mode()
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", *format_names()])
     def test_logits(self, dtype):
-        exact = tiny_model("llama", dtype=torch.float32)
-        model = tiny_model("llama", dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+        name = "deepseek_v3" if dtype == "fp8_ds_mla" else "llama"
+        sizes = {"fp8_ds_mla": {"kv_lora_rank": 128}}.get(dtype, {"head_dim": 128})
+        exact = tiny_model(name, dtype=torch.float32, **sizes)
+        model = tiny_model(
+            name, dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32, **sizes
+        )
         paged = attach(model, "2MiB", max_model_len=128, kv_cache_dtype=dtype)
         engine, seen = Engine(paged), []
         forward = paged.forward
@@ -356,22 +362,30 @@ class TestLowPrecision:
         if dtype == "bfloat16":
             dense_error = logits_of(model, prompt, answer).float() - wanted
         else:
-            dense_error = rounded_logits(exact, prompt, answer) - wanted
+            dense_error = rounded_logits(exact, prompt, answer, dtype) - wanted
         theirs = dense_error.norm() / wanted.norm()
         assert 0 < ours < 1.25 * theirs + 1e-6, (ours, theirs)
 
 
 @torch.inference_mode()
-def rounded_logits(model, prompt, answer):
-    """Return the logits of a dense cache with K and V in fp8."""
+def rounded_logits(model, prompt, answer, dtype):
+    """Return the logits of a dense cache with K and V in fp8 or in a quantized format."""
     from transformers import DynamicCache
+
+    def rounded(key, value):
+        """Round K and V, [1, heads, t, size]."""
+        if dtype == "float8_e4m3fn":
+            return [x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) for x in (key, value)]
+        heads, n, size = key.shape[1:]
+        storage = KVStorage(2, n, heads, size, v_head_size=value.shape[-1], kv_format=dtype)
+        wide = torch.bfloat16 if dtype == "fp8_ds_mla" else key.dtype
+        slots = torch.arange(n, 2 * n)
+        storage.write(0, *(x[0].transpose(0, 1).to(wide) for x in (key, value)), slots)
+        return [x.transpose(0, 1)[None].to(key.dtype) for x in storage.gather(0, slots, wide)]
 
     class Rounded(DynamicCache):
         def update(self, key, value, *args, **kwargs):
-            to = torch.float8_e4m3fn
-            return super().update(
-                *(x.clamp(-448, 448).to(to).to(x.dtype) for x in (key, value)), *args, **kwargs
-            )
+            return super().update(*rounded(key, value), *args, **kwargs)
 
     tokens = torch.tensor([[*prompt, *answer]])
     output = model(tokens, past_key_values=Rounded(config=model.config), use_cache=True)

@@ -172,6 +172,14 @@ def _resolve(args: argparse.Namespace) -> None:
             f"--store-blocks is {args.store_blocks} with --verify: expected only one of the two, because "
             "the store is simulated without content"
         )
+    if args.kv_format is not None:
+        formats = import_module("kvcache.formats").format_names()
+        if not args.verify:
+            raise UsageError(f"--kv-format is {quoted(args.kv_format)}: expected only with --verify")
+        if args.kv_format not in formats:
+            raise UsageError(
+                f"--kv-format is {quoted(args.kv_format)}: expected one of {', '.join(formats)}"
+            )
     args.policies = policy_options(args, "--host-blocks")
     args.policies["num_host_blocks"] = args.host_blocks or 0
     if args.why:
@@ -318,6 +326,7 @@ def _verifier(args: argparse.Namespace) -> KVVerifier | None:
             num_host_blocks=args.host_blocks or 0,
             max_num_reqs=args.concurrency,
             device=args.device,
+            kv_format=args.kv_format,
         )
     except (MemoryError, ValueError) as error:  # pages or tables are too large
         given = f"--block-size {args.block_size}"

@@ -120,6 +120,11 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         type=device_name,
         help="device for the KV of --verify; default cpu",
     )
+    sub.add_argument(
+        "--kv-format",
+        metavar="NAME",
+        help="quantized format (docs/formats.md) in which --verify stores the KV; default: none",
+    )
     for option, text in (
         ("--verify", "write, read and compare real KV (needs torch)"),
         ("--why", "also print why prompt tokens were not found in the cache"),

@@ -14,6 +14,7 @@ from kvcache.cli import parts
 from kvcache.cli.errors import OutputError, UsageError, quoted
 from kvcache.cli.output import show, writing
 from kvcache.cli.parts import Command
+from kvcache.formats import format_names
 from kvcache_exchange.cli.modules import require_module
 from kvcache_exchange.cli.parsing import MAX_INT64, number, plot_file
 from kvcache_exchange.cli.progress import progress_bars
@@ -53,7 +54,7 @@ def add_demo_options(sub: argparse.ArgumentParser) -> None:
         sub.add_argument(option, metavar="N", type=number(option, least, most), help=text)
     sub.add_argument(
         "--kv-cache-dtype",
-        choices=("float8_e4m3fn", "float8_e5m2"),
+        choices=("float8_e4m3fn", "float8_e5m2", *format_names()),
         help="quantize K and V in the pool; answers may then differ from those of the dense cache",
     )
     sub.add_argument(

@@ -37,9 +37,12 @@ class Place(NamedTuple):
         )
 
     def _dtype(self, key: torch.Tensor) -> torch.dtype:
-        # Scales are float32, so wider dtypes are converted to float32 before quantization to fp8.
+        kv_format = self.storage.kv_format
+        if kv_format is not None and kv_format.is_row:
+            return torch.bfloat16
+        # Scales are float32, so wider dtypes are converted to float32 before quantization.
         narrow = torch.float32 if key.dtype == torch.float64 else key.dtype
-        return narrow if self.storage.dtype in _FLOAT8 else self.storage.dtype
+        return narrow if kv_format or self.storage.dtype in _FLOAT8 else self.storage.dtype
 
 
 def places_of(cache: KVCache, shapes: list[LayerShape]) -> dict[int, Place]:

@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from kvcache.checks import dtype_name, instance, integer
+from kvcache.formats import format_names
 from kvcache.specs import ELEMENT_BYTES, LayerSpec
 from kvcache_serve.engine.transformers.calls import call_arguments, undisturbed
 from kvcache_serve.engine.transformers.unsupported import UnsupportedModel
@@ -101,7 +102,8 @@ def layer_specs(
     Args:
         model: A causal language model of transformers.
         block_size: Tokens per block.
-        kv_cache_dtype: The dtype of K and V. None: the model's dtype.
+        kv_cache_dtype: The dtype of K and V, or the name of a quantized format (`kvcache.formats`). None:
+            the model's dtype.
         num_speculative_tokens: Maximum number of draft tokens per step. A recurrent state is kept
             after each draft token.
 
@@ -264,7 +266,10 @@ def _attention_spec(
         kind, options = "sliding_window", {"window": int(layer.sliding_window)}
     else:
         kind = "full_attention"
+    formats = format_names()
     dtype = layer.keys.dtype if kv_cache_dtype is None else kv_cache_dtype
+    name = dtype_name(dtype, [*ELEMENT_BYTES, *formats], "kv_cache_dtype")
+    stored = {"kv_format": name} if name in formats else {"dtype": name}
     return LayerSpec(
         attention_name(index),
         kind,
@@ -272,9 +277,9 @@ def _attention_spec(
         num_kv_heads=num_heads,
         head_size=head_size,
         v_head_size=v_head_size,
-        dtype=dtype_name(dtype, ELEMENT_BYTES, "kv_cache_dtype"),
         options=options,
         is_mla=is_mla,
+        **stored,
     )
 
 

@@ -215,8 +215,9 @@ def attach(
         max_num_seqs: Maximum number of concurrent sequences.
         max_num_batched_tokens: Maximum number of tokens per step.
         block_size: Tokens per block.
-        kv_cache_dtype: The dtype of K and V. None: the model's dtype. With fp8, all scales are
-            initially 1 (see `KVStorage.set_scales`).
+        kv_cache_dtype: The dtype of K and V, or the name of a quantized format (`kvcache.formats`). None:
+            the model's dtype. With the dtypes of fp8, all scales are initially 1 (see
+            `KVStorage.set_scales`).
         host_budget: Size of the host tier, to which sequences are swapped out.
         num_speculative_tokens: Maximum number of draft tokens per step for models with recurrent
             layers. Other models allow any number.
@@ -278,7 +279,8 @@ def attach(
         **options,
     )
     for storage in cache.storages:
-        if storage.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        is_fp8 = storage.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+        if is_fp8 and storage.kv_format is None:
             ones = torch.ones(storage.num_layers, 1)
             storage.set_scales(ones, ones)
     return PagedModel(model, cache, shape, way, why if way.by_request else "")
