@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.measure import Result, median_times, one_thread
 from kvcache import ops
+from kvcache.worker import KVStorage
 
 NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE = 1024, 16, 8, 128
 NUM_TOKENS = 8192
@@ -79,6 +80,48 @@ def one_case(layout: str, dtype: torch.dtype) -> Iterator[Result]:
     yield Result(f"gather {case}", "GB/s", gather, peer_gather_rate, PEER, higher_is_better=True)
 
 
+def of_format(name: str) -> Iterator[Result]:
+    """Measure bfloat16 tokens in a format with one scale per token and head."""
+    storage = KVStorage(NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE, kv_format=name)
+    generator, largest = torch.Generator().manual_seed(0), 127 if name.startswith("int8") else 448
+    key, value = torch.randn(2, NUM_TOKENS, HEADS, HEAD_SIZE, generator=generator).bfloat16()
+    slots = written_slots(generator)
+    caches = [storage.key_cache(0), storage.value_cache(0)]
+    theirs = [torch.zeros(NUM_BLOCKS * BLOCK_SIZE, *each.shape[2:]).to(each.dtype) for each in caches]
+    scales = [torch.zeros(NUM_BLOCKS * BLOCK_SIZE, HEADS, 1) for _ in caches]
+    out = torch.empty_like(torch.stack([key, value]))
+
+    def peer_write() -> None:
+        for token, cache, scale in zip((key, value), theirs, scales):
+            token = token.float()
+            scales_of_tokens = (token.abs().amax(-1, keepdim=True) / largest).clamp_min(1e-6)
+            token = token * scales_of_tokens.reciprocal()
+            if largest == 127:
+                token = token + 0.5 * token.sign()
+            cache.view(torch.uint8)[slots] = token.to(cache.dtype).view(torch.uint8)
+            scale[slots] = scales_of_tokens
+
+    def peer_gather() -> None:
+        for cache, scale, found in zip(theirs, scales, out):
+            found.copy_(cache.view(torch.uint8)[slots].view(cache.dtype).float() * scale[slots])
+
+    back = [None]
+
+    def gather() -> None:
+        back[0] = storage.gather(0, slots)
+
+    write, peer_write_s, gather_s, peer_gather_s = median_times(
+        lambda: storage.write(0, key, value, slots), peer_write, gather, peer_gather
+    )
+    assert all(map(torch.equal, back[0], out))
+    payload = 2 * key.numel() * key.element_size() / 1e9
+    case = f"of {NUM_TOKENS} tokens, bf16 in {name}"
+    for what, ours, peers in (("write", write, peer_write_s), ("gather", gather_s, peer_gather_s)):
+        yield Result(
+            f"{what} {case}", "GB/s", payload / ours, payload / peers, PEER, higher_is_better=True
+        )
+
+
 def all_results() -> Iterator[Result]:
     bf16, e4m3, e5m2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
     with one_thread():
@@ -87,3 +130,5 @@ def all_results() -> Iterator[Result]:
             *(("NHD", e4m3), ("HND", e4m3), ("NHD", e5m2)),
         ):
             yield from one_case(layout, dtype)
+        for name in ("fp8_e4m3_token_head", "int8_token_head"):
+            yield from of_format(name)
