@@ -87,7 +87,9 @@ def of_format(name: str) -> Iterator[Result]:
     key, value = torch.randn(2, NUM_TOKENS, HEADS, HEAD_SIZE, generator=generator).bfloat16()
     slots = written_slots(generator)
     caches = [storage.key_cache(0), storage.value_cache(0)]
-    theirs = [torch.zeros(NUM_BLOCKS * BLOCK_SIZE, *each.shape[2:]).to(each.dtype) for each in caches]
+    theirs = [
+        torch.zeros(NUM_BLOCKS * BLOCK_SIZE, *each.shape[2:]).to(each.dtype) for each in caches
+    ]
     scales = [torch.zeros(NUM_BLOCKS * BLOCK_SIZE, HEADS, 1) for _ in caches]
     out = torch.empty_like(torch.stack([key, value]))
 

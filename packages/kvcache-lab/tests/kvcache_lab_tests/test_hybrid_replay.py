@@ -209,7 +209,9 @@ def test_each_byte_of_a_format_is_verified(kv_format, monkeypatch):
         if part == "scale_cache" and not storage.has_scales:
             continue
 
-        def changed(span, check=check, cache=getattr(storage, part)(0)):
+        cache = getattr(storage, part)(0)
+
+        def changed(span, check=check, cache=cache):
             cache.view(torch.uint8)[int(span.block_ids[0][1]), 2].view(-1)[-1] ^= 0x10
             return check(span)
 

@@ -175,7 +175,9 @@ def _resolve(args: argparse.Namespace) -> None:
     if args.kv_format is not None:
         formats = import_module("kvcache.formats").format_names()
         if not args.verify:
-            raise UsageError(f"--kv-format is {quoted(args.kv_format)}: expected only with --verify")
+            raise UsageError(
+                f"--kv-format is {quoted(args.kv_format)}: expected only with --verify"
+            )
         if args.kv_format not in formats:
             raise UsageError(
                 f"--kv-format is {quoted(args.kv_format)}: expected one of {', '.join(formats)}"
