@@ -489,7 +489,7 @@ class Engine:
         self.pool = self.manager.block_pool
         worker = core.model_executor.driver_worker.worker
         self.runner = worker.model_runner
-        self.tables = self.runner.input_batch.block_table
+        self.tables = getattr(self.runner, "block_tables", None) or self.runner.input_batch.block_table
         self.sanitizer = observe(worker).sanitizer
         kinds = [each.kind for each in self.sanitizer.groups]
         self.full_group = kinds.index("full")

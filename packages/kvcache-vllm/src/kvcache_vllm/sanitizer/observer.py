@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports the steps of a vLLM worker to a `Sanitizer`.
 
-The observer reads the kernels' inputs: the tokens and positions of the batch, the slot mapping and
-block table of each cache group, copies of blocks and recurrent states, and blocks that a connector
-has filled.
+The observer reads what the model runner hands to the layers: the tokens and positions of the batch, and
+each layer's slot mapping, block table and lengths. It compares them with the scheduler's output, and
+observes copies of blocks and recurrent states, and blocks that a connector has filled.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
-import vllm
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -26,19 +24,18 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from vllm.v1.worker import gpu_model_runner, mamba_utils
 
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache_exchange.plugins.environment import options_from_environment
 from kvcache_exchange.plugins.guard import ObserverGuard
 from kvcache_exchange.plugins.wrapping import wrap_once
 from kvcache_vllm.sanitizer.block_bytes import BlockBytes, has_host_tier
+from kvcache_vllm.sanitizer.checks import StepChecks
 from kvcache_vllm.sanitizer.holds import Holds
+from kvcache_vllm.sanitizer.runners import Batch, as_array, runner_of
 
 _log = logging.getLogger("kvcache.sanitizer")
-_HOOKS = ("execute_model", "_build_attention_metadata", "_zero_block_ids")
 _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-_current: WorkerObserver | None = None  # the observer of the running step
 
 
 def observe(worker: Any, sanitizer: Sanitizer | None = None) -> WorkerObserver:
@@ -58,18 +55,7 @@ def observe(worker: Any, sanitizer: Sanitizer | None = None) -> WorkerObserver:
         >>> import os
         >>> os.environ["KVCACHE_SANITIZE"] = "1"  # before vLLM starts, instead of a call
     """
-    runner = worker.model_runner
-    if not isinstance(runner, gpu_model_runner.GPUModelRunner):
-        raise ValueError(
-            f"the model runner is {type(runner).__module__}.{type(runner).__qualname__}: expected vLLM's "
-            "V1 runner (VLLM_USE_V2_MODEL_RUNNER=0)"
-        )
-    missing = [name for name in _HOOKS if not hasattr(runner, name)]
-    if missing:
-        raise ValueError(f"the model runner of vLLM {vllm.__version__} has no {', '.join(missing)}")
-    if runner.dcp_world_size > 1:
-        raise ValueError("decode context parallelism spreads a block over ranks: not supported")
-    observer = WorkerObserver(runner, sanitizer)
+    observer = WorkerObserver(worker.model_runner, sanitizer)
     observer.install()
     return observer
 
@@ -100,6 +86,7 @@ class WorkerObserver:
     """Observes one model runner. See `observe`."""
 
     def __init__(self, runner: Any, sanitizer: Sanitizer | None = None) -> None:
+        self._runner = runner_of(runner)
         config = runner.kv_cache_config
         is_drafting = runner.speculative_config is not None
         self.unchecked: dict[int, str] = {}
@@ -120,7 +107,6 @@ class WorkerObserver:
         elif sanitizer.groups != tuple(groups):
             raise ValueError(f"sanitizer has groups {sanitizer.groups}: expected {tuple(groups)}")
         self.sanitizer = sanitizer
-        self._runner = runner
         specs = [config.kv_cache_groups[gid].kv_cache_spec for gid in self._gids]
         self._sizes = [spec.block_size for spec in specs]
         self._holds = Holds(sanitizer, self._gids, self._sizes)
@@ -131,22 +117,17 @@ class WorkerObserver:
         self._verified: dict[str, int] = {}
         # For each request with drafts in the last step, the position of its first token.
         self._drafted: dict[str, int] = {}
-        self._is_computing = False
         self._has_sync_loads = False
         self._guard = ObserverGuard(sanitizer)
+        self._checks = StepChecks(sanitizer, self._runner, self._gids)
 
     def install(self) -> None:
         """Wrap the hooks of the model runner."""
-        runner = self._runner
-        runner.kvcache_sanitizer = self
-        for name in _HOOKS:
-            setattr(runner, name, getattr(self, f"_{name.lstrip('_')}")(getattr(runner, name)))
-        wrap_once(gpu_model_runner, "copy_kv_cache_blocks_inplace", _copied)
-        wrap_once(mamba_utils, "collect_mamba_copy_meta", _copied_state)
+        self._runner.install(self)
         if has_kv_transfer_group():
             connector = get_kv_transfer_group()
             if has_host_tier(connector):
-                self._bytes = BlockBytes(runner, self.sanitizer, self._gids)
+                self._bytes = BlockBytes(self._runner.runner, self.sanitizer, self._gids)
                 self.unchecked |= self._bytes.unchecked
             name = "get_transfer_results"  # name of the method in later versions
             name = name if hasattr(connector, name) else "get_finished"
@@ -160,38 +141,27 @@ class WorkerObserver:
             "loads_checked": 0 if self._bytes is None else self._bytes.num_checked,
         }
 
-    # Hooks --------------------------------------------------------------------------------------------
+    # Calls of the model runner ------------------------------------------------------------------------
 
-    def _execute_model(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def execute_model(scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
-            global _current
-            self._guard(self._begin, scheduler_output)
-            self._is_computing, before, _current = True, _current, self
-            try:
-                return original(scheduler_output, *arguments, **options)
-            finally:
-                self._is_computing, _current = False, before
+    def begins(self, output: Any) -> None:
+        """Observe the scheduler's output, before the runner acts on it."""
+        self._guard(self._begin, output)
 
-        return execute_model
+    def computes(self, metadata: Any, slot_mappings: Any) -> None:
+        """Observe a forward pass of the batch, with what each layer receives."""
+        self._guard(self._computes, metadata, slot_mappings)
 
-    def _build_attention_metadata(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def build(*arguments: Any, **options: Any) -> Any:
-            result = original(*arguments, **options)
-            if self._is_computing:  # not a warm-up
-                self._guard(self._computes, result, options)
-            return result
+    def runs_dummy(self, slot_mappings: Any) -> None:
+        """Observe a forward pass without requests."""
+        self._guard(self._checks.check_dummy, slot_mappings)
 
-        return build
+    def clears(self, block_ids: list[int]) -> None:
+        """Observe blocks that were zeroed."""
+        self._guard(self.sanitizer.observe_clear, block_ids)
 
-    def _zero_block_ids(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def zero_block_ids(block_ids: list[int]) -> None:
-            original(block_ids)
-            self._guard(self.sanitizer.observe_clear, block_ids)
-
-        return zero_block_ids
+    def copies(self, pairs: Any) -> None:
+        """Observe copies of blocks, (source, destination)."""
+        self._guard(self._observe_copies, pairs)
 
     def _get_finished(self, original: Callable) -> Callable:
         @functools.wraps(original)
@@ -211,17 +181,13 @@ class WorkerObserver:
         pairs = np.array([tuple(each) for each in copies], np.int64).reshape(-1, 2)
         self.sanitizer.observe_copy(pairs[:, 0], pairs[:, 1])
 
-    def _observe_state_copies(self, *arguments: Any) -> None:
-        gids, src, dst, bias, request = arguments[3:8]
-        for blocks in (request.block_ids[gid] for gid in gids):
-            self.sanitizer.observe_copy([blocks[src + bias]], [blocks[dst]])
-
     # A step -------------------------------------------------------------------------------------------
 
     def _begin(self, output: Any) -> None:
         """Observe the scheduler's decisions before the worker acts on them."""
         sanitizer, holds = self.sanitizer, self._holds
         self._output = output
+        self._checks.begin(output)
         if self._bytes is not None:
             for name, num_tokens in self._verified.items():
                 self._bytes.observe(name, holds.of(name), num_tokens)
@@ -242,7 +208,9 @@ class WorkerObserver:
         holds.leave(cached.req_ids, self._num_computed(cached))
         begun = []
         for request in output.scheduled_new_reqs:
-            name, tokens = request.req_id, request.prompt_token_ids
+            # The tokens of a resumed request include its output.
+            name, tokens = request.req_id, getattr(request, "prefill_token_ids", None)
+            tokens = request.prompt_token_ids if tokens is None else tokens
             if tokens is None or request.prompt_embeds is not None:
                 raise ValueError(f"{name!r} has prompt embeddings, which are not supported")
             images = [
@@ -267,7 +235,7 @@ class WorkerObserver:
 
     def _num_computed(self, cached: Any) -> list[int]:
         """Return, for each request, the number of tokens that are certain to be computed."""
-        if not (self._runner.use_async_scheduling and self._drafted):
+        if not (self._runner.is_async and self._drafted):
             return cached.num_computed_tokens
         # The scheduler counts all drafts of the previous step, although some may be rejected.
         return [
@@ -293,20 +261,15 @@ class WorkerObserver:
         if self._bytes is not None:
             self._bytes.begin(name, self._holds.of(name), num_computed, is_loaded)
 
-    def _computes(self, result: Any, options: dict[str, Any]) -> None:
+    def _computes(self, metadata: Any, slot_mappings: Any) -> None:
         """Observe the tokens, writes and reads of a step, before the model computes it."""
-        metadata, slot_mappings = result[0], options["slot_mappings"]
-        runner, sanitizer = self._runner, self.sanitizer
-        batch = runner.input_batch
-        names = list(batch.req_ids)
-        splits = runner.query_start_loc.np[: len(names) + 1].astype(np.int64)
-        total = int(splits[-1])
-        starts = _array(runner.positions[:total])[splits[:-1]].astype(np.int64)
-        counts = np.diff(splits)
-        tokens = _array(runner.input_ids.gpu[:total]).astype(np.int64)
-        self._observe_accepted(names, starts)
-        sanitizer.observe_tokens(names, starts, counts, tokens)
-        tables, stops = {}, starts + counts
+        sanitizer, batch = self.sanitizer, self._runner.batch()
+        names, starts, counts = batch.names, batch.starts, batch.counts
+        stops = starts + counts
+        self._checks.check_batch(batch, self._drafted)
+        self._observe_accepted(batch)
+        sanitizer.observe_tokens(names, starts, counts, batch.tokens)
+        tables = {}
         if self._bytes is not None:
             ends = zip(names, starts.tolist(), stops.tolist())
             self._verified = {
@@ -314,36 +277,36 @@ class WorkerObserver:
             }
         for g, gid in enumerate(self._gids):
             layer = self._layer_metadata(metadata, gid)
-            table = self._table(layer, gid, len(names))
+            table = self._runner.table(layer, gid, len(names))
             if sanitizer.groups[g].kind == "state":
                 self._observe_states(g, names, starts, stops, table)
                 self._observe_checkpoints(g, names, starts, layer)
                 continue
-            tables[g] = table, self._seq_lens(layer, len(names))
-            slots = _array(slot_mappings[gid][:total])
+            tables[g] = table, self._checks.lengths(g, gid, batch, metadata)
+            slots = self._checks.slots(gid, batch, slot_mappings)
             sanitizer.observe_write(g, names, starts, counts, slots, table)
         for g, (table, seq_lens) in tables.items():
             sanitizer.observe_read(g, names, starts, seq_lens, table)
 
-    def _observe_accepted(self, names: list[str], starts: np.ndarray) -> None:
+    def _observe_accepted(self, batch: Batch) -> None:
         """Observe which drafts of the previous step were accepted."""
         for name, first in self._drafted.items():
-            row = self._runner.input_batch.req_id_to_index.get(name)
-            if row is None or starts[row] <= first:
+            row = batch.row_of.get(name)
+            if row is None or batch.starts[row] <= first:
                 continue
-            tokens = self._runner.input_batch.token_ids_cpu[row, first : starts[row]].astype(
-                np.int64
-            )
+            tokens = self._runner.recorded(name, first, int(batch.starts[row]))
             if tokens.min() >= 0:  # otherwise, the counts are still on the device
                 self.sanitizer.observe_tokens([name], [first], [len(tokens)], tokens)
         drafts = self._output.scheduled_spec_decode_tokens
-        self._drafted = {name: int(starts[i]) for i, name in enumerate(names) if name in drafts}
+        self._drafted = {
+            name: int(batch.starts[i]) for i, name in enumerate(batch.names) if name in drafts
+        }
 
     def _observe_states(
         self, g: int, names: list[str], starts: np.ndarray, stops: np.ndarray, table: np.ndarray
     ) -> None:
         sanitizer, size = self.sanitizer, self._sizes[g]
-        rows, mode = np.arange(len(names)), self._runner.cache_config.mamba_cache_mode
+        rows, mode = np.arange(len(names)), self._runner.runner.cache_config.mamba_cache_mode
         first = last = np.zeros_like(starts)
         if mode != "none":
             last = (stops - 1) // size
@@ -364,61 +327,13 @@ class WorkerObserver:
         found = getattr(layer, "checkpoint_meta", None) or getattr(layer, "checkpoint", None)
         if found is None:
             return
-        rows, offsets = _array(found.request_rows), np.array(found.offsets, np.int64)
-        rows, pages = rows[offsets > 0], _array(found.state_indices)[offsets > 0].astype(np.int64)
+        rows, offsets = as_array(found.request_rows), np.array(found.offsets, np.int64)
+        rows, pages = rows[offsets > 0], as_array(found.state_indices)[offsets > 0].astype(np.int64)
         counts = starts[rows] + offsets[offsets > 0]
         self.sanitizer.observe_state_write(g, [names[row] for row in rows], counts, pages)
-
-    # Inputs of kernels --------------------------------------------------------------------------------
 
     def _layer_metadata(self, metadata: Any, gid: int) -> Any:
         """Return the metadata of the first layer of a group, or None if batches are split."""
         if not isinstance(metadata, dict):
             return None
-        return metadata.get(self._runner.kv_cache_config.kv_cache_groups[gid].layer_names[0])
-
-    def _table(self, layer: Any, gid: int, num_rows: int) -> np.ndarray:
-        """Return a group's block table.
-
-        The table in the layer's metadata is used if it has the expected shape.
-        """
-        runner = self._runner
-        ours = runner.input_batch.block_table[gid]
-        table = ours.get_device_tensor(num_rows)
-        seen = getattr(layer, "block_table", None)
-        if isinstance(seen, torch.Tensor) and seen.shape == table.shape:
-            table = seen
-        spec = runner.kv_cache_config.kv_cache_groups[gid].kv_cache_spec
-        ratio = spec.block_size // ours.block_size
-        array = _array(table)
-        return array if ratio == 1 else array[:, ::ratio] // ratio
-
-    def _seq_lens(self, layer: Any, num_rows: int) -> np.ndarray:
-        seen = getattr(layer, "seq_lens", None)
-        if not isinstance(seen, torch.Tensor) or seen.ndim != 1 or len(seen) < num_rows:
-            seen = self._runner.seq_lens
-        return _array(seen[:num_rows]).astype(np.int64)
-
-
-def _copied(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def copy_blocks(kv_caches: Any, num_blocks: int, copies: Any) -> None:
-        original(kv_caches, num_blocks, copies)
-        if _current is not None:
-            _current._guard(_current._observe_copies, copies)
-
-    return copy_blocks
-
-
-def _copied_state(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def collect(*arguments: Any, **options: Any) -> None:
-        original(*arguments, **options)
-        if _current is not None:
-            _current._guard(_current._observe_state_copies, *arguments)
-
-    return collect
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.cpu().numpy()
+        return metadata.get(self._runner.layers_of(gid)[0])
