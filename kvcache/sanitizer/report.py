@@ -100,7 +100,7 @@ class Report:
 
     - `kind`: the kind of finding.
     - `step`: the step in which the error was found.
-    - `request`: the request that reads or writes.
+    - `request`: the request that reads or writes. For an invalid input, the name of the input.
     - `group`, `group_kind`: the cache group.
     - `position`: the token's position in the request.
     - `block`, `offset`: the block, and the slot within it. -1 if there is none.
@@ -130,6 +130,8 @@ class Report:
     @property
     def summary(self) -> str:
         """A one-line summary of the finding."""
+        if self.kind is ReportKind.INVALID_INPUT:
+            return f"{self.kind}: {self.request}, step {self.step}"
         return (
             f"{self.kind}: request {self.request!r}, token {self.position}, group {self.group} "
             f"({self.group_kind}), block {self.block}, offset {self.offset}, step {self.step}"

@@ -104,9 +104,11 @@ def test_loaded_blocks_become_hits_for_others_after_the_report():
     manager = engine.manager
     engine.run("a", range(13))
     engine.run("b", range(100, 132))
+    before = manager.step()
     plan = manager.step(new=[Request("a2", range(13))])
     num_loaded = len(plan.swap_in)
     assert num_loaded > 0
+    manager.report(StepReport(before.step_id, completed=True))  # the step before the load
     assert manager.pool.num_loading == num_loaded
     held = manager.pool.num_total - manager.pool.num_free
     probe = Request("probe", range(13))

@@ -5,6 +5,7 @@
 of its output.
 """
 
+import copy
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ from tests.machinery.vllm_models import ENGINES, OPTIONS, make_room, write_confi
 from tests.machinery.vllm_weights import fill_at_random, without_checkpoints
 
 DEFECTS = {}  # name -> (function, models)
+INPUT_DEFECTS = {}  # the same, for defects in the inputs of either model runner
 ALL = ("llama", "gemma3", "granite4")
 TIER = {
     "kv_transfer_config": {**{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
@@ -425,6 +427,284 @@ def lengths_count_a_token_too_many(engine):
     engine.wrap_inner(engine.runner, "_build_attention_metadata", build)
 
 
+# In the inputs of both model runners --------------------------------------------------------------
+
+
+def input_defect(*models, **forms):
+    """Register a function that changes the `Inputs` of a step, once for each form. It returns whether
+    it has changed anything. `forms`: keyword arguments by name of the form.
+    """
+
+    def add(change):
+        def planted_as(form):
+            def plant(engine):
+                def act(inputs):
+                    if engine.now(12) and change(engine, inputs, **form):
+                        engine.planted()
+
+                engine.change_inputs(act)
+
+            return plant
+
+        for name, form in forms.items() or (("", {}),):
+            plant = planted_as(form)
+            plant.__doc__ = change.__doc__
+            INPUT_DEFECTS[f"{change.__name__} {name}".strip()] = plant, models or ("llama", "gemma3")
+        return change
+
+    return add
+
+
+ROWS = {"first": {"row": 0}, "last": {"row": -1}}
+LAYERS = {"all": {"only": None}, "one": {"only": 0}}
+
+
+@input_defect(**ROWS)
+def slot_of_another_block(engine, inputs, row):
+    """A token is written to the slot of another request's block."""
+    slots, other = inputs.slots[engine.slot_group], inputs.blocks(engine, row)
+    if not other:
+        return False
+    slots[inputs.last_token(row)] = other[0] * 32
+    return True
+
+
+@input_defect("gemma3", first={"turn": 1}, second={"turn": -1})
+def slots_of_another_group(engine, inputs, turn):
+    """The slots of two groups are exchanged."""
+    rolled = [each.clone() for each in inputs.slots]
+    for g, slots in enumerate(inputs.slots):
+        slots.copy_(rolled[(g + turn) % len(rolled)])
+    return any((each != before).any() for each, before in zip(inputs.slots, rolled))
+
+
+@input_defect(one={"shift": 1}, two={"shift": 2})
+def slots_are_shifted(engine, inputs, shift):
+    """Every token is written to the slot of a later token."""
+    inputs.slots[engine.slot_group][: inputs.total] += shift
+    return True
+
+
+@input_defect(early={"by": -1}, late={"by": 1})
+def border_is_off_by_one(engine, inputs, by):
+    """The border between the first two requests is one token off."""
+    splits = inputs.splits
+    if inputs.n < 2 or int(splits[1]) + by in (0, int(splits[2])):
+        return False
+    for each in inputs.all_splits():
+        each[1] += by
+    return True
+
+
+@input_defect(**{f"{row} {layers}": {**ROWS[row], **LAYERS[layers]} for row in ROWS for layers in LAYERS})
+def length_is_short_by_one(engine, inputs, row, only):
+    """Attention does not read the last token of a request."""
+    return inputs.add_to_lengths(row, -1, only)
+
+
+@input_defect(**{f"{row} {layers}": {**ROWS[row], **LAYERS[layers]} for row in ROWS for layers in LAYERS})
+def length_is_long_by_one(engine, inputs, row, only):
+    """Attention reads a slot after the last token of a request."""
+    return inputs.add_to_lengths(row, 1, only)
+
+
+@input_defect(**ROWS)
+def token_of_another_row(engine, inputs, row):
+    """A request computes a token of another request."""
+    at, other = inputs.last_token(row), inputs.last_token(row + 1 if row == 0 else 0)
+    if inputs.n < 2 or inputs.tokens[at] == inputs.tokens[other]:
+        return False
+    inputs.tokens[at] = inputs.tokens[other]
+    return True
+
+
+@input_defect()
+def wrong_token_of_a_prompt(engine, inputs):
+    """A token in the middle of a prompt chunk is wrong."""
+    counts = (inputs.splits[1:] - inputs.splits[:-1]).tolist()
+    if max(counts) < 4:
+        return False
+    at = int(inputs.splits[counts.index(max(counts))]) + 1
+    inputs.tokens[at] = inputs.tokens[at] ^ 1
+    return True
+
+
+@input_defect(stale={"by": -1}, early={"by": 1}, far={"by": 33})
+def position_is_wrong(engine, inputs, by):
+    """The positions of a request are those of another step."""
+    splits = inputs.splits.tolist()
+    if int(inputs.positions[splits[0]]) + by < 0:
+        return False
+    inputs.positions[splits[0] : splits[1]] += by
+    return True
+
+
+@input_defect()
+def position_is_repeated(engine, inputs):
+    """Two tokens of a prompt chunk have the same position."""
+    counts = (inputs.splits[1:] - inputs.splits[:-1]).tolist()
+    if max(counts) < 4:
+        return False
+    at = int(inputs.splits[counts.index(max(counts))]) + 2
+    inputs.positions[at] = inputs.positions[at - 1]
+    return True
+
+
+@input_defect()
+def count_of_another_row(engine, inputs):
+    """The numbers of tokens of two requests are exchanged."""
+    counts = (inputs.splits[1:] - inputs.splits[:-1]).tolist()
+    if inputs.n < 2 or counts[0] == counts[1]:
+        return False
+    for each in inputs.all_splits():
+        each[1] = counts[1]
+    return True
+
+
+@input_defect(first={"row": 0}, second={"row": 1})
+def table_row_of_another_request(engine, inputs, row):
+    """Attention reads the blocks of another request."""
+    tables = inputs.tables(engine)
+    if inputs.n <= row or len(tables[0]) < 2:
+        return False
+    for table in tables:
+        table[row] = table[(row + 1) % inputs.n]
+    return True
+
+
+@input_defect(negative={"token": -5}, large={"token": 1 << 20})
+def impossible_token(engine, inputs, token):
+    """A token id does not exist."""
+    inputs.tokens[inputs.last_token(0)] = token
+    return True
+
+
+def add_unscheduled(name):
+    """Register a function that changes something else than the inputs of layers."""
+
+    def add(plant):
+        INPUT_DEFECTS[name] = plant, ("llama", "gemma3")
+        return plant
+
+    return add
+
+
+@add_unscheduled("wrong_scale")
+def wrong_scale(engine):
+    """The scale of a layer's cache changes after tokens were written."""
+    config = engine.runner.cache_config
+    before, config.cache_dtype = config.cache_dtype, "fp8"  # the CPU has no fp8 cache
+    engine._undo.append(lambda: setattr(config, "cache_dtype", before))
+
+    def change(inputs):
+        if engine.now(12):
+            engine.attention_layers()[0]._k_scale.mul_(2)
+            engine.planted()
+
+    engine.change_inputs(change)
+
+
+@add_unscheduled("padding_in_a_live_block")
+def padding_in_a_live_block(engine):
+    """The slots of padding tokens are in a block of a request."""
+
+    def padded(total, whole, used):
+        if engine.now(12):
+            held = engine.held(engine.scheduler.running[0])
+            whole[..., total : total + 4] = held[0].block_id * 32
+            engine.planted()
+            return whole[..., : total + 4]
+        return used
+
+    engine.pad_slots(padded)
+
+
+@add_unscheduled("padding_in_a_free_block")
+def padding_in_a_free_block(engine):
+    """The slots of padding tokens are in a block that no request holds, but that may be hit."""
+
+    def padded(total, whole, used):
+        free = [each.block_id for each in engine.pool.blocks[1:] if each.ref_cnt == 0]
+        if free and engine.now(12):
+            whole[..., total : total + 1] = free[-1] * 32 + 5
+            engine.planted()
+            return whole[..., : total + 1]
+        return used
+
+    engine.pad_slots(padded)
+
+
+@add_unscheduled("dummy_run_with_stale_slots")
+def dummy_run_with_stale_slots(engine):
+    """A dummy run writes to the slots of the step before."""
+
+    def run(original, *arguments):
+        output = original(*arguments)
+        if engine.now(12):
+            engine.planted()
+            engine.dummy_run_with_stale_slots()
+        return output
+
+    engine.wrap(engine.scheduler, "schedule", run)
+
+
+class Inputs:
+    """What a model runner hands to the layers in a step. The tensors are those that kernels read."""
+
+    def __init__(self, runner, metadata, slots, splits, positions, tokens, n):
+        self.runner, self.metadata, self.slots, self.n = runner, metadata, slots, n
+        self.splits, self.positions, self.tokens = splits[: n + 1], positions, tokens
+        self.total = int(splits[n])
+
+    def last_token(self, row):
+        return int(self.splits[1:][row]) - 1
+
+    def layers(self):
+        return list({id(each): each for each in self.metadata.values()}.values())
+
+    def all_splits(self):
+        """Return the different tensors with the borders of the batch's rows."""
+        found = [self.splits, *(getattr(each, "query_start_loc", None) for each in self.layers())]
+        numbers = getattr(getattr(self.runner, "query_start_loc", None), "np", None)
+        if numbers is not None:
+            found.append(numbers)
+        return list({_address(each): each for each in found if each is not None}.values())
+
+    def add_to_lengths(self, row, by, only):
+        names = [name for name, each in self.metadata.items() if hasattr(each, "seq_lens")]
+        if not names:
+            return False
+        chosen = self.layers() if only is None else [copy.copy(self.metadata[names[only]])]
+        for layer in chosen:
+            if hasattr(layer, "seq_lens"):
+                layer.seq_lens = layer.seq_lens.clone()
+                layer.seq_lens[: self.n][row] += by
+        if only is not None:
+            self.metadata[names[only]] = chosen[0]
+        return True
+
+    def tables(self, engine):
+        """Return the block tables of the group with slots."""
+        name = engine.runner.kv_cache_config.kv_cache_groups[engine.slot_group].layer_names[0]
+        return [self.metadata[name].block_table]
+
+    def blocks(self, engine, row):
+        """Return blocks of requests other than the one in a row."""
+        running = engine.scheduler.running
+        names = engine.names_in_batch()
+        return [
+            block.block_id
+            for each in running
+            if each.request_id != names[row]
+            for block in engine.held(each)[:1]
+            if block.ref_cnt == 1
+        ]
+
+
+def _address(array):
+    return array.data_ptr() if hasattr(array, "data_ptr") else array.ctypes.data
+
+
 # In the host tier --------------------------------------------------------------------------------
 
 
@@ -490,7 +770,8 @@ class Engine:
         worker = core.model_executor.driver_worker.worker
         self.runner = worker.model_runner
         self.tables = getattr(self.runner, "block_tables", None) or self.runner.input_batch.block_table
-        self.sanitizer = observe(worker).sanitizer
+        observer = observe(worker)
+        self.sanitizer, self.sanitizer_runner = observer.sanitizer, observer._runner
         kinds = [each.kind for each in self.sanitizer.groups]
         self.full_group = kinds.index("full")
         self.slot_group = next(g for g, kind in enumerate(kinds) if kind != "state")
@@ -533,6 +814,89 @@ class Engine:
         setattr(target, name, staticmethod(wrapped) if is_static else wrapped)
         self._undo.append(lambda: setattr(target, name, before) if had else delattr(target, name))
 
+    def change_inputs(self, act):
+        """Call a function with the `Inputs` of each step, before layers and the sanitizer see them."""
+        runner = self.runner
+        if hasattr(runner, "input_batch"):
+
+            def build(original, *arguments, **options):
+                result = original(*arguments, **options)
+                if self.is_stepping:
+                    n = len(runner.input_batch.req_ids)
+                    act(Inputs(runner, result[0], [*options["slot_mappings"].values()],
+                               runner.query_start_loc.gpu, runner.positions, runner.input_ids.gpu, n))
+                return result
+
+            self.wrap(runner, "_build_attention_metadata", build)
+        else:
+
+            def prepare(original, given, mode, tables, slots, *arguments, **options):
+                metadata = original(given, mode, tables, slots, *arguments, **options)
+                if self.is_stepping:
+                    act(Inputs(runner, metadata, list(slots), given.query_start_loc, given.positions,
+                               given.input_ids, given.num_reqs))
+                return metadata
+
+            self.wrap(runner.model_state, "prepare_attn", prepare)
+
+    def pad_slots(self, padded):
+        """Replace the slot mappings of each step by `padded(number of tokens, buffer, mappings)`."""
+        runner = self.runner
+        if hasattr(runner, "input_batch"):
+
+            def mappings(original, *arguments, **options):
+                by_gid, by_layer = original(*arguments, **options)
+                if not self.is_stepping:
+                    return by_gid, by_layer
+                g = self.slot_group
+                whole, used = runner.input_batch.block_table[g].slot_mapping.gpu, by_gid[g]
+                by_gid[g] = longer = padded(len(used), whole, used)
+                names = runner.kv_cache_config.kv_cache_groups[g].layer_names
+                return by_gid, by_layer | dict.fromkeys(names, longer)
+
+            self.wrap(runner, "_get_slot_mappings", mappings)
+        else:
+
+            def prepare(original, given):
+                tables, slots = original(given)
+                whole = runner.block_tables.slot_mappings
+                return tables, padded(given.num_tokens, whole, slots)
+
+            self.wrap(runner, "prepare_attn", prepare)
+
+    def dummy_run_with_stale_slots(self):
+        """Run without requests, with the slots of the last step."""
+        runner = self.runner
+        if hasattr(runner, "input_batch"):
+            original = runner._get_slot_mappings
+
+            def stale(*arguments, **options):
+                table = runner.input_batch.block_table[self.slot_group]
+                before = table.slot_mapping.gpu[:2].clone()
+                by_gid, by_layer = original(*arguments, **options)
+                names = runner.kv_cache_config.kv_cache_groups[self.slot_group].layer_names
+                return by_gid, by_layer | dict.fromkeys(names, before)
+
+            runner._get_slot_mappings = stale
+            runner._dummy_run(2)
+            del runner._get_slot_mappings
+        else:
+            tables = runner.block_tables
+            tables.get_dummy_slot_mappings = lambda count: tables.slot_mappings[:, :count]
+            runner._dummy_run(2)
+            del tables.get_dummy_slot_mappings
+
+    @property
+    def is_stepping(self):
+        return self.sanitizer_runner._is_computing
+
+    def names_in_batch(self):
+        return self.sanitizer_runner.batch().names
+
+    def attention_layers(self):
+        layers = self.runner.compilation_config.static_forward_context.values()
+        return [each for each in layers if hasattr(each, "_k_scale")]
+
     def wrap_inner(self, target, name, function):
         """Like `wrap`, but inside the sanitizer's hook."""
         hook = getattr(target, name)
@@ -549,9 +913,9 @@ class Engine:
         cell.cell_contents = wrapped
         self._undo.append(lambda: setattr(cell, "cell_contents", original))
 
-    def find(self, name, seed=1):
+    def find(self, name, defects=DEFECTS, seed=1):
         """Plant a defect, run requests, remove the defect, and return the findings."""
-        plant, _ = DEFECTS[name]
+        plant, _ = defects[name]
         print("planting", name, file=sys.stderr, flush=True)
         before = self.sanitizer.slots_read
         first_step = self.sanitizer.step
@@ -629,7 +993,7 @@ def find_all(model, engine):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run(model, engine, names=None):
+def run(model, engine, names=None, defects=DEFECTS):
     """Plant each defect that applies to a model, one at a time, and return the findings.
 
     Without a defect, there must be no findings.
@@ -642,7 +1006,7 @@ def run(model, engine, names=None):
     one.scheduler.reset_prefix_cache()
     one._clear()
     key = " ".join([model, *({"drafts", "tier"} & set(engine.split()))])
-    return [one.find(name) for name in names or DEFECTS if key in DEFECTS[name][1]]
+    return [one.find(name, defects) for name in names or defects if key in defects[name][1]]
 
 
 if __name__ == "__main__":
