@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Injects defects into vLLM's code, one at a time, to test whether the sanitizer reports them.
 
-`python -m tests.machinery.vllm_defects MODEL ENGINE` prints the findings as JSON in the last line
-of its output.
+`python -m tests.machinery.vllm_defects MODEL ENGINE [--inputs] [NAME ...]` prints the findings as JSON in
+the last line of its output. With `--inputs`, the defects are those in what a model runner hands to the
+layers, which exist in both runners of vLLM.
 """
 
 import copy
@@ -449,7 +450,10 @@ def input_defect(*models, **forms):
         for name, form in forms.items() or (("", {}),):
             plant = planted_as(form)
             plant.__doc__ = change.__doc__
-            INPUT_DEFECTS[f"{change.__name__} {name}".strip()] = plant, models or ("llama", "gemma3")
+            INPUT_DEFECTS[f"{change.__name__} {name}".strip()] = (
+                plant,
+                models or ("llama", "gemma3"),
+            )
         return change
 
     return add
@@ -496,13 +500,17 @@ def border_is_off_by_one(engine, inputs, by):
     return True
 
 
-@input_defect(**{f"{row} {layers}": {**ROWS[row], **LAYERS[layers]} for row in ROWS for layers in LAYERS})
+@input_defect(
+    **{f"{row} {layers}": {**ROWS[row], **LAYERS[layers]} for row in ROWS for layers in LAYERS}
+)
 def length_is_short_by_one(engine, inputs, row, only):
     """Attention does not read the last token of a request."""
     return inputs.add_to_lengths(row, -1, only)
 
 
-@input_defect(**{f"{row} {layers}": {**ROWS[row], **LAYERS[layers]} for row in ROWS for layers in LAYERS})
+@input_defect(
+    **{f"{row} {layers}": {**ROWS[row], **LAYERS[layers]} for row in ROWS for layers in LAYERS}
+)
 def length_is_long_by_one(engine, inputs, row, only):
     """Attention reads a slot after the last token of a request."""
     return inputs.add_to_lengths(row, 1, only)
@@ -769,7 +777,9 @@ class Engine:
         self.pool = self.manager.block_pool
         worker = core.model_executor.driver_worker.worker
         self.runner = worker.model_runner
-        self.tables = getattr(self.runner, "block_tables", None) or self.runner.input_batch.block_table
+        self.tables = (
+            getattr(self.runner, "block_tables", None) or self.runner.input_batch.block_table
+        )
         observer = observe(worker)
         self.sanitizer, self.sanitizer_runner = observer.sanitizer, observer._runner
         kinds = [each.kind for each in self.sanitizer.groups]
@@ -823,8 +833,17 @@ class Engine:
                 result = original(*arguments, **options)
                 if self.is_stepping:
                     n = len(runner.input_batch.req_ids)
-                    act(Inputs(runner, result[0], [*options["slot_mappings"].values()],
-                               runner.query_start_loc.gpu, runner.positions, runner.input_ids.gpu, n))
+                    act(
+                        Inputs(
+                            runner,
+                            result[0],
+                            [*options["slot_mappings"].values()],
+                            runner.query_start_loc.gpu,
+                            runner.positions,
+                            runner.input_ids.gpu,
+                            n,
+                        )
+                    )
                 return result
 
             self.wrap(runner, "_build_attention_metadata", build)
@@ -833,8 +852,17 @@ class Engine:
             def prepare(original, given, mode, tables, slots, *arguments, **options):
                 metadata = original(given, mode, tables, slots, *arguments, **options)
                 if self.is_stepping:
-                    act(Inputs(runner, metadata, list(slots), given.query_start_loc, given.positions,
-                               given.input_ids, given.num_reqs))
+                    act(
+                        Inputs(
+                            runner,
+                            metadata,
+                            list(slots),
+                            given.query_start_loc,
+                            given.positions,
+                            given.input_ids,
+                            given.num_reqs,
+                        )
+                    )
                 return metadata
 
             self.wrap(runner.model_state, "prepare_attn", prepare)
@@ -979,14 +1007,24 @@ class Engine:
         )
 
 
-def find_all(model, engine):
+def find_all(model, engine, environment=None, of_inputs=False, names=()):
     """Plant each defect that applies to a model, in a separate process, and return the findings."""
     done = subprocess.run(
-        [sys.executable, "-m", __name__, model, engine],
+        [
+            sys.executable,
+            "-m",
+            __name__,
+            model,
+            engine,
+            *(["--inputs"] if of_inputs else []),
+            *names,
+        ],
         capture_output=True,
         text=True,
         cwd=REPO,
-        env=os.environ | {"PYTHONPATH": roots.python_path(), "KVCACHE_SANITIZE": "0"},
+        env=os.environ
+        | {"PYTHONPATH": roots.python_path(), "KVCACHE_SANITIZE": "0"}
+        | (environment or {}),
         timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -1010,5 +1048,7 @@ def run(model, engine, names=None, defects=DEFECTS):
 
 
 if __name__ == "__main__":
-    found = run(sys.argv[1], sys.argv[2], sys.argv[3:])
-    print(json.dumps(found))
+    model, engine, *names = sys.argv[1:]
+    of_inputs = "--inputs" in names
+    names = [each for each in names if each != "--inputs"]
+    print(json.dumps(run(model, engine, names, INPUT_DEFECTS if of_inputs else DEFECTS)))

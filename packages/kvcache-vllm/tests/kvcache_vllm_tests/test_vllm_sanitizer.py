@@ -29,6 +29,31 @@ CASES = [
 ]
 
 
+RUNNERS = {
+    "first": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    "second": {
+        **{"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+    },
+}
+
+
+@pytest.mark.parametrize("runner", [
+    "first", pytest.param("second", marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_wrong_inputs_of_layers_are_found_in_the_same_step(runner):
+    """The second runner computes in Triton's interpreter, with which all forms take ten minutes."""
+    found = find_all("llama", "vllm", RUNNERS[runner], of_inputs=True)
+    assert len(found) >= 30
+    for each in found:
+        assert each["planted"] and each["found_at"] == each["planted_at"], each
+
+
+def test_correct_runs_of_the_second_runner_have_no_findings():
+    """`find_all` checks a run without defects first. One form shows that the runner is observed."""
+    (found,) = find_all("llama", "vllm", RUNNERS["second"], True, ["token_of_another_row first"])
+    assert found["found_at"] == found["planted_at"] is not None
+
+
 @pytest.mark.parametrize(("model", "engine"), CASES)
 def test_each_planted_defect_is_found(model, engine):
     found = find_all(model, engine)
@@ -68,13 +93,18 @@ def test_unknown_model_runners_are_rejected_and_the_engine_continues(monkeypatch
     monkeypatch.setitem(os.environ, "KVCACHE_SANITIZE", "1")
     register()
     wrapper = object.__new__(WorkerWrapperBase)
-    wrapper.worker = types.SimpleNamespace(model_runner=object())
+    wrapper.worker = types.SimpleNamespace(model_runner=types.SimpleNamespace())
     assert wrapper.initialize_from_config([]) == "done"
     (record,) = caplog.records
-    assert record.message == (
-        "The KV cache sanitizer is off: the model runner is builtins.object: expected vLLM's V1 "
-        "runner (VLLM_USE_V2_MODEL_RUNNER=0)"
+    reason = (
+        "the model runner is types.SimpleNamespace: expected one of vLLM's GPUModelRunner classes"
     )
+    assert record.message == f"The KV cache sanitizer is off: {reason}"
+    with pytest.raises(ValueError, match=f"the sanitizer is off: {reason}"):
+        findings(wrapper.worker)
+    monkeypatch.setitem(os.environ, "KVCACHE_SANITIZE", "stop")
+    with pytest.raises(ValueError, match=reason):
+        wrapper.initialize_from_config([])
 
 
 def test_findings_are_not_available_from_a_worker_without_a_sanitizer():

@@ -40,7 +40,11 @@ def _observed(original: Callable) -> Callable:
 def _observe(worker: Any) -> None:
     from kvcache_vllm.sanitizer.observer import observe
 
-    observe(worker)
+    try:
+        observe(worker)
+    except Exception as failure:
+        worker.model_runner.kvcache_sanitizer_is_off = str(failure)
+        raise
 
 
 def findings(worker: Any) -> dict[str, object]:
@@ -57,9 +61,13 @@ def findings(worker: Any) -> dict[str, object]:
         were compared.
 
     Raises:
-        ValueError: The worker has no sanitizer.
+        ValueError: The worker has no sanitizer, or the sanitizer does not support the worker. The
+            message states the reason.
     """
-    observer = getattr(worker.model_runner, "kvcache_sanitizer", None)
+    runner = worker.model_runner
+    observer = getattr(runner, "kvcache_sanitizer", None)
+    if observer is None and hasattr(runner, "kvcache_sanitizer_is_off"):
+        raise ValueError(f"the sanitizer is off: {runner.kvcache_sanitizer_is_off}")
     if observer is None:
         raise ValueError("the worker has no sanitizer: start it with KVCACHE_SANITIZE=1")
     return observer.findings()

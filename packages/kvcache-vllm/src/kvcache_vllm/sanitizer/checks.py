@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares a step's inputs with the scheduler's output and with each other.
 
-A difference is a finding (`Sanitizer.reject`), even if the slots that attention reads hold what the inputs
-say.
+A difference is a finding (`Sanitizer.reject`), even if the slots that attention reads hold what the
+inputs say.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class StepChecks:
         counts = dict(zip(batch.names, batch.counts.tolist()))
         if counts != dict(self._counts) and not self._has_fewer_drafts():
             wrong = next(
-                name for name in {**counts, **self._counts} if counts.get(name) != self._counts.get(name)
+                name
+                for name in {**counts, **self._counts}
+                if counts.get(name) != self._counts.get(name)
             )
             self._reject(
                 "query_start_loc",
@@ -64,7 +66,11 @@ class StepChecks:
         for row, (name, start) in enumerate(zip(batch.names, batch.starts.tolist())):
             computed, first = self._computed.get(name, -1), drafted.get(name)
             # The scheduler may count drafts that were rejected meanwhile.
-            least = min(first + 1, computed) if self._runner.is_async and first is not None else computed
+            least = (
+                min(first + 1, computed)
+                if self._runner.is_async and first is not None
+                else computed
+            )
             if not least <= start <= computed:
                 self._reject(
                     "positions",
@@ -73,7 +79,9 @@ class StepChecks:
                 )
             own = batch.positions[batch.splits[row] : batch.splits[row + 1]]
             if (np.diff(own) != 1).any():
-                self._reject("positions", f"request {name!r} has positions {own[:8]}: expected each once")
+                self._reject(
+                    "positions", f"request {name!r} has positions {own[:8]}: expected each once"
+                )
         self._check_tokens(batch)
 
     def _check_tokens(self, batch: Batch) -> None:
@@ -138,7 +146,9 @@ class StepChecks:
         seen: set[int] = set()
         for name in self._runner.layers_of(gid):
             layer = metadata.get(name)
-            lengths, splits = (getattr(layer, each, None) for each in ("seq_lens", "query_start_loc"))
+            lengths, splits = (
+                getattr(layer, each, None) for each in ("seq_lens", "query_start_loc")
+            )
             if _has_rows(lengths, n) and id(lengths) not in seen:
                 seen.add(id(lengths))
                 own = as_array(lengths[:n]).astype(np.int64)
@@ -178,7 +188,8 @@ class StepChecks:
         if self._scales is not None and scales != self._scales:
             i = next(i for i, pair in enumerate(zip(scales, self._scales)) if pair[0] != pair[1])
             self._reject(
-                "kv_scale", f"scale {i} is {scales[i]}: expected {self._scales[i]}, as in earlier steps"
+                "kv_scale",
+                f"scale {i} is {scales[i]}: expected {self._scales[i]}, as in earlier steps",
             )
         self._scales = scales
 

@@ -28,7 +28,6 @@ from vllm.v1.kv_cache_interface import (
 from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache_exchange.plugins.environment import options_from_environment
 from kvcache_exchange.plugins.guard import ObserverGuard
-from kvcache_exchange.plugins.wrapping import wrap_once
 from kvcache_vllm.sanitizer.block_bytes import BlockBytes, has_host_tier
 from kvcache_vllm.sanitizer.checks import StepChecks
 from kvcache_vllm.sanitizer.holds import Holds

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -102,7 +102,9 @@ class Runner:
     """A model runner with hooks."""
 
     module: Any  # the module from which the runner calls functions
-    hooks: dict[str, tuple[str, ...]]  # names of methods, by attribute of the runner ("": itself)
+    hooks: ClassVar[
+        dict[str, tuple[str, ...]]
+    ]  # names of methods, by attribute of the runner ("": itself)
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -204,7 +206,7 @@ class FirstRunner(Runner):
     """vLLM's first model runner, `vllm.v1.worker.gpu_model_runner`."""
 
     module = gpu_model_runner
-    hooks = {"": ("execute_model", "_dummy_run", "_zero_block_ids")}
+    hooks: ClassVar = {"": ("execute_model", "_dummy_run", "_zero_block_ids")}
 
     def install(self, observer: Observer) -> None:
         super().install(observer)
@@ -216,7 +218,9 @@ class FirstRunner(Runner):
         splits = runner.query_start_loc.np[: len(names) + 1].astype(np.int64)
         total = int(splits[-1])
         positions = as_array(runner.positions[:total]).astype(np.int64)
-        return Batch(names, splits, positions, as_array(runner.input_ids.gpu[:total]).astype(np.int64))
+        return Batch(
+            names, splits, positions, as_array(runner.input_ids.gpu[:total]).astype(np.int64)
+        )
 
     def recorded(self, name: str, first: int, stop: int) -> np.ndarray:
         batch = self.runner.input_batch
@@ -249,7 +253,7 @@ class SecondRunner(Runner):
     """vLLM's second model runner, `vllm.v1.worker.gpu.model_runner`."""
 
     module = second_model_runner
-    hooks = {"": ("execute_model",), "model_state": ("prepare_attn", "preprocess_state")}
+    hooks: ClassVar = {"": ("execute_model",), "model_state": ("prepare_attn", "preprocess_state")}
 
     def install(self, observer: Observer) -> None:
         super().install(observer)
@@ -285,7 +289,9 @@ class SecondRunner(Runner):
             self._inputs, self._tables = inputs, tables
             if mode.name == "FULL":  # a graph replay does not set a forward context
                 config = self.runner.kv_cache_config
-                self.forwards(metadata, self.module.build_slot_mappings_by_layer(slot_mappings, config))
+                self.forwards(
+                    metadata, self.module.build_slot_mappings_by_layer(slot_mappings, config)
+                )
             return metadata
 
         return prepare_attn
