@@ -431,16 +431,17 @@ def lengths_count_a_token_too_many(engine):
 # In the inputs of both model runners --------------------------------------------------------------
 
 
-def input_defect(*models, **forms):
+def input_defect(*models, step=12, **forms):
     """Register a function that changes the `Inputs` of a step, once for each form. It returns whether
-    it has changed anything. `forms`: keyword arguments by name of the form.
+    it has changed anything. It is called from this step on, and prompts are computed in the first
+    steps. `forms`: keyword arguments by name of the form.
     """
 
     def add(change):
         def planted_as(form):
             def plant(engine):
                 def act(inputs):
-                    if engine.now(12) and change(engine, inputs, **form):
+                    if engine.now(step) and change(engine, inputs, **form):
                         engine.planted()
 
                 engine.change_inputs(act)
@@ -489,7 +490,7 @@ def slots_are_shifted(engine, inputs, shift):
     return True
 
 
-@input_defect(early={"by": -1}, late={"by": 1})
+@input_defect(step=3, early={"by": -1}, late={"by": 1})
 def border_is_off_by_one(engine, inputs, by):
     """The border between the first two requests is one token off."""
     splits = inputs.splits
@@ -526,7 +527,7 @@ def token_of_another_row(engine, inputs, row):
     return True
 
 
-@input_defect()
+@input_defect(step=3)
 def wrong_token_of_a_prompt(engine, inputs):
     """A token in the middle of a prompt chunk is wrong."""
     counts = (inputs.splits[1:] - inputs.splits[:-1]).tolist()
@@ -547,7 +548,7 @@ def position_is_wrong(engine, inputs, by):
     return True
 
 
-@input_defect()
+@input_defect(step=3)
 def position_is_repeated(engine, inputs):
     """Two tokens of a prompt chunk have the same position."""
     counts = (inputs.splits[1:] - inputs.splits[:-1]).tolist()
@@ -558,7 +559,7 @@ def position_is_repeated(engine, inputs):
     return True
 
 
-@input_defect()
+@input_defect(step=3)
 def count_of_another_row(engine, inputs):
     """The numbers of tokens of two requests are exchanged."""
     counts = (inputs.splits[1:] - inputs.splits[:-1]).tolist()
@@ -949,8 +950,10 @@ class Engine:
         first_step = self.sanitizer.step
         plant(self)
         failure = None
+        sizes = {"count": 6, "max_tokens": 24} if defects is INPUT_DEFECTS else {}
         try:
-            self.run(3 if "stored" in name else seed)  # new prompts: a tier stores each block once
+            # New prompts, because a tier stores each block once.
+            self.run(3 if "stored" in name else seed, **sizes)
         except Exception as error:  # the engine itself may fail because of the defect
             failure = f"{type(error).__name__}: {str(error)[:80]}"
         for undo in reversed(self._undo):
@@ -971,17 +974,17 @@ class Engine:
         if failure is None:
             self.llm.llm_engine.engine_core.engine_core.scheduler.reset_prefix_cache()
             self._clear()
-            failure = found["broken"] = self._is_broken()
+            failure = found["broken"] = self._is_broken(**sizes)
         if failure is not None:
             self.start()
         return found
 
-    def _is_broken(self):
+    def _is_broken(self, **sizes):
         """Run requests without a defect. Return the error or "reports" if the sanitizer reports
         anything, and otherwise None.
         """
         try:
-            self.run(7)
+            self.run(7, **sizes)
         except Exception as error:
             return str(error)
         broken = bool(self.sanitizer.reports)
@@ -989,7 +992,7 @@ class Engine:
         self._clear()
         return "reports" if broken else None
 
-    def run(self, seed, count=14):
+    def run(self, seed, count=14, max_tokens=70):
         from vllm import SamplingParams
 
         rng = random.Random(seed)
@@ -1001,7 +1004,9 @@ class Engine:
         prompts.append(
             heads[0][32:160]
         )  # the first block has the same tokens as another prompt's second block
-        sampling = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
         self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
         )
