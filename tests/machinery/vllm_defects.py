@@ -492,13 +492,14 @@ def slots_are_shifted(engine, inputs, shift):
 
 @input_defect(step=3, early={"by": -1}, late={"by": 1})
 def border_is_off_by_one(engine, inputs, by):
-    """The border between the first two requests is one token off."""
-    splits = inputs.splits
-    if inputs.n < 2 or int(splits[1]) + by in (0, int(splits[2])):
-        return False
-    for each in inputs.all_splits():
-        each[1] += by
-    return True
+    """The border between two requests is one token off."""
+    counts = (inputs.splits[1:] - inputs.splits[:-1]).tolist()
+    for i in range(1, inputs.n):
+        if counts[i if by > 0 else i - 1] > 1:
+            for each in inputs.all_splits():
+                each[i] += by
+            return True
+    return False
 
 
 @input_defect(
@@ -705,7 +706,7 @@ class Inputs:
             block.block_id
             for each in running
             if each.request_id != names[row]
-            for block in engine.held(each)[:1]
+            for block in engine.held(each)[-1:]
             if block.ref_cnt == 1
         ]
 

@@ -11,13 +11,15 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.distributed.parallel_state import (
     destroy_model_parallel,
@@ -53,6 +55,8 @@ _MEMORY = 64 << 30  # KV cache size in bytes; affects only the number of blocks
 def diagnose(arguments: Sequence[str]) -> list[tuple[str, str, bool]]:
     """Return rows of (component, finding, whether kvcache supports it).
 
+    A model that vLLM cannot create on this machine is undecided.
+
     Args:
         arguments: The arguments of `vllm serve`: a model, or a folder with its `config.json`, and
             options. Only the groups of one worker are reported, because all parallel workers have
@@ -73,11 +77,12 @@ def diagnose(arguments: Sequence[str]) -> list[tuple[str, str, bool]]:
         scheduler = _scheduler(config)
         rows.append(("KV cache", scheduler.kv_cache_manager.described(), True))
         rows.append(("comparison", _described(scheduler.compared), True))
-    except ValueError as error:
-        rows.append(("KV cache", _one_line(error), False))
     except Exception as error:
-        text = f"vLLM cannot create the model or its scheduler: {type(error).__name__}"
-        rows.append(("KV cache", f"{text}: {_one_line(error)}", False))
+        if is_refusal := _is_refusal(error):
+            text = _one_line(error)
+        else:  # for example, a model that needs a GPU or a tokenizer
+            text = f"vLLM cannot create the model here: {type(error).__name__}: {_one_line(error)}"
+        rows.append(("KV cache", text, not is_refusal))
     finally:
         destroy_model_parallel()
     if connector is not None:
@@ -85,8 +90,15 @@ def diagnose(arguments: Sequence[str]) -> list[tuple[str, str, bool]]:
     if config.speculative_config is not None:
         method = config.speculative_config.method
         rows.append(("drafts", f"{method}; layers of a drafter are not included here", True))
-    rows.append(_conclusion(config, all(ok for _, _, ok in rows)))
+    rows.append(_conclusion(config, all(ok for _, _, ok in rows), is_known=scheduler is not None))
     return rows
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether kvcache raised an error, not vLLM or a library."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    module = frame.f_globals.get("__name__", "")
+    return isinstance(error, ValueError) and module.partition(".")[0].startswith("kvcache")
 
 
 def _described(compared: StartupComparison | str) -> str:
@@ -98,10 +110,15 @@ def _described(compared: StartupComparison | str) -> str:
     )
 
 
-def _conclusion(config: VllmConfig, is_served: bool) -> tuple[str, str, bool]:
+def _conclusion(
+    config: VllmConfig, is_served: bool, is_known: bool = True
+) -> tuple[str, str, bool]:
     if not is_served:
         return "conclusion", "serve with vLLM's own scheduler, or change what is named above", False
     name = _SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
+    if not is_known:
+        text = f"undecided: --scheduler-cls {name} checks the model's cache when vLLM starts"
+        return "conclusion", text, True
     return "conclusion", f"serve with --scheduler-cls {name}", True
 
 
@@ -197,23 +214,50 @@ class _Worker(WorkerBase):
 def _connector_row(
     transfer: Any, scheduler: Any, config: VllmConfig, sizes: dict[str, int]
 ) -> tuple[str, str, bool]:
-    name = transfer.kv_connector
+    names, lacks = [], []
     try:
-        connector = KVConnectorFactory.get_connector_class(transfer)
-        lacks = what_connector_lacks(connector)
-        if issubclass(connector, KVCacheConnector):
-            KVCacheConnector.checked_options(
-                transfer, SimpleNamespace(**sizes), config.cache_config
-            )
-        if issubclass(connector, OffloadingConnector):
-            spec = OffloadingSpecFactory.get_spec_cls(transfer.kv_connector_extra_config)
-            if issubclass(spec, KVCacheOffloadingSpec):
-                HostTierOptions.of(transfer.kv_connector_extra_config)
+        for each in _combined(transfer):
+            names.append(each.kv_connector)
+            if what := _lacks(each, config, sizes):
+                lacks.append(f"{each.kv_connector} {what}")
     except Exception as error:
+        name = names[-1] if names else transfer.kv_connector
         return "connector", f"{name}: {_one_line(error)}", False
     if not lacks and scheduler is not None and scheduler.kv_cache_manager.copies_states:
-        lacks = "cannot be used with states that are copied (mamba_cache_mode 'align')"
-    return "connector", f"{name} {lacks}" if lacks else name, not lacks
+        what = "cannot be used with states that are copied (mamba_cache_mode 'align')"
+        lacks.append(f"{names[0]} {what}")
+    return "connector", "; ".join(lacks) or ", ".join(names), not lacks
+
+
+def _combined(transfer: KVTransferConfig) -> Iterator[KVTransferConfig]:
+    """Return the configuration of each connector that a MultiConnector combines, or only `transfer`."""
+    connector = KVConnectorFactory.get_connector_class(transfer)
+    if not issubclass(connector, MultiConnector):
+        yield transfer
+        return
+    given = transfer.kv_connector_extra_config.get("connectors")
+    if not isinstance(given, list) or not given:
+        raise ValueError(
+            f"connectors is {given!r}: expected a list of configurations of connectors"
+        )
+    for i, each in enumerate(given):
+        if not isinstance(each, dict) or "kv_connector" not in each:
+            raise ValueError(
+                f"connectors[{i}] is {each!r}: expected a dictionary with kv_connector"
+            )
+        yield from _combined(KVTransferConfig(**{"engine_id": transfer.engine_id, **each}))
+
+
+def _lacks(transfer: KVTransferConfig, config: VllmConfig, sizes: dict[str, int]) -> str:
+    """Return why a connector cannot be used, or "". Raises an exception if its options are invalid."""
+    connector = KVConnectorFactory.get_connector_class(transfer)
+    if issubclass(connector, KVCacheConnector):
+        KVCacheConnector.checked_options(transfer, SimpleNamespace(**sizes), config.cache_config)
+    if issubclass(connector, OffloadingConnector):
+        spec = OffloadingSpecFactory.get_spec_cls(transfer.kv_connector_extra_config)
+        if issubclass(spec, KVCacheOffloadingSpec):
+            HostTierOptions.of(transfer.kv_connector_extra_config)
+    return what_connector_lacks(connector)
 
 
 def _one_line(error: BaseException) -> str:

@@ -69,11 +69,49 @@ def connector(name, module, **extra):
     return "--kv-transfer-config", json.dumps(config)
 
 
+def multi(*connectors):
+    config = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    config["kv_connector_extra_config"] = {"connectors": connectors}
+    return "--kv-transfer-config", json.dumps(config)
+
+
+WHISPER = {
+    **{"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"},
+    **{"d_model": 384, "encoder_layers": 4, "decoder_layers": 4, "num_hidden_layers": 4},
+    **{"encoder_attention_heads": 6, "decoder_attention_heads": 6, "max_target_positions": 448},
+}
+
+
+def test_models_that_cannot_be_created_here_are_undecided(tmp_path, capsys):
+    """The processor of Whisper needs a tokenizer."""
+    (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16"} | WHISPER))
+    status, said = told(capsys, str(tmp_path))
+    assert status == 0, said
+    assert "vLLM cannot create the model here: ValueError: WhisperMultiModalProcessor" in said
+    assert "conclusion undecided: --scheduler-cls kvcache_vllm.Vllm" in said
+
+
+@pytest.mark.parametrize("content,message", [
+    ('{"model_type":', "is not a valid JSON file"),
+    ('{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": "x"}',
+     "Field 'hidden_size' expected int, got str (value: 'x')"),
+])  # fmt: skip
+def test_malformed_configurations_are_named(content, message, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(content)
+    status, said = told(capsys, str(tmp_path))
+    assert status == 1 and message in said, said
+
+
 @pytest.mark.parametrize("options,message", [
     (["--kv-transfer-config", '{"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}'],
      "SimpleCPUOffloadConnector reads vLLM's own block pool (bind_gpu_block_pool)"),
     (["--kv-transfer-config", '{"kv_connector": "None", "kv_role": "kv_both"}'],
      "Unsupported connector type: None"),
+    (multi({"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+           {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}),
+     "connector SimpleCPUOffloadConnector reads vLLM's own block pool"),
+    (multi({"kv_role": "kv_both"}), "connectors[0] is {'kv_role': 'kv_both'}: expected a dictionary"),
+    (multi(), "connectors is []: expected a list of configurations"),
     ([*connector("KVCacheConnector", "disaggregation", nope=1)], "connector KVCacheConnector: "),
     ([*connector("KVCacheConnector", "disaggregation"), "--pipeline-parallel-size", "2"],
      "pipeline_parallel_size is 2: this connector supports only 1"),
