@@ -691,6 +691,18 @@ def test_each_session_pins_its_own_cached_blocks():
     assert manager.pool.num_pinned == 0
 
 
+def test_pin_ends_when_its_block_is_cached_again():
+    manager = manager_of(FULL, num_blocks=2)  # both requests use the same block
+    for name in ("one", "two"):
+        request = new(manager, name, 4)
+        manager.free(request)
+        manager.cache.pin(name, request)
+        if name == "one":
+            manager.cache.evict([1])
+    assert manager.cache.unpin("one") == 1  # it was evicted
+    assert manager.pool.num_pinned == 1 and manager.cache.unpin("two") == 0
+
+
 def test_free_with_invalid_retention_frees_nothing():
     manager, request = KVCacheManager(4, 9, 64), Request("a", range(8))
     manager.step(new=[request])

@@ -563,12 +563,13 @@ def position_is_repeated(engine, inputs):
 @input_defect(step=3)
 def count_of_another_row(engine, inputs):
     """The numbers of tokens of two requests are exchanged."""
-    counts = (inputs.splits[1:] - inputs.splits[:-1]).tolist()
-    if inputs.n < 2 or counts[0] == counts[1]:
-        return False
-    for each in inputs.all_splits():
-        each[1] = counts[1]
-    return True
+    counts, lengths = (inputs.splits[1:] - inputs.splits[:-1]).tolist(), inputs.lengths()
+    for i in range(inputs.n - 1):
+        if counts[i] != counts[i + 1] and min(lengths[i : i + 2]) >= max(counts[i : i + 2]):
+            for each in inputs.all_splits():
+                each[i + 1] += counts[i + 1] - counts[i]
+            return True
+    return False
 
 
 @input_defect(first={"row": 0}, second={"row": 1})
@@ -692,6 +693,10 @@ class Inputs:
         if only is not None:
             self.metadata[names[only]] = chosen[0]
         return True
+
+    def lengths(self):
+        found = [each.seq_lens for each in self.layers() if hasattr(each, "seq_lens")]
+        return found[0][: self.n].tolist()
 
     def tables(self, engine):
         """Return the block tables of the group with slots."""
