@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvcache.checks import (
     MAX_INT32,
+    Count,
     Name,
     Size,
     check_name,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 # Values of the argument `scale_rule` of `ops.write_kv`, which documents them.
 TOKEN_HEAD, TILE, INDEXER, INDEXER_POWER_OF_TWO = range(4)
 
-SCALE_BYTES = 4  # scales are float32
+SCALE_BYTES = 4  # scales are float32, or e4m3 in nvfp4; they start at a multiple of 4 bytes
 
 
 class StoredSizes(NamedTuple):
@@ -60,13 +61,16 @@ class KVFormat:
 
     Args:
         name: Name of the format.
-        dtype: Dtype of the codes: "float8_e4m3fn", "float8_e5m2", "int8", or "uint8" for int4, with two
-            codes per byte.
+        dtype: Dtype of the codes: "float8_e4m3fn", "float8_e5m2", "int8", or "uint8" for int4 and nvfp4,
+            with two codes per byte.
         scale_rule: How a scale is derived. See `ops.write_kv`.
         group_size: Elements per scale. None: all elements of a token's head.
         is_row: Whether a token is one row of bytes: the codes of K, their scales, and V in bfloat16, as
             in DeepSeek's MLA. If False, the scales follow the data of a block, for each token and head
             those of K and then those of V.
+        scale_dtype: Dtype of the scales: "float32", or "float8_e4m3fn" for nvfp4.
+        least_capability: Least CUDA compute capability times 10, such as 100 for 10.0. A storage on an
+            older device is refused.
 
     Raises:
         ValueError: A value is invalid.
@@ -83,18 +87,43 @@ class KVFormat:
     scale_rule: int = TOKEN_HEAD
     group_size: Size | None = None
     is_row: bool = False
+    scale_dtype: Name = "float32"
+    least_capability: Count = 0
 
     def __post_init__(self) -> None:
         check_name(self.name, "name")
         one_of(self.dtype, "dtype", ("float8_e4m3fn", "float8_e5m2", "int8", "uint8"))
         integer(self.scale_rule, "scale_rule", TOKEN_HEAD, INDEXER_POWER_OF_TWO)
         flag(self.is_row, "is_row")
+        scales = ("float32", "float8_e4m3fn") if self.dtype == "uint8" else ("float32",)
+        one_of(self.scale_dtype, "scale_dtype", scales)
         plain_fields(self)
 
     @property
     def codes_per_byte(self) -> int:
-        """Number of elements per byte: 2 for int4."""
+        """Number of elements per byte: 2 for int4 and nvfp4."""
         return 2 if self.dtype == "uint8" else 1
+
+    @property
+    def _scale_bytes(self) -> int:
+        return SCALE_BYTES if self.scale_dtype == "float32" else 1
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise ValueError if a CUDA device is older than the format requires.
+
+        Args:
+            device: The device of the pages. Devices other than CUDA devices are accepted.
+        """
+        import torch
+
+        instance(device, torch.device, "device")
+        if self.least_capability and device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            if 10 * major + minor < self.least_capability:
+                raise ValueError(
+                    f"device is {device}, with compute capability {major}.{minor}: expected "
+                    f"{self.least_capability / 10} or higher for format {shown(self.name)}"
+                )
 
     def _num_groups(self, head_size: int, name: str = "head_size") -> int:
         """Return the number of scales of a head with this many elements.
@@ -134,7 +163,7 @@ class KVFormat:
                     "rows hold one latent"
                 )
             # The rotary part has two bytes per element.
-            size = head_size // codes + num_k * SCALE_BYTES + 2 * v_head_size
+            size = head_size // codes + num_k * self._scale_bytes + 2 * v_head_size
             if (head_size // codes) % SCALE_BYTES or size % SCALE_BYTES:
                 raise ValueError(
                     f"head_size is {head_size} and v_head_size {v_head_size}: expected sizes with which "
@@ -142,7 +171,7 @@ class KVFormat:
                 )
             return StoredSizes("uint8", size, 0, 0)
         num_v = self._num_groups(v_head_size, "v_head_size")
-        scales = num_kv_heads * (num_k + num_v) * SCALE_BYTES
+        scales = num_kv_heads * (num_k + num_v) * self._scale_bytes
         return StoredSizes(self.dtype, head_size // codes, v_head_size // codes, scales)
 
     def parts(
@@ -177,10 +206,10 @@ class KVFormat:
         if sizes.scale_bytes_per_token:
             shape = [*expected[0][:2], sizes.scale_bytes_per_token]
             self._check(scale_cache, "scale_cache", shape, torch.uint8)
-        codes = getattr(torch, self.dtype)
+        codes, scale_dtype = getattr(torch, self.dtype), getattr(torch, self.scale_dtype)
         if self.is_row:
             end = head_size // self.codes_per_byte
-            after = end + SCALE_BYTES * self._num_groups(head_size)
+            after = end + self._scale_bytes * self._num_groups(head_size)
             if dtype != torch.bfloat16:  # what the bytes of V mean
                 raise ValueError(
                     f"dtype of tokens is {dtype}: expected bfloat16 for format {shown(self.name)}"
@@ -188,11 +217,11 @@ class KVFormat:
             return CacheParts(
                 key_cache[..., :end].view(codes),
                 key_cache[..., after:].view(dtype),
-                key_cache[..., end:after].view(torch.float32),
+                key_cache[..., end:after].view(scale_dtype),
                 None,
             )
         num_k = self._num_groups(head_size)
-        heads = scale_cache.unflatten(-1, (key_cache.shape[2], -1)).view(torch.float32)
+        heads = scale_cache.unflatten(-1, (key_cache.shape[2], -1)).view(scale_dtype)
         has_v = v_head_size > 0
         return CacheParts(
             key_cache, value_cache, heads[..., :num_k], heads[..., num_k:] if has_v else None
@@ -262,6 +291,7 @@ for _format in (
     KVFormat("fp8_e5m2_token_head", "float8_e5m2"),
     KVFormat("int8_token_head", "int8"),
     KVFormat("int4_token_head", "uint8"),
+    KVFormat("nvfp4", "uint8", group_size=16, scale_dtype="float8_e4m3fn", least_capability=100),
     # 656 bytes for DeepSeek-V3: a latent of 512 codes with four scales, and 64 elements of 2 bytes.
     KVFormat("fp8_ds_mla", "float8_e4m3fn", TILE, 128, is_row=True),
     # The keys of DeepSeek's indexer.

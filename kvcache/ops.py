@@ -282,11 +282,11 @@ def write_kv(
 
     If `k_scale` has as many dimensions as `key_cache`, it is part of the cache: each group of
     head_size / num_groups elements is divided by a scale of its own, which is derived from the group
-    and written to `k_scale` (`scale_rule`). A uint8 cache then holds int4: two elements per byte, with
-    a zero point in the four lowest bits of the scale. A group that contains an infinite value or,
-    in integer formats, NaN is read as NaN or infinite. With `docs/formats.md`, these
-    are the formats that engines store: fp8, int8 and int4 per token and head, fp8_ds_mla, and the keys
-    of DeepSeek's indexer.
+    and written to `k_scale` (`scale_rule`). A uint8 cache then holds two elements per byte: int4, with
+    a zero point in the four lowest bits of the scale, or with float8_e4m3fn scales nvfp4. A group that
+    contains an infinite value or, except for fp8, NaN is read as NaN or infinite. With
+    `docs/formats.md`, these are the formats that engines store: fp8, int8 and int4 per token and head,
+    nvfp4, fp8_ds_mla, and the keys of DeepSeek's indexer.
 
     To write all layers at once, prepend num_layers to the shapes of tokens and caches.
 
@@ -302,12 +302,13 @@ def write_kv(
         k_scale: float32 tensor on the tokens' device. Given scales are contiguous, with shape [1] or
             [num_kv_heads]; when all layers are written at once, [num_layers, 1] or
             [num_layers, num_kv_heads]. Scales in the cache have shape
-            [num_blocks, block_size, num_kv_heads, num_groups], with any strides, and are written.
+            [num_blocks, block_size, num_kv_heads, num_groups], with any strides, and are written. For
+            nvfp4, they are float8_e4m3fn.
         v_scale: The same for V. For `torch.compile`, both count as written, even if they are given.
         scale_rule: How scales in the cache are derived from the largest magnitude m of a group. Let c be
             the format's largest code. TOKEN_HEAD: max(m / c, 1e-6), and elements are multiplied by the
-            reciprocal; the only rule for int4. TILE: max(m / c, 2^-126). INDEXER: max(m, 1e-4) / c.
-            INDEXER_POWER_OF_TWO: the smallest power of two that is not below the scale of INDEXER.
+            reciprocal. TILE: max(m / c, 2^-126). INDEXER: max(m, 1e-4) / c. INDEXER_POWER_OF_TWO: the
+            smallest power of two that is not below the scale of INDEXER. int4 and nvfp4 ignore it.
     """
     _ops.write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, scale_rule)
 
@@ -324,9 +325,13 @@ def gather_kv(
 ) -> None:
     """Read the K and V at each slot into `key` and `value`. Slot -1 and block 0 yield zeros.
 
-    Shapes, dtypes, strides and scales are the same as for `write_kv`. Values of fp8, int8 and int4 are
-    multiplied by the scale and rounded to the tokens' dtype. To read the context of a batch, compute its
-    slots with `slot_mapping`.
+    Shapes, dtypes, strides and scales are the same as for `write_kv`. Quantized values are multiplied by
+    the scale and rounded to the tokens' dtype. To read the context of a batch, compute its slots with
+    `slot_mapping`.
+
+    If the tokens are on a CUDA device, the caches and the scales in them may be in pinned host memory.
+    The kernel then reads the slots' bytes over the bus. The host must not change or free this memory
+    until the kernel has run.
 
     Args:
         key_cache: [num_blocks, block_size, num_kv_heads, head_size].
@@ -364,12 +369,18 @@ def gather_context(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     seq_starts: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> None:
-    """Read the K and V of consecutive tokens of several requests, through their block tables.
+    """Read the K and V of tokens of several requests, through their block tables.
 
     Token i belongs to the request r with cu_seq_lens[r] <= i < cu_seq_lens[r + 1], and has position
     seq_starts[r] + i - cu_seq_lens[r]. This is the context of a chunk in chunked prefill; quantized
     values are converted. Tokens in block 0, and tokens after the last request's, become zeros.
+
+    With `positions`, token i has position seq_starts[r] + positions[i] instead. These are the tokens
+    that sparse attention chooses, such as the top k of each query in DeepSeek's sparse attention: for
+    indices [num_queries, k], pass `indices.view(-1)`, and the first query of each request times k as
+    `cu_seq_lens`. Most pages may stay in pinned host memory, as in SGLang's HiSparse (see `gather_kv`).
 
     Values on a GPU are checked only in the checked mode; in the normal mode, a token whose position is
     not in its block table is skipped.
@@ -383,7 +394,9 @@ def gather_context(
         value: [n, num_kv_heads, v_head_size]. Output.
         k_scale: See `write_kv`.
         v_scale: See `write_kv`.
-        seq_starts: int32[num_requests]. Position of each request's first token. None: 0.
+        seq_starts: int32[num_requests]. First position of each request. None: 0.
+        positions: int32[n]. Position of each token, counted from its request's first position. -1 is no
+            token, which becomes zeros. None: consecutive positions.
 
     Example:
         >>> cache = torch.arange(16.0).view(4, 4, 1, 1)
@@ -393,9 +406,27 @@ def gather_context(
         >>> gather_context(cache, cache + 100, tables, lens, key, value, seq_starts=starts)
         >>> key.flatten().tolist()
         [15.0, 4.0, 5.0, 8.0, 9.0]
+
+        Two tokens for each of two queries of the first request, and one token of the second request:
+
+        >>> chosen = torch.tensor([[6, 1], [7, -1]], dtype=torch.int32)
+        >>> lens = torch.tensor([0, 4, 5], dtype=torch.int32)
+        >>> positions = torch.cat([chosen.view(-1), torch.tensor([2], dtype=torch.int32)])
+        >>> gather_context(cache, cache + 100, tables, lens, key, value, positions=positions)
+        >>> key.flatten().tolist()
+        [6.0, 13.0, 7.0, 0.0, 10.0]
     """
     _ops.gather_context(
-        key_cache, value_cache, block_tables, cu_seq_lens, key, value, k_scale, v_scale, seq_starts
+        key_cache,
+        value_cache,
+        block_tables,
+        cu_seq_lens,
+        key,
+        value,
+        k_scale,
+        v_scale,
+        seq_starts,
+        positions,
     )
 
 
@@ -502,8 +533,8 @@ _ON_HOST = {
     "gather_block_tables": {1},  # groups
     "attention_metadata": {1},  # groups
     "write_kv": set(),
-    "gather_kv": set(),
-    "gather_context": set(),
+    "gather_kv": {0, 1, 5, 6},  # key_cache, value_cache, k_scale, v_scale
+    "gather_context": {0, 1, 6, 7},  # the same
     "copy_blocks": {0, 1, 2, 3},  # src, dst, regions, pairs
     "permute_blocks_": {1, 2},  # offsets, indices
 }

@@ -4,7 +4,8 @@
 //
 // The formulas are those of the engines that write such pages, so the bytes are equal. A group of
 // integers with an element that is not finite has the scale NaN, and a group of fp8 with an
-// infinite element has an infinite scale, so that no element of it is read as a number.
+// infinite element has an infinite scale, so that no element of it is read as a number. nvfp4 is
+// like integers.
 #pragma once
 
 #include <cfloat>
@@ -76,6 +77,7 @@ template <class Format_>
 struct Group {
   using Format = Format_;
   using Extent = Magnitudes;
+  using Scale = float;
   static constexpr float kMost = std::is_same_v<Format, E4M3>   ? 448.0f
                                  : std::is_same_v<Format, E5M2> ? 57344.0f
                                                                 : 127.0f;
@@ -110,11 +112,13 @@ struct Group {
   bool multiplies = false;
 };
 
-struct Int4 {};  // unsigned, with a zero point; two codes per byte, the first in the low bits
+// Formats with two codes per byte, the first in the low bits.
+struct Int4 {};   // unsigned, with a zero point
+struct NvFp4 {};  // e2m1 with scales of e4m3
 
 // The number of codes per byte of the page.
 template <class Format>
-constexpr int kPerByte = std::is_same_v<Format, Int4> ? 2 : 1;
+constexpr int kPerByte = std::is_same_v<Format, Int4> || std::is_same_v<Format, NvFp4> ? 2 : 1;
 
 // The smallest and largest numbers in a group and zero. Without zero, a group of positive numbers
 // would have a negative zero point.
@@ -135,6 +139,7 @@ template <>
 struct Group<Int4> {
   using Format = Int4;
   using Extent = Range;
+  using Scale = float;
 
   KV_HOST_DEVICE Group(const Extent& extent, ScaleRule) {
     scale = larger((extent.most - extent.least) / 15.0f, 1e-6f);
@@ -159,6 +164,31 @@ struct Group<Int4> {
   }
 
   float stored, scale, factor = 0.0f, zero = 0.0f;
+};
+
+// The scale is magnitude / 6 in e4m3: at most 448, and 0 for magnitudes of at most 6 * 2^-10. The
+// formula is vLLM's with a global scale of 1 and true reciprocals.
+template <>
+struct Group<NvFp4> {
+  using Format = NvFp4;
+  using Extent = Magnitudes;
+  struct Scale {  // not a number, so that it is not stored as a float
+    uint8_t code;
+  };
+
+  KV_HOST_DEVICE Group(const Extent& extent, ScaleRule)
+      : Group(Scale{encode_one<E4M3>(
+            extent.any >= kFloatInfinity ? kNaN : product(float_of(extent.number), 1.0f / 6.0f))}) {
+    factor = scale == 0.0f ? 0.0f : 1.0f / scale;
+  }
+  KV_HOST_DEVICE explicit Group(Scale stored)
+      : stored(stored), scale(decode_one<E4M3>(stored.code)) {}
+
+  KV_HOST_DEVICE uint8_t encode(float x) const { return E2M1::encode(product(x, factor)); }
+  KV_HOST_DEVICE float decode(uint8_t code) const { return E2M1::decode(code) * scale; }
+
+  Scale stored;
+  float scale, factor = 0.0f;
 };
 
 }  // namespace kvcache

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversions between fp8 and the dtypes of K and V. The results are bitwise equal to PyTorch's,
-// except for the sign of NaN.
+// Conversions between fp8 or e2m1 and the dtypes of K and V. The results are bitwise equal to
+// PyTorch's, or NVIDIA's for e2m1, except for the sign of NaN in fp8.
 //
 // An fp8 value is the original value divided by the scale. Conditions only select between two
 // numbers, so that compilers can vectorize loops. From compute capability 8.9 on, each conversion
@@ -72,6 +72,23 @@ using E4M3 = SmallFloat<uint8_t, 3, 7, 0x7F, 0x43E00000u, 0x7F>;   // saturates 
 using E5M2 = SmallFloat<uint8_t, 2, 15, 0x7C, 0x47600000u, 0x7F>;  // saturates at 57344
 // float16 does not saturate: 65536 becomes infinity.
 using IeeeHalf = SmallFloat<uint16_t, 10, 15, 0x7C00, 0x47800000u, 0x7E00>;
+
+// Four bits: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and a sign. Rounds as the instruction
+// cvt.rn.satfinite.e2m1x2 of sm_100a does: ties to even, saturating at 6, and NaN becomes 6. The
+// instruction does not exist in code for sm_100, which every device of compute capability 10.x
+// runs.
+struct E2M1 {
+  using Byte = SmallFloat<uint8_t, 1, 1, 8, 0x40C00000u, 7>;  // with the sign in bit 7
+
+  KV_HOST_DEVICE static uint8_t encode(float x) {
+    const uint8_t code = Byte::encode(x);
+    const uint32_t sign = choose((code & 7) == 7 && !(x < 0.0f), 0, code >> 4 & 8);
+    return static_cast<uint8_t>(sign | (code & 7));
+  }
+  KV_HOST_DEVICE static float decode(uint8_t code) {
+    return Byte::decode(static_cast<uint8_t>((code & 8) << 4 | (code & 7)));
+  }
+};
 
 KV_HOST_DEVICE float widen(float x) { return x; }
 KV_HOST_DEVICE float widen(c10::BFloat16 x) { return static_cast<float>(x); }

@@ -31,7 +31,7 @@ void define_schemas(Library& m) {
   m.def(
       "gather_context(Tensor key_cache, Tensor value_cache, Tensor block_tables, "
       "Tensor cu_seq_lens, Tensor(a!) key, Tensor(b!) value, Tensor? k_scale=None, "
-      "Tensor? v_scale=None, Tensor? seq_starts=None) -> ()");
+      "Tensor? v_scale=None, Tensor? seq_starts=None, Tensor? positions=None) -> ()");
   m.def(
       "copy_blocks(Tensor? src, Tensor(a!) dst, Tensor regions, Tensor pairs, int num_src_blocks, "
       "int num_dst_blocks, int engine=0, int pages_per_run=0, int num_thread_blocks=0, "

@@ -84,8 +84,8 @@ KV_CLONES void convert(const TokenPages& p, int64_t layer, int64_t i, int64_t sl
 }
 
 template <class Format, class Element>
-KV_CLONES void encode_group(const Element* token, int64_t n, ScaleRule rule, float* scale,
-                            uint8_t* page) {
+KV_CLONES void encode_group(const Element* token, int64_t n, ScaleRule rule,
+                            typename Group<Format>::Scale* scale, uint8_t* page) {
   typename Group<Format>::Extent extent;
   for (int64_t j = 0; j < n; ++j) extent.add(widen(token[j]));
   const Group<Format> group(extent, rule);
@@ -105,7 +105,8 @@ KV_CLONES void encode_group(const Element* token, int64_t n, ScaleRule rule, flo
 }
 
 template <class Format, class Element>
-KV_CLONES void decode_group(const uint8_t* page, int64_t n, float scale, Element* token) {
+KV_CLONES void decode_group(const uint8_t* page, int64_t n, typename Group<Format>::Scale scale,
+                            Element* token) {
   const Group<Format> group(scale);
   if constexpr (kPerByte<Format> == 2) {
     for (int64_t j = 0; j < n / 2; ++j) {
@@ -126,7 +127,7 @@ void convert_groups(const TokenPages& p, int64_t layer, int64_t i, int64_t slot)
       auto* page = reinterpret_cast<uint8_t*>(p.page(layer, slot) + head * p.page_head_stride);
       token += group * n;
       page += group * n / kPerByte<Format>;
-      float* scale = p.group_scale(layer, slot, head, group);
+      auto* scale = p.group_scale<typename Group<Format>::Scale>(layer, slot, head, group);
       if constexpr (direction == Direction::kWrite) {
         encode_group<Format>(token, n, p.rule, scale, page);
       } else {
@@ -209,9 +210,10 @@ void gather_kv(Tensor key_cache, Tensor value_cache, Tensor slot_mapping, Tensor
 
 void gather_context(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor cu_seq_lens,
                     Tensor key, Tensor value, std::optional<Tensor> k_scale,
-                    std::optional<Tensor> v_scale, std::optional<Tensor> seq_starts) {
+                    std::optional<Tensor> v_scale, std::optional<Tensor> seq_starts,
+                    std::optional<Tensor> positions) {
   const TokenIo io = checked_context_io(key_cache, value_cache, block_tables, cu_seq_lens, key,
-                                        value, k_scale, v_scale, seq_starts);
+                                        value, k_scale, v_scale, seq_starts, positions);
   check_lengths(io);
   run<Direction::kGatherContext>(io);
 }

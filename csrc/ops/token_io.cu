@@ -6,6 +6,7 @@
 #include "ops/dependent_launch.h"
 #include "ops/device.h"
 #include "ops/launch_ids.h"
+#include "ops/mapped_host.h"
 #include "ops/scale_divisor.h"
 #include "ops/vector.h"
 #include "worker/fast_divisor.h"
@@ -255,7 +256,7 @@ void launch(const TokenIo& io, const OnDevice& device) {
   KV_LAUNCH_DEPENDENT((token_io_kernel<Mover, direction>), grid, block, device, launch);
 }
 
-// A warp moves one group: it loads elements in vectors of `n`, and derives the scale from all of
+// The lanes of one group load its elements in vectors of `n`, and derive the scale from all of
 // them.
 template <class Element_, class Format, int n>
 struct GroupVectors {
@@ -271,7 +272,7 @@ struct GroupVectors {
 
   KV_HOST_DEVICE static Page encode(const Token& token, const Group<Format>& group) {
     Page page;
-    if constexpr (std::is_same_v<Format, Int4>) {
+    if constexpr (kPerByte<Format> == 2) {
 #pragma unroll
       for (int i = 0; i < n; i += 2) {
         page.codes[i / 2] = static_cast<uint8_t>(group.encode(widen(token.elements[i])) |
@@ -296,7 +297,7 @@ struct GroupVectors {
     Token token;
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      if constexpr (std::is_same_v<Format, Int4>) {
+      if constexpr (kPerByte<Format> == 2) {
         narrow(group.decode(i % 2 ? page.codes[i / 2] >> 4 : page.codes[i / 2] & 15),
                token.elements[i]);
       } else {
@@ -308,25 +309,31 @@ struct GroupVectors {
 };
 
 constexpr unsigned kWarp = 32, kFullWarp = 0xFFFFFFFFu;
+// The lanes per group: a warp, or for the 16 elements of nvfp4 a part of it.
+template <class Format>
+constexpr unsigned kLanes = std::is_same_v<Format, NvFp4> ? 4 : kWarp;
 
-// Combines the extents of all lanes.
+// Combines the extents of a group's lanes. All lanes of the warp must take part.
+template <unsigned lanes>
 __device__ __forceinline__ void merge_lanes(Magnitudes& extent) {
 #pragma unroll
-  for (unsigned step = kWarp / 2; step > 0; step /= 2) {
+  for (unsigned step = lanes / 2; step > 0; step /= 2) {
     extent.merge(__shfl_xor_sync(kFullWarp, extent.number, step),
                  __shfl_xor_sync(kFullWarp, extent.any, step));
   }
 }
+template <unsigned lanes>
 __device__ __forceinline__ void merge_lanes(Range& extent) {
 #pragma unroll
-  for (unsigned step = kWarp / 2; step > 0; step /= 2) {
+  for (unsigned step = lanes / 2; step > 0; step /= 2) {
     extent.merge(__shfl_xor_sync(kFullWarp, extent.least, step),
                  __shfl_xor_sync(kFullWarp, extent.most, step),
                  __shfl_xor_sync(kFullWarp, extent.any, step));
   }
 }
 
-// K and V, the number of groups per head and per token, and the number of warps for K in grid.y.
+// K and V, the number of groups per head and per token, and the number of thread blocks for K in
+// grid.y.
 struct GroupLaunch {
   TokenIo io;
   FastDivisor per_head[2];
@@ -341,11 +348,15 @@ __global__ void __launch_bounds__(kThreads) group_io_kernel(KV_PARAMETER GroupLa
   using Vectors = GroupVectors<Element, Format, n>;
   using Token = typename Vectors::Token;
   using Page = typename Vectors::Page;
+  using Scale = typename Group<Format>::Scale;
+  constexpr unsigned kStep = kLanes<Format>;
   const TokenIo& io = launch.io;
   const bool is_v = blockIdx.y >= launch.k_blocks;
   const TokenPages& p = io.sides[is_v];
   const uint32_t at = (is_v ? blockIdx.y - launch.k_blocks : blockIdx.y) * blockDim.y + threadIdx.y;
-  if (at >= launch.num_groups[is_v]) return;  // the same for all lanes of a warp
+  const bool is_group = at < launch.num_groups[is_v];
+  // Without a group, lanes of a warp in which others have one still take part in its merges.
+  if (!is_group && (kStep == kWarp || direction != Direction::kWrite)) return;
   const uint32_t i = blockIdx.x, head = launch.per_head[is_v].divide(at);
   const uint32_t which = at - head * launch.per_head[is_v].divisor;
   const int64_t layer = blockIdx.z, slot = io.slot_for<direction>(i),
@@ -357,30 +368,32 @@ __global__ void __launch_bounds__(kThreads) group_io_kernel(KV_PARAMETER GroupLa
                        int64_t{head} * p.token_head_stride;
   Token* const token = reinterpret_cast<Token*>(tokens + int64_t{which} * size * sizeof(Element));
   char* const pages = p.pages + layer * p.page_layer_stride + head * p.page_head_stride;
-  const uint32_t num_vectors = size / n;
+  const uint32_t num_vectors = is_group ? size / n : 0;
   Page* const page =
       reinterpret_cast<Page*>(pages + place + int64_t{which} * num_vectors * sizeof(Page));
   if constexpr (direction == Direction::kWrite) {
     typename Group<Format>::Extent extent;
 #pragma unroll 1
-    for (uint32_t j = threadIdx.x; j < num_vectors; j += kWarp) {
+    for (uint32_t j = threadIdx.x; j < num_vectors; j += kStep) {
       const Token in = token[j];
 #pragma unroll
       for (int k = 0; k < n; ++k) extent.add(widen(in.elements[k]));
     }
-    merge_lanes(extent);
+    merge_lanes<kStep>(extent);
     const Group<Format> group(extent, p.rule);
-    if (threadIdx.x == 0) *p.group_scale(layer, slot, head, which) = group.stored;
+    if (threadIdx.x == 0 && is_group) {
+      *p.group_scale<Scale>(layer, slot, head, which) = group.stored;
+    }
     // Most groups have one vector per lane, which is still in the cache.
 #pragma unroll 1
-    for (uint32_t j = threadIdx.x; j < num_vectors; j += kWarp) {
+    for (uint32_t j = threadIdx.x; j < num_vectors; j += kStep) {
       page[j] = Vectors::encode(token[j], group);
     }
   } else if (place == kNoSlot) {
-    for (uint32_t j = threadIdx.x; j < num_vectors; j += kWarp) token[j] = Token{};
+    for (uint32_t j = threadIdx.x; j < num_vectors; j += kStep) token[j] = Token{};
   } else {
-    const Group<Format> group(*p.group_scale(layer, slot, head, which));
-    for (uint32_t j = threadIdx.x; j < num_vectors; j += kWarp) {
+    const Group<Format> group(*p.group_scale<Scale>(layer, slot, head, which));
+    for (uint32_t j = threadIdx.x; j < num_vectors; j += kStep) {
       token[j] = Vectors::decode(page[j], group);
     }
   }
@@ -389,7 +402,7 @@ __global__ void __launch_bounds__(kThreads) group_io_kernel(KV_PARAMETER GroupLa
 template <class Element, class Format, int n, Direction direction>
 void launch_groups(const TokenIo& io, const OnDevice& device) {
   GroupLaunch launch{io, {}, {}, 0};
-  constexpr unsigned kGroups = kThreads / kWarp;
+  constexpr unsigned kGroups = kThreads / kLanes<Format>;
   const auto blocks_of = [](uint32_t groups) { return (groups + kGroups - 1) / kGroups; };
   for (const int side : {0, 1}) {
     const TokenPages& p = io.sides[side];
@@ -400,8 +413,8 @@ void launch_groups(const TokenIo& io, const OnDevice& device) {
   launch.k_blocks = blocks_of(launch.num_groups[0]);
   const dim3 grid(unsigned(io.num_tokens), launch.k_blocks + blocks_of(launch.num_groups[1]),
                   unsigned(io.num_layers));
-  KV_LAUNCH_DEPENDENT((group_io_kernel<Element, Format, n, direction>), grid, dim3(kWarp, kGroups),
-                      device, launch);
+  KV_LAUNCH_DEPENDENT((group_io_kernel<Element, Format, n, direction>), grid,
+                      dim3(kLanes<Format>, kGroups), device, launch);
 }
 
 // Returns the largest of 16, 8, 4, 2 and 1 that divides all of these byte counts.
@@ -487,6 +500,30 @@ void run(const TokenIo& io, const Tensor& key) {
   if (io.v().width() > 0) launch_v(only_v, device);
 }
 
+// Replaces the addresses of caches in host memory with those that the device uses.
+void map_host(TokenIo& io, const Tensor& key, const Tensor& key_cache, const Tensor& value_cache,
+              const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+  const OnDevice device(key);
+  const auto shift = [&](const Tensor& t, const char* name) -> int64_t {
+    const ByteSpan span = span_of(t);
+    if (!t.is_cpu() || span.begin == span.end) return 0;
+    const auto of_first = shift_to_device(device.index, reinterpret_cast<const char*>(span.begin));
+    const auto of_last = shift_to_device(device.index, reinterpret_cast<const char*>(span.end - 1));
+    if (!of_first || of_first != of_last) {
+      fail(std::string(name) +
+           " is host memory that is not pinned: expected one range of pinned "
+           "memory, or memory on " +
+           device_of(key));
+    }
+    return *of_first;
+  };
+  TokenPages &k = io.sides[0], &v = io.sides[1];
+  k.pages += shift(key_cache, "key_cache");
+  v.pages += shift(value_cache, "value_cache");
+  if (k.group_scales != nullptr) k.group_scales += shift(*k_scale, "k_scale");
+  if (v.group_scales != nullptr) v.group_scales += shift(*v_scale, "v_scale");
+}
+
 void write_kv_cuda(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache,
                    Tensor slot_mapping, std::optional<Tensor> k_scale,
                    std::optional<Tensor> v_scale, int64_t scale_rule) {
@@ -497,9 +534,10 @@ void write_kv_cuda(Tensor key, Tensor value, Tensor key_cache, Tensor value_cach
 
 void gather_kv_cuda(Tensor key_cache, Tensor value_cache, Tensor slot_mapping, Tensor key,
                     Tensor value, std::optional<Tensor> k_scale, std::optional<Tensor> v_scale) {
-  run<Direction::kGather>(checked_token_io(Direction::kGather, key, value, key_cache, value_cache,
-                                           slot_mapping, k_scale, v_scale, 0),
-                          key);
+  TokenIo io = checked_token_io(Direction::kGather, key, value, key_cache, value_cache,
+                                slot_mapping, k_scale, v_scale, 0);
+  map_host(io, key, key_cache, value_cache, k_scale, v_scale);
+  run<Direction::kGather>(io, key);
 }
 
 void check_lengths(const TokenIo& io, const Tensor& key) {
@@ -515,9 +553,10 @@ void check_lengths(const TokenIo& io, const Tensor& key) {
 void gather_context_cuda(Tensor key_cache, Tensor value_cache, Tensor block_tables,
                          Tensor cu_seq_lens, Tensor key, Tensor value,
                          std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
-                         std::optional<Tensor> seq_starts) {
-  const TokenIo io = checked_context_io(key_cache, value_cache, block_tables, cu_seq_lens, key,
-                                        value, k_scale, v_scale, seq_starts);
+                         std::optional<Tensor> seq_starts, std::optional<Tensor> positions) {
+  TokenIo io = checked_context_io(key_cache, value_cache, block_tables, cu_seq_lens, key, value,
+                                  k_scale, v_scale, seq_starts, positions);
+  map_host(io, key, key_cache, value_cache, k_scale, v_scale);
   if (checked_mode()) check_lengths(io, key);
   run<Direction::kGatherContext>(io, key);
 }

@@ -7,7 +7,7 @@
 // layers, num_layers is the first dimension. If the tokens have the dtype of the cache, their bytes
 // are copied unchanged. A cache of fp8 or int8 also accepts tokens with a wider dtype. These are
 // divided by given scales (quantize.h), or by scales that are derived from the tokens and stored in
-// the cache (group_scales.h). Such a cache may also hold int4, with two elements per byte.
+// the cache (group_scales.h). Such a cache may also hold int4 or nvfp4, with two elements per byte.
 //
 // Block 0 is the null block. As for slot -1, writes to its slots are dropped, and reads return
 // zeros. Therefore, tokens outside a window and padding tokens do not affect any request.
@@ -43,6 +43,7 @@ struct TokenPages {
   char* group_scales;  // [num_layers, num_blocks, block_size, num_heads, num_groups]; or nullptr
   int64_t group_layer_stride, group_block_stride, group_offset_stride, group_head_stride;
   int64_t group_stride, group_size;  // group_size: elements per group
+  ScalarType group_scale_type;       // Float, or Float8_e4m3fn for nvfp4
   ScaleRule rule;
 
   KV_HOST_DEVICE char* token(int64_t layer, int64_t i) const {
@@ -54,12 +55,13 @@ struct TokenPages {
     const uint32_t block = by_block.divide(n);
     return int64_t{block} * block_stride + int64_t{n - block * by_block.divisor} * offset_stride;
   }
-  // Returns the address of a group's scale.
-  KV_HOST_DEVICE float* group_scale(int64_t layer, int64_t slot, int64_t head,
+  // Returns the address of a group's scale, a `Group<Format>::Scale`.
+  template <class Scale = float>
+  KV_HOST_DEVICE Scale* group_scale(int64_t layer, int64_t slot, int64_t head,
                                     int64_t group) const {
     const auto n = static_cast<uint32_t>(slot);
     const uint32_t block = by_block.divide(n);
-    return reinterpret_cast<float*>(group_scales + layer * group_layer_stride +
+    return reinterpret_cast<Scale*>(group_scales + layer * group_layer_stride +
                                     int64_t{block} * group_block_stride +
                                     int64_t{n - block * by_block.divisor} * group_offset_stride +
                                     head * group_head_stride + group * group_stride);
@@ -81,11 +83,14 @@ struct TokenPages {
   }
 };
 
-// Tokens in consecutive positions of several requests, in place of a list of slots.
+// Tokens in positions of several requests, in place of a list of slots.
 struct Context {
   const int32_t* block_tables;  // [num_requests, num_columns]
   const int32_t* cu_seq_lens;   // [num_requests + 1]: first token of each request
-  const int32_t* seq_starts;  // [num_requests]: position of each request's first token; or nullptr
+  const int32_t* seq_starts;    // [num_requests]: first position of each request; nullptr: 0
+  // [num_tokens]: position of each token after its request's first, or -1 for none; nullptr:
+  // consecutive positions.
+  const int32_t* positions;
   int64_t table_stride;
   int32_t num_requests, num_columns;
 };
@@ -138,7 +143,11 @@ struct TokenIo {
     }
     constexpr int64_t kInvalid = INT64_MIN;
     const int64_t start = c.seq_starts != nullptr ? c.seq_starts[low] : 0;
-    const int64_t position = start + i - c.cu_seq_lens[low];
+    int64_t position = start + i - c.cu_seq_lens[low];
+    if (c.positions != nullptr) {
+      if (c.positions[i] < 0) return c.positions[i] == -1 ? -1 : kInvalid;
+      position = start + c.positions[i];
+    }
     if (position < 0 || position > INT32_MAX) return kInvalid;
     const uint32_t column = k().by_block.divide(static_cast<uint32_t>(position));
     if (column >= static_cast<uint32_t>(c.num_columns)) return kInvalid;
@@ -161,13 +170,16 @@ auto with_formats(const TokenPages& p, F&& f) {
   return with_format(c10::BFloat16{});
 }
 
-// The same for a side with group scales, whose cache of bytes is int4.
+// The same for a side with group scales, whose cache of bytes is int4 or nvfp4.
 template <class F>
 auto with_group_formats(const TokenPages& p, F&& f) {
   if (p.page_type != ScalarType::Byte) return with_formats(p, f);
-  if (p.token_type == ScalarType::Float) return f(float{}, Int4{});
-  if (p.token_type == ScalarType::Half) return f(c10::Half{}, Int4{});
-  return f(c10::BFloat16{}, Int4{});
+  const auto with_format = [&](auto element) {
+    return p.group_scale_type == ScalarType::Float ? f(element, Int4{}) : f(element, NvFp4{});
+  };
+  if (p.token_type == ScalarType::Float) return with_format(float{});
+  if (p.token_type == ScalarType::Half) return with_format(c10::Half{});
+  return with_format(c10::BFloat16{});
 }
 
 // --- checks
@@ -189,7 +201,7 @@ inline bool is_in_pages(const std::optional<Tensor>& scale, const Tensor& cache)
   return scale && scale->dim() >= 4 && scale->dim() == cache.dim();
 }
 
-// Returns whether the cache holds int4, two elements per byte.
+// Returns whether the cache holds int4 or nvfp4, two elements per byte.
 inline bool is_int4(const Tensor& tokens, const Tensor& cache, const std::optional<Tensor>& scale) {
   return is_wide(tokens) && cache.scalar_type() == ScalarType::Byte && is_in_pages(scale, cache);
 }
@@ -197,8 +209,12 @@ inline bool is_int4(const Tensor& tokens, const Tensor& cache, const std::option
 // Checks scales [num_blocks, block_size, num_kv_heads, num_groups], or with num_layers in front.
 inline void check_group_scales(const Tensor& scale, const std::string& name, const Tensor& tokens,
                                const std::string& tokens_name, const Tensor& cache) {
-  check_dtype(scale, name.c_str(), {ScalarType::Float});
-  check_same_device(scale, name.c_str(), tokens, tokens_name.c_str());
+  if (cache.scalar_type() == ScalarType::Byte) {
+    check_dtype(scale, name.c_str(), {ScalarType::Float, ScalarType::Float8_e4m3fn});
+  } else {
+    check_dtype(scale, name.c_str(), {ScalarType::Float});
+  }
+  check_same_device(scale, name.c_str(), cache, (tokens_name + "_cache").c_str());
   const int64_t last = cache.dim() - 1, head_size = tokens.size(tokens.dim() - 1);
   for (int64_t i = 0; i < last; ++i) {
     check_size(scale, name.c_str(), i, cache.size(i), "as in the cache");
@@ -242,9 +258,9 @@ inline void check_scale(const std::optional<Tensor>& scale, const std::string& n
 }
 
 // `name` is "key" or "value".
-inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& name,
-                                      const Tensor& cache, const std::optional<Tensor>& scale,
-                                      int64_t scale_rule) {
+inline TokenPages checked_token_pages(Direction direction, const Tensor& tokens,
+                                      const std::string& name, const Tensor& cache,
+                                      const std::optional<Tensor>& scale, int64_t scale_rule) {
   const std::string cache_name = name + "_cache", scale_name = name.substr(0, 1) + "_scale";
   const int64_t first = cache.dim() == 5;  // index of the dimension after num_layers
   if (first == 0) {
@@ -260,7 +276,10 @@ inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& n
   if (!is_quantized(tokens, cache) && !two_per_byte) {
     check_same_dtype(tokens, name.c_str(), cache, cache_name.c_str());
   }
-  check_same_device(tokens, name.c_str(), cache, cache_name.c_str());
+  // A GPU reads pages in host memory over the bus (see map_host).
+  if (direction == Direction::kWrite || !cache.is_cpu()) {
+    check_same_device(tokens, name.c_str(), cache, cache_name.c_str());
+  }
   check_size(tokens, name.c_str(), first + 1, cache.size(first + 2), "the heads of the cache");
   const int64_t num_heads = cache.size(first + 2);
   const int64_t head_size = cache.size(first + 3) * (two_per_byte ? 2 : 1);
@@ -317,6 +336,7 @@ inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& n
     p.group_head_stride = stride(*scale, first + 2);
     p.group_stride = stride(*scale, first + 3);
     p.group_size = head_size / scale->size(first + 3);
+    p.group_scale_type = scale->scalar_type();
     p.rule = static_cast<ScaleRule>(scale_rule);
   } else if (scale) {
     const int64_t per_layer = scale->dim() == 0 ? 1 : scale->size(first);
@@ -338,8 +358,9 @@ inline TokenIo checked_tokens_and_caches(Direction direction, const Tensor& key,
     fail("scale_rule is " + std::to_string(scale_rule) + ": expected 0 to " +
          std::to_string(kNumScaleRules - 1));
   }
-  const TokenPages k = checked_token_pages(key, "key", key_cache, k_scale, scale_rule);
-  const TokenPages v = checked_token_pages(value, "value", value_cache, v_scale, scale_rule);
+  const TokenPages k = checked_token_pages(direction, key, "key", key_cache, k_scale, scale_rule);
+  const TokenPages v =
+      checked_token_pages(direction, value, "value", value_cache, v_scale, scale_rule);
   check_same_device(value, "value", key, "key");
   const bool writes = direction == Direction::kWrite;
   const NamedTensors tokens{{"key", key}, {"value", value}};
@@ -409,11 +430,14 @@ inline TokenIo checked_context_io(const Tensor& key_cache, const Tensor& value_c
                                   const Tensor& key, const Tensor& value,
                                   const std::optional<Tensor>& k_scale,
                                   const std::optional<Tensor>& v_scale,
-                                  const std::optional<Tensor>& seq_starts) {
+                                  const std::optional<Tensor>& seq_starts,
+                                  const std::optional<Tensor>& positions) {
   check_dim(block_tables, "block_tables", 2, "[num_requests, num_columns]");
   check_dim(cu_seq_lens, "cu_seq_lens", 1, "[num_requests + 1]");
-  const NamedTensors given{
-      {"block_tables", block_tables}, {"cu_seq_lens", cu_seq_lens}, {"seq_starts", seq_starts}};
+  const NamedTensors given{{"block_tables", block_tables},
+                           {"cu_seq_lens", cu_seq_lens},
+                           {"seq_starts", seq_starts},
+                           {"positions", positions}};
   for (const NamedTensor& each : given) {
     if (each.tensor == nullptr) continue;
     check_dtype(*each.tensor, each.name, {ScalarType::Int});
@@ -435,9 +459,14 @@ inline TokenIo checked_context_io(const Tensor& key_cache, const Tensor& value_c
   }
   TokenIo io = checked_tokens_and_caches(Direction::kGather, key, value, key_cache, value_cache,
                                          k_scale, v_scale, 0, given);
+  if (positions) {
+    check_dim(*positions, "positions", 1, "[num_tokens]");
+    check_size(*positions, "positions", 0, io.num_tokens, "the tokens of key");
+  }
   io.context = {block_tables.const_data_ptr<int32_t>(),
                 cu_seq_lens.const_data_ptr<int32_t>(),
                 seq_starts ? seq_starts->const_data_ptr<int32_t>() : nullptr,
+                positions ? positions->const_data_ptr<int32_t>() : nullptr,
                 num_requests > 1 ? block_tables.stride(0) : 0,
                 static_cast<int32_t>(num_requests),
                 static_cast<int32_t>(num_columns)};
@@ -450,7 +479,7 @@ inline TokenIo checked_context_io(const Tensor& key_cache, const Tensor& value_c
   if (io.slots == nullptr) {
     fail("token " + std::to_string(i) + " has no entry in block_tables from 0 to " +
          std::to_string(io.num_slots / io.first_slot() - 1) +
-         ": expected cu_seq_lens and seq_starts with positions that the block tables cover");
+         ": expected cu_seq_lens, seq_starts and positions that the block tables cover");
   }
   fail("slot_mapping[" + std::to_string(i) + "] is " + std::to_string(slot) +
        ": expected -1 (no slot) to " + std::to_string(io.num_slots - 1));

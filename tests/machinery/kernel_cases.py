@@ -30,12 +30,13 @@ def permute(num_heads: int, row_bytes: int, ratio: int, device: str, size: int):
 def run_op(name: str, tokens: list, caches: list, scales: list, size: int) -> None:
     """Call an op with 12 tokens per block in K and V."""
     num_tokens = 12 * size
-    if name == "gather_context":
+    if "gather_context" in name:
         tables = torch.arange(2 * size, dtype=torch.int32).flip(0).view(2, -1) % size
         lens = torch.tensor([0, 5, num_tokens - 1], dtype=torch.int32)
         starts = torch.tensor([3, 0], dtype=torch.int32)
         scales = scales or [None, None]
-        ops.gather_context(*caches, tables, lens, *tokens, *scales, starts)
+        positions = (torch.arange(num_tokens) * 5 % 12 - 1).int() if "sparse" in name else None
+        ops.gather_context(*caches, tables, lens, *tokens, *scales, starts, positions)
         return
     slots = torch.arange(num_tokens) * 5 % (16 * size)
     if name == "write_kv":
@@ -53,14 +54,22 @@ def tokens(name: str, element: torch.dtype, page: torch.dtype, width: int, devic
     return [each.view(torch.uint8) for each in (*key, *caches)]
 
 
-def groups(name: str, element: torch.dtype, page: torch.dtype, width: int, device: str, size: int):
+def groups(
+    name: str,
+    element: torch.dtype,
+    page: torch.dtype,
+    width: int,
+    device: str,
+    size: int,
+    scale: torch.dtype = torch.float32,
+):
     """Write or gather tokens with two groups per head, whose scales are in the cache."""
     codes = 2 if page == torch.uint8 else 1
     key = [(_random_bytes(12 * size, 2, 2 * width).float() - 128).to(element) for _ in range(2)]
     caches = [_random_bytes(size, 16, 2, 2 * width // codes) for _ in range(2)]
     # NaN has several codes of fp8.
     caches = [each.float().to(page) if page in _FP8 else each.view(page) for each in caches]
-    scales = [torch.full((size, 16, 2, 2), 0.75) for _ in range(2)]
+    scales = [torch.full((size, 16, 2, 2), 0.75).to(scale) for _ in range(2)]
     run_op(name, key, caches, scales, size)
     return [each.view(torch.uint8) for each in (*key, *caches, *scales)]
 
@@ -113,6 +122,20 @@ CASES |= {
     for page in (*_FP8, torch.int8, torch.uint8)
     for width in (64, 2)
     for name in _OPS
+}
+CASES |= {
+    f"{name} {element} nvfp4 in groups of {width}": partial(
+        groups, name, element, torch.uint8, width, scale=_FP8[0]
+    )
+    for element in _ELEMENTS
+    for width in (16, 2)
+    for name in _OPS
+}
+CASES |= {
+    f"sparse gather_context {page}": partial(
+        case, "sparse gather_context", torch.bfloat16, page, 64
+    )
+    for case, page in ((tokens, torch.bfloat16), (groups, _FP8[0]))
 }
 
 

@@ -461,7 +461,11 @@ def test_tensors_on_two_devices_are_rejected(op):
 
     call = arguments(Backend("cuda", "cuda"))
     call["key_cache"] = call["key_cache"].cpu()
-    with pytest.raises(RuntimeError, match="key is on cuda:0: expected cpu, where key_cache is"):
+    message = {
+        "write_kv": "key is on cuda:0: expected cpu, where key_cache is",
+        "gather_kv": "key_cache is host memory that is not pinned: expected one range of pinned",
+    }
+    with pytest.raises(RuntimeError, match=message[op]):
         getattr(torch.ops.kvcache, op)(**call)
 
 

@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Compares the conversions to and from fp8 with the host version of NVIDIA's cuda_fp8.h, for every
-// bfloat16, every float16, every fp8 code, and every `stride`-th of the 2^32 floats. Usage: nvidia
-// stride. Prints counts. The exit code is 1 if any result differs (except for the sign of NaN).
+// bfloat16, every float16, every fp8 code, and every `stride`-th of the 2^32 floats, and likewise
+// those to and from e2m1 with cuda_fp4.h, which CUDA 12.8 and later have. Usage: nvidia stride.
+// Prints counts. The exit code is 1 if any result differs (except for the sign of NaN in fp8).
 #include <cuda_fp8.h>
+#if __has_include(<cuda_fp4.h>)
+#include <cuda_fp4.h>
+#define KV_FP4
+#endif
 
 #include <cstdio>
 #include <cstdlib>
@@ -33,6 +38,10 @@ void encodes(float x, __nv_fp8_interpretation_t format, const char* what) {
 void encodes(float x) {
   encodes<E4M3>(x, __NV_E4M3, "e4m3");
   encodes<E5M2>(x, __NV_E5M2, "e5m2");
+#ifdef KV_FP4
+  const int fp4 = __nv_cvt_float_to_fp4(x, __NV_E2M1, cudaRoundNearest) & 15;
+  compare(E2M1::encode(x) == fp4, "e2m1", bits_of(x), E2M1::encode(x), fp4);
+#endif
 }
 
 template <class Format>
@@ -70,6 +79,13 @@ int main(int argc, char** argv) {
     decodes<E4M3>(static_cast<uint8_t>(code), __NV_E4M3, "e4m3 code");
     decodes<E5M2>(static_cast<uint8_t>(code), __NV_E5M2, "e5m2 code");
   }
+#ifdef KV_FP4
+  for (uint8_t code = 0; code < 16; ++code) {
+    const float got = E2M1::decode(code);
+    const float wanted = __half2float(__half(__nv_cvt_fp4_to_halfraw(code, __NV_E2M1)));
+    compare(bits_of(got) == bits_of(wanted), "e2m1 code", code, bits_of(got), bits_of(wanted));
+  }
+#endif
   for (uint64_t bits = 0; bits < uint64_t{1} << 32; bits += stride) {
     encodes(float_of(static_cast<uint32_t>(bits)));
   }

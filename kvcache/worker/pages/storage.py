@@ -68,7 +68,8 @@ class KVStorage:
 
     Raises:
         ValueError: The memory order is not valid for pages that consist of blocks
-            (`kvcache.placement.check_memory_order`), or the backend does not support the sizes.
+            (`kvcache.placement.check_memory_order`), the backend does not support the sizes, or the
+            format requires a newer device.
 
     Example:
         >>> storage = KVStorage(num_blocks=4, block_size=16, num_kv_heads=2, head_size=8, layout="HND")
@@ -369,6 +370,8 @@ class KVStorage:
         self.k_scale = self.v_scale = None
 
     def _use(self, pages: Pages) -> None:
+        if self.kv_format is not None:
+            self.kv_format.check_device(pages.device)
         self.pages = pages
         # The pages that record this storage's scales, and its number among their storages.
         self.scale_home = pages, pages.num_storages

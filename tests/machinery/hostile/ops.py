@@ -119,13 +119,17 @@ class Calls:
 
     def token_io(self) -> tuple[torch.Tensor, ...]:
         blocks, size, heads, width, n = 4, 4, 2, 8, self.rng.randint(0, 5)
-        dtype = self.rng.choice([torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-        wide = torch.float32 if dtype == torch.float8_e4m3fn else dtype
+        fp8, is_nvfp4 = torch.float8_e4m3fn, self.rng.random() < 0.2
+        dtype = torch.uint8 if is_nvfp4 else self.rng.choice([torch.float32, torch.bfloat16, fp8])
+        wide = torch.float32 if dtype in (fp8, torch.uint8) else dtype
         layers = self.rng.choice([(), (2,)])
         caches = [self.floats(*layers, blocks, size, heads, width, dtype=dtype) for _ in range(2)]
-        tokens = [self.floats(*layers, n, heads, width, dtype=wide) for _ in range(2)]
+        token_width = 2 * width if is_nvfp4 else width
+        tokens = [self.floats(*layers, n, heads, token_width, dtype=wide) for _ in range(2)]
         scales: list = [None, None]
-        if wide != dtype and self.rng.random() < 0.5:  # scales in the cache
+        if is_nvfp4:
+            scales = [self.floats(*caches[0].shape[:-1], 2, dtype=fp8) for _ in range(2)]
+        elif wide != dtype and self.rng.random() < 0.5:  # scales in the cache
             scales = [self.floats(*caches[0].shape[:-1], 2) for _ in range(2)]
         elif wide != dtype:
             scales = [self.floats(*layers, 1).abs() + 0.5 for _ in range(2)]
@@ -146,7 +150,8 @@ class Calls:
         ends = sorted(self.rng.randint(0, n) for _ in range(rows))
         lens = torch.tensor([0, *ends], dtype=torch.int32)
         starts = self.rng.choice([None, self.ids(rows, high=4)])
-        return [key_cache, value_cache, tables, lens, key, value, *scales, starts]
+        positions = self.rng.choice([None, self.ids(n, high=4) - 1])
+        return [key_cache, value_cache, tables, lens, key, value, *scales, starts, positions]
 
     def copy_blocks(self) -> list:
         pages, size = 6, 32

@@ -47,7 +47,7 @@ WITH = {
     "Request": ("cache_salt",),
     "write_kv": ("k_scale", "v_scale"),
     "gather_kv": ("k_scale", "v_scale"),
-    "gather_context": ("k_scale", "v_scale", "seq_starts"),
+    "gather_context": ("k_scale", "v_scale", "seq_starts", "positions"),
 }
 
 # The right value of a parameter: "Class.method.parameter", "Class.*.parameter", "function.parameter",
