@@ -63,7 +63,7 @@ class KVFormat:
         name: Name of the format.
         dtype: Dtype of the codes: "float8_e4m3fn", "float8_e5m2", "int8", or "uint8" for int4 and nvfp4,
             with two codes per byte.
-        scale_rule: How a scale is derived. See `ops.write_kv`.
+        scale_rule: How a scale is derived. See `ops.write_kv`. Must be 0 for uint8.
         group_size: Elements per scale. None: all elements of a token's head.
         is_row: Whether a token is one row of bytes: the codes of K, their scales, and V in bfloat16, as
             in DeepSeek's MLA. If False, the scales follow the data of a block, for each token and head
@@ -93,7 +93,8 @@ class KVFormat:
     def __post_init__(self) -> None:
         check_name(self.name, "name")
         one_of(self.dtype, "dtype", ("float8_e4m3fn", "float8_e5m2", "int8", "uint8"))
-        integer(self.scale_rule, "scale_rule", TOKEN_HEAD, INDEXER_POWER_OF_TWO)
+        last_rule = TOKEN_HEAD if self.dtype == "uint8" else INDEXER_POWER_OF_TWO
+        integer(self.scale_rule, "scale_rule", TOKEN_HEAD, last_rule)
         flag(self.is_row, "is_row")
         scales = ("float32", "float8_e4m3fn") if self.dtype == "uint8" else ("float32",)
         one_of(self.scale_dtype, "scale_dtype", scales)

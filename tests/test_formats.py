@@ -39,6 +39,7 @@ def layers_of(name, **changes):
 
 def storage_of(layers, layout="NHD"):
     (storage,) = KVStorage.for_plan(plan_cache(layers, 2**20, max_model_len=64), layout=layout)
+    storage.pages.memory.zero_()  # new pages have any content
     return storage
 
 
@@ -313,6 +314,7 @@ def test_int8_with_given_scales():
         (("", "int8"), "name is ''"),
         (("a", "bfloat16"), "dtype is 'bfloat16': expected one of float8_e4m3fn"),
         (("a", "int8", 9), "scale_rule is 9"),
+        (("a", "uint8", 1), "scale_rule is 1: expected"),
         (
             ("a", "int8", 0, 16, False, "float8_e4m3fn"),
             "scale_dtype is 'float8_e4m3fn': expected 'float32'",
