@@ -566,6 +566,8 @@ def count_of_another_row(engine, inputs):
     counts, lengths = (inputs.splits[1:] - inputs.splits[:-1]).tolist(), inputs.lengths()
     for i in range(inputs.n - 1):
         if counts[i] != counts[i + 1] and min(lengths[i : i + 2]) >= max(counts[i : i + 2]):
+            engine.sanitizer.mode = "stop"  # a kernel of the second runner does not end otherwise
+            engine._undo.append(lambda: setattr(engine.sanitizer, "mode", "report"))
             for each in inputs.all_splits():
                 each[i + 1] += counts[i + 1] - counts[i]
             return True
