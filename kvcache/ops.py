@@ -22,7 +22,7 @@ from inspect import signature
 import torch
 
 from kvcache import ops_by_copies
-from kvcache.checks import MAX_INT64, integer, shown
+from kvcache.checks import MAX_INT64, integer, number, shown
 from kvcache.formats import (  # noqa: F401  (values of the argument `scale_rule` of `write_kv`)
     INDEXER,
     INDEXER_POWER_OF_TWO,
@@ -314,6 +314,109 @@ def write_kv(
 
 
 @_named
+def rope_write_kv(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    scale_rule: int = TOKEN_HEAD,
+    is_neox: bool = True,
+    rotates_value: bool = False,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    query_out: torch.Tensor | None = None,
+    key_out: torch.Tensor | None = None,
+    value_out: torch.Tensor | None = None,
+) -> None:
+    """Norm and rotate the query and key of each token, and write K and V to its slot, in one launch.
+
+    The result equals RMS norm, rotary embedding and `write_kv` in sequence. For MLA, pass the latent as
+    `key`, its rotary part as `value` with `rotates_value`, and the rotary part of the query as `query`:
+    the latent is normed, and the other two are rotated.
+
+    Each step computes in float32 and rounds its result to the tokens' dtype: the norm
+    x / sqrt(mean(x^2) + eps), its product with the weight, and the rotation, which is
+    (x * cos - y * sin, y * cos + x * sin) with rounded products. A float32 weight is multiplied before
+    the first rounding. The norm's sum has 32 partial sums, of elements i, i + 32, ..., which are
+    added in halves: 16 and 16, 8 and 8, and so on. CPU and CUDA give equal bits.
+
+    Slot -1 and block 0 only drop the write; the outputs of such a token are computed. On a GPU outside
+    the checked mode, a token whose position has no row in `cos_sin_cache` is skipped.
+
+    Query, key and value may be columns of one tensor. An output may be its own input, but otherwise
+    shares no memory with other arguments.
+
+    Args:
+        positions: int32[n] or int64[n].
+        query: [n, num_heads, q_head_size], float32, float16 or bfloat16, contiguous in the last
+            dimension, of at most 1024 elements. Overwritten unless `query_out` is given. For
+            `torch.compile`, it counts as written in both cases.
+        key: [n, num_kv_heads, head_size] with the dtype of `query`, contiguous in the last dimension,
+            of at most 1024 elements.
+        value: [n, num_kv_heads, v_head_size]. The same.
+        cos_sin_cache: [max_position, rotary_dim], float32 or the tokens' dtype: the cosines of each
+            position, then its sines. The first rotary_dim elements of a head are rotated.
+        key_cache: See `write_kv`, for one layer.
+        value_cache: See `write_kv`, for one layer.
+        slot_mapping: int64[n]. Every slot may occur only once.
+        k_scale: See `write_kv`.
+        v_scale: See `write_kv`.
+        scale_rule: See `write_kv`.
+        is_neox: Whether element i is rotated with element i + rotary_dim / 2. Otherwise, elements 2 * i
+            and 2 * i + 1 are a pair, as in GPT-J and DeepSeek's MLA.
+        rotates_value: Whether `value` is rotated instead of `key`.
+        q_weight: [q_head_size], float32 or the tokens' dtype. Weight of the query's norm. None: no norm.
+        k_weight: [head_size]. The same for `key`.
+        eps: Added to the mean of squares.
+        query_out: Like `query`. Output. None: `query`.
+        key_out: Like `key`. Output of the key as written, before quantization. None: not stored.
+        value_out: Like `value`. The same for a rotated value.
+
+    Raises:
+        RuntimeError: An argument is invalid, or a position or slot is out of range (on a GPU: only in
+            the checked mode).
+        TypeError: `eps` is not a number.
+
+    Example:
+        >>> angles = torch.outer(torch.arange(8.0), torch.tensor([1.0, 0.1]))
+        >>> cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
+        >>> query, key, value = torch.ones(2, 4, 4), torch.ones(2, 1, 4), torch.ones(2, 1, 4)
+        >>> caches = torch.zeros(2, 3, 4, 1, 4)
+        >>> rope_write_kv(torch.tensor([0, 7]), query, key, value, cos_sin, *caches, torch.tensor([4, 9]))
+        >>> caches[0].view(-1, 4)[9].tolist() == query[1, 0].tolist()
+        True
+    """
+    _ops.rope_write_kv(
+        positions,
+        query,
+        key,
+        value,
+        cos_sin_cache,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        k_scale,
+        v_scale,
+        scale_rule,
+        is_neox,
+        rotates_value,
+        q_weight,
+        k_weight,
+        number(eps, "eps"),
+        query_out,
+        key_out,
+        value_out,
+    )
+
+
+@_named
 def gather_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -533,6 +636,7 @@ _ON_HOST = {
     "gather_block_tables": {1},  # groups
     "attention_metadata": {1},  # groups
     "write_kv": set(),
+    "rope_write_kv": set(),
     "gather_kv": {0, 1, 5, 6},  # key_cache, value_cache, k_scale, v_scale
     "gather_context": {0, 1, 6, 7},  # the same
     "copy_blocks": {0, 1, 2, 3},  # src, dst, regions, pairs

@@ -189,6 +189,13 @@ def _write_kv(call: _MirroredCall) -> None:
             call.write_back(tokens)
 
 
+def _rope_write_kv(call: _MirroredCall) -> None:
+    _write_kv(call)
+    for name in ("query", "query_out", "key_out", "value_out"):
+        if call.given[name] is not None:
+            call.write_back(call.given[name])
+
+
 def _gather_kv(call: _MirroredCall) -> None:
     caches = _caches(call)
     for name, tensor in call.tensors().items():
@@ -408,6 +415,7 @@ def _lazy_memory(num_bytes: int) -> torch.UntypedStorage:
 
 _RUNS = {
     "write_kv": _write_kv,
+    "rope_write_kv": _rope_write_kv,
     "gather_kv": _gather_kv,
     "gather_context": _gather_context,
     "copy_blocks": _copy_blocks,

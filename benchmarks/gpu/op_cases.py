@@ -107,8 +107,8 @@ def attention_metadata(device: str, size: int) -> list[torch.Tensor]:
 def token_io(
     name: str, dtype: torch.dtype, layout: str, device: str, size: int, in_groups: bool = False
 ) -> list[torch.Tensor]:
-    """Run `write_kv` or `gather_kv`. Every seventh token has no slot. `in_groups`: each token and head
-    has a scale in the cache, and uint8 holds int4.
+    """Run `write_kv`, `rope_write_kv`, `gather_kv` or `gather_context`. Every seventh token has no slot.
+    `in_groups`: each token and head has a scale in the cache, and uint8 holds int4.
     """
     num_tokens = 24 * size
     num_blocks = 2 * num_tokens // _BLOCK_SIZE + 1
@@ -129,10 +129,24 @@ def token_io(
     scales = [] if dtype == torch.bfloat16 else [scale, scale]
     if in_groups:
         scales = [scale.repeat(num_blocks, _BLOCK_SIZE, 1).unsqueeze(3) for _ in "kv"]
+    written = [*caches, *(scales if in_groups else ())]
     if name == "write_kv":
         ops.write_kv(*tokens, *caches, slots.to(device), *scales)
-        written = [*caches, *(scales if in_groups else ())]
         return [each.cpu().contiguous().view(torch.uint8) for each in written]
+    if name == "rope_write_kv":
+        query, positions = tokens[1].clone(), (torch.arange(num_tokens) % 64).to(device)
+        angles = torch.outer(torch.arange(64.0), 0.8 ** torch.arange(32))
+        cos_sin = torch.cat([angles.cos(), angles.sin()], 1).to(device)
+        weights = [torch.linspace(0.5, 2, _HEAD_SIZE).bfloat16().to(device)] * 2
+        both = scales or [None, None]
+        given = [positions, query, *tokens, cos_sin, *caches, slots.to(device), *both]
+        ops.rope_write_kv(*given, 0, True, False, *weights)
+        return [each.cpu().contiguous().view(torch.uint8) for each in (query, *written)]
+    if name == "gather_context":
+        tables = _int32(torch.arange(2 * (num_blocks // 2)).view(2, -1).flip(1)).to(device)
+        lens = _int32(torch.tensor([0, num_tokens // 3, num_tokens])).to(device)
+        ops.gather_context(*caches, tables, lens, *tokens, *(scales or [None, None]))
+        return [token.cpu().view(torch.uint8) for token in tokens]
     ops.gather_kv(*caches, slots.to(device), *tokens, *scales)
     return [token.cpu().view(torch.uint8) for token in tokens]
 
@@ -218,6 +232,14 @@ CASES: dict[str, Case] = {
     ),
     "gather_kv int4 per token and head": partial(
         token_io, "gather_kv", torch.uint8, "NHD", in_groups=True
+    ),
+    "rope_write_kv bf16": partial(token_io, "rope_write_kv", _BF16, "NHD"),
+    "rope_write_kv e4m3 per token and head": partial(
+        token_io, "rope_write_kv", _E4M3, "HND", in_groups=True
+    ),
+    "gather_context bf16": partial(token_io, "gather_context", _BF16, "NHD"),
+    "gather_context e4m3 per token and head": partial(
+        token_io, "gather_context", _E4M3, "NHD", in_groups=True
     ),
     "copy_blocks 4 KiB": partial(copy_within, 4096, False),
     "copy_blocks 4 KiB, ids on the device": partial(copy_within, 4096, True),

@@ -26,6 +26,12 @@ void define_schemas(Library& m) {
       "Tensor slot_mapping, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, "
       "int scale_rule=0) -> ()");
   m.def(
+      "rope_write_kv(Tensor positions, Tensor(a!) query, Tensor key, Tensor value, "
+      "Tensor cos_sin_cache, Tensor(b!) key_cache, Tensor(c!) value_cache, Tensor slot_mapping, "
+      "Tensor(d!)? k_scale=None, Tensor(e!)? v_scale=None, int scale_rule=0, bool is_neox=True, "
+      "bool rotates_value=False, Tensor? q_weight=None, Tensor? k_weight=None, float eps=1e-6, "
+      "Tensor(f!)? query_out=None, Tensor(g!)? key_out=None, Tensor(h!)? value_out=None) -> ()");
+  m.def(
       "gather_kv(Tensor key_cache, Tensor value_cache, Tensor slot_mapping, Tensor(a!) key, "
       "Tensor(b!) value, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
   m.def(

@@ -6,16 +6,8 @@
 
 #include <cstring>
 
+#include "ops/cpu_clones.h"
 #include "ops/parallel.h"
-
-// Compiled with and without AVX2; the version is selected at run time based on the CPU's
-// instruction set. AVX2 is twice as fast (AMD EPYC, gcc 12).
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(__SANITIZE_THREAD__)
-#define KV_CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define KV_CLONES
-#endif
 
 namespace kvcache {
 namespace {
@@ -33,9 +25,6 @@ void copy(char* to, const char* from, size_t n) {
   }
   std::memcpy(to, from, n);
 }
-
-// Copies one token in one layer. The token must have a slot.
-using Move = void (*)(const TokenPages& p, int64_t layer, int64_t i, int64_t slot);
 
 template <Direction direction>
 void move_bytes(const TokenPages& p, int64_t layer, int64_t i, int64_t slot) {
@@ -138,14 +127,14 @@ void convert_groups(const TokenPages& p, int64_t layer, int64_t i, int64_t slot)
 }
 
 template <Direction direction>
-Move move_of(const TokenPages& p) {
+TokenMove move_of(const TokenPages& p) {
   if (p.group_scales != nullptr) {
-    return with_group_formats(p, [](auto element, auto format) -> Move {
+    return with_group_formats(p, [](auto element, auto format) -> TokenMove {
       return convert_groups<direction, decltype(element), decltype(format)>;
     });
   }
   if (p.scales == nullptr) return move_bytes<direction>;
-  return with_formats(p, [](auto element, auto format) -> Move {
+  return with_formats(p, [](auto element, auto format) -> TokenMove {
     return convert<direction, decltype(element), decltype(format)>;
   });
 }
@@ -169,8 +158,8 @@ void run(const TokenIo& io) {
   const int64_t token_bytes =
       io.k().width() * io.k().token_element + io.v().width() * io.v().token_element;
   const int64_t grain = std::max<int64_t>(kGrainBytes / (token_bytes + 1), 1);
-  const Move move_k = move_of<direction>(io.k()), move_v = move_of<direction>(io.v());
-  const auto move = [&](Move function, const TokenPages& p, int64_t layer, int64_t i) {
+  const TokenMove move_k = move_of<direction>(io.k()), move_v = move_of<direction>(io.v());
+  const auto move = [&](TokenMove function, const TokenPages& p, int64_t layer, int64_t i) {
     const int64_t slot = io.slot_for<direction>(i);
     if (slot >= io.first_slot()) {
       function(p, layer, i, slot);
@@ -219,6 +208,8 @@ void gather_context(Tensor key_cache, Tensor value_cache, Tensor block_tables, T
 }
 
 }  // namespace
+
+TokenMove write_move(const TokenPages& p) { return move_of<Direction::kWrite>(p); }
 
 STABLE_TORCH_LIBRARY_IMPL(kvcache, CPU, m) {
   m.impl("gather_context", TORCH_BOX(&gather_context));

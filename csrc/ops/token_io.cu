@@ -9,6 +9,7 @@
 #include "ops/mapped_host.h"
 #include "ops/scale_divisor.h"
 #include "ops/vector.h"
+#include "ops/warp_extent.h"
 #include "worker/fast_divisor.h"
 
 namespace kvcache {
@@ -308,29 +309,9 @@ struct GroupVectors {
   }
 };
 
-constexpr unsigned kWarp = 32, kFullWarp = 0xFFFFFFFFu;
 // The lanes per group: a warp, or for the 16 elements of nvfp4 a part of it.
 template <class Format>
 constexpr unsigned kLanes = std::is_same_v<Format, NvFp4> ? 4 : kWarp;
-
-// Combines the extents of a group's lanes. All lanes of the warp must take part.
-template <unsigned lanes>
-__device__ __forceinline__ void merge_lanes(Magnitudes& extent) {
-#pragma unroll
-  for (unsigned step = lanes / 2; step > 0; step /= 2) {
-    extent.merge(__shfl_xor_sync(kFullWarp, extent.number, step),
-                 __shfl_xor_sync(kFullWarp, extent.any, step));
-  }
-}
-template <unsigned lanes>
-__device__ __forceinline__ void merge_lanes(Range& extent) {
-#pragma unroll
-  for (unsigned step = lanes / 2; step > 0; step /= 2) {
-    extent.merge(__shfl_xor_sync(kFullWarp, extent.least, step),
-                 __shfl_xor_sync(kFullWarp, extent.most, step),
-                 __shfl_xor_sync(kFullWarp, extent.any, step));
-  }
-}
 
 // K and V, the number of groups per head and per token, and the number of thread blocks for K in
 // grid.y.

@@ -157,6 +157,12 @@ struct TokenIo {
   }
 };
 
+// Copies one token in one layer on the CPU. The token must have a slot.
+using TokenMove = void (*)(const TokenPages& p, int64_t layer, int64_t i, int64_t slot);
+
+// Returns the function that writes tokens to these pages.
+TokenMove write_move(const TokenPages& p);
+
 // Calls f with an element of the tokens' dtype and the cache's format, for a side with scales.
 template <class F>
 auto with_formats(const TokenPages& p, F&& f) {

@@ -74,6 +74,46 @@ def groups(
     return [each.view(torch.uint8) for each in (*key, *caches, *scales)]
 
 
+def rope(
+    element: torch.dtype,
+    page: torch.dtype,
+    in_groups: bool,
+    device: str,
+    size: int,
+    scale: torch.dtype = torch.float32,
+):
+    """Norm, rotate and write tokens whose heads end within a warp's second round of elements."""
+    num_tokens, head_size, codes = 6 * size, 40, 2 if page == torch.uint8 else 1
+    query, key, value = (
+        (_random_bytes(num_tokens, heads, head_size).float() - 128).to(element)
+        for heads in (3, 2, 2)
+    )
+    caches = [_random_bytes(size, 16, 2, head_size // codes).float().to(page) for _ in "kv"]
+    scales: list = [None, None]
+    if in_groups:
+        scales = [torch.full((size, 16, 2, 2), 0.75).to(scale) for _ in "kv"]
+    elif page != element:
+        scales = [torch.tensor([0.75]), torch.tensor([0.5, 0.25])]
+    angles = torch.outer(torch.arange(8.0), 0.5 ** torch.arange(18))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1).to(element)
+    weight, outs = torch.linspace(0.5, 1.5, head_size), [torch.zeros_like(x) for x in (query, key)]
+    positions, slots = torch.arange(num_tokens) % 8, torch.arange(num_tokens) * 5 % (16 * size)
+    given = [
+        positions.int() if in_groups else positions,
+        query,
+        key,
+        value,
+        cos_sin,
+        *caches,
+        slots,
+    ]
+    is_neox = element != torch.float16
+    weights = weight.to(element), weight
+    ops.rope_write_kv(*given, *scales, 0, is_neox, False, *weights, 1e-6, *outs)
+    written = (*outs, *caches, *(each for each in scales if in_groups))
+    return [each.view(torch.uint8) for each in written]
+
+
 def slots(by_request: bool, dtype: torch.dtype, device: str, size: int):
     groups = torch.tensor([[0, 32, 16, 1, 0, 1, 0, 0]])
     tables = torch.arange(32 * 8, dtype=torch.int32)
@@ -137,6 +177,20 @@ CASES |= {
     )
     for case, page in ((tokens, torch.bfloat16), (groups, _FP8[0]))
 }
+CASES |= {
+    f"rope_write_kv {element} {page}{' in groups' * in_groups}": partial(
+        rope, element, page, in_groups
+    )
+    for element, page, in_groups in (
+        (torch.float32, torch.float32, False),
+        (torch.float16, torch.uint8, True),
+        (torch.float16, torch.float8_e5m2, False),
+        (torch.bfloat16, torch.int8, False),
+        (torch.bfloat16, torch.int8, True),
+        (torch.bfloat16, torch.float8_e4m3fn, False),
+        (torch.bfloat16, torch.float8_e4m3fn, True),
+    )
+} | {"rope_write_kv nvfp4": partial(rope, torch.bfloat16, torch.uint8, True, scale=_FP8[0])}
 
 
 def size_of(name: str) -> int:

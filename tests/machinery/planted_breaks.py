@@ -258,6 +258,13 @@ DEFECTS = [
         "token_io_op token_io_fp8_op",
     ),
     Defect(
+        "norm, rope and write",
+        OPS + "rope_write.h",
+        "has_float_weight ? x : rounded_to<Element>(x)",
+        "x",  # the norm is not rounded before the product with its weight
+        "rope_write_op",
+    ),
+    Defect(
         "attention metadata",
         OPS + "attention_metadata.h",
         "rest > 0 ? rest : group.block_size;",

@@ -29,7 +29,7 @@ SLOW_S = 2.0
 
 NAMES = (
     "slot_mapping", "update_block_tables", "gather_block_tables", "attention_metadata", "write_kv",
-    "gather_kv", "gather_context", "copy_blocks", "permute_blocks_",
+    "rope_write_kv", "gather_kv", "gather_context", "copy_blocks", "permute_blocks_",
 )  # fmt: skip
 
 
@@ -138,6 +138,20 @@ class Calls:
 
     def write_kv(self) -> list:
         return [*self.token_io(), self.rng.randrange(4)]
+
+    def rope_write_kv(self) -> list:
+        key, value, *caches, slots, k_scale, v_scale = self.token_io()
+        while key.ndim == 4:  # the op writes one layer
+            key, value, *caches, slots, k_scale, v_scale = self.token_io()
+        n, rotates_value = len(key), self.rng.random() < 0.5
+        query = self.floats(n, 3, 8, dtype=key.dtype)
+        weight, cos_sin = self.floats(8, dtype=key.dtype), self.floats(9, 6)
+        outs = [self.rng.choice([None, torch.zeros_like(x)]) for x in (query, key, value)]
+        if not rotates_value:
+            outs[2] = None
+        given = [self.ids(n, high=9, dtype=torch.int64), query, key, value, cos_sin, *caches, slots]
+        options = [self.rng.randrange(4), self.rng.random() < 0.5, rotates_value]
+        return [*given, k_scale, v_scale, *options, weight, weight.clone(), 1e-6, *outs]
 
     def gather_kv(self) -> list:
         key, value, key_cache, value_cache, slots, *scales = self.token_io()

@@ -46,6 +46,7 @@ WITH = {
     "BlockTables.compute_slot_mapping": ("req_indices", "positions"),
     "Request": ("cache_salt",),
     "write_kv": ("k_scale", "v_scale"),
+    "rope_write_kv": ("k_scale", "v_scale", "q_weight", "k_weight", "query_out", "key_out"),
     "gather_kv": ("k_scale", "v_scale"),
     "gather_context": ("k_scale", "v_scale", "seq_starts", "positions"),
 }

@@ -31,6 +31,7 @@ _TABLE = {
     "fma.rn.f32": ("t", "ttt", "({0}.astype(np.longdouble) * {1} + {2}).astype(np.float32)"),
     "div": ("t", "tt", "divided({0}, {1})"),
     "rcp.rn.f32": ("t", "t", "np.float32(1) / {0}"),
+    "sqrt.rn.f32": ("t", "t", "np.sqrt({0})"),
     "min": ("t", "tt", "np.minimum({0}, {1})"),
     "max": ("t", "tt", "np.maximum({0}, {1})"),
     "abs": ("t", "t", "np.abs({0})"),
