@@ -124,6 +124,35 @@ def of_format(name: str) -> Iterator[Result]:
         )
 
 
+def norm_rope_write() -> Iterator[Result]:
+    """Measure `rope_write_kv` with 32 query heads, beside its steps in torch."""
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(NUM_TOKENS // 8, 32 + 2 * HEADS, HEAD_SIZE, generator=generator).bfloat16()
+    query, key, value = qkv.split([32, HEADS, HEADS], dim=1)
+    angles = torch.outer(torch.arange(4096.0), 1e4 ** -(torch.arange(0, HEAD_SIZE, 2) / HEAD_SIZE))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
+    weight, positions = torch.ones(HEAD_SIZE).bfloat16(), torch.arange(len(qkv))
+    slots, out = written_slots(generator)[: len(qkv)], torch.empty_like(query)
+    caches, theirs = make_caches("NHD", torch.bfloat16), make_caches("NHD", torch.bfloat16)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.rms_norm(x, (HEAD_SIZE,), weight, 1e-6).float()
+        (a, b), (cos, sin) = x.chunk(2, -1), cos_sin[positions].unsqueeze(1).chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).bfloat16()
+
+    def peer() -> None:
+        rotated(query)
+        for cache, token in zip(theirs, (rotated(key), value)):
+            cache.view(-1, HEADS, HEAD_SIZE)[slots] = token
+
+    given = positions, query, key, value, cos_sin, *caches, slots
+    options = {"q_weight": weight, "k_weight": weight, "query_out": out}
+    ours, peer_s = median_times(lambda: ops.rope_write_kv(*given, **options), peer)
+    assert (caches[0].float() - theirs[0].float()).abs().max() < 0.1
+    name = f"norm, rope and write of {len(qkv)} tokens, 32 and {HEADS} heads, bf16"
+    yield Result(name, "us/token", ours * 1e6 / len(qkv), peer_s * 1e6 / len(qkv), "torch")
+
+
 def all_results() -> Iterator[Result]:
     bf16, e4m3, e5m2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
     with one_thread():
@@ -134,3 +163,4 @@ def all_results() -> Iterator[Result]:
             yield from one_case(layout, dtype)
         for name in ("fp8_e4m3_token_head", "int8_token_head"):
             yield from of_format(name)
+        yield from norm_rope_write()
