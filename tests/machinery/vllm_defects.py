@@ -409,25 +409,6 @@ def slots_of_another_row(engine):
     engine.wrap(engine.tables, "compute_slot_mapping", compute)
 
 
-@defect("llama", "gemma3")
-def lengths_count_a_token_too_many(engine):
-    """Attention reads one slot beyond the tokens of each request."""
-
-    def build(original, *arguments, **options):
-        result = original(*arguments, **options)
-        if engine.now(20):
-            seen = set()
-            for layer in result[0].values():
-                if id(layer.seq_lens) not in seen:
-                    seen.add(id(layer.seq_lens))
-                    layer.seq_lens = layer.seq_lens + 1
-            engine.planted()
-        return result
-
-    # The sanitizer's hook runs around this function, so it observes what is passed to the kernel.
-    engine.wrap_inner(engine.runner, "_build_attention_metadata", build)
-
-
 # In the inputs of both model runners --------------------------------------------------------------
 
 
@@ -933,22 +914,6 @@ class Engine:
     def attention_layers(self):
         layers = self.runner.compilation_config.static_forward_context.values()
         return [each for each in layers if hasattr(each, "_k_scale")]
-
-    def wrap_inner(self, target, name, function):
-        """Like `wrap`, but inside the sanitizer's hook."""
-        hook = getattr(target, name)
-        cell = next(
-            cell
-            for cell, key in zip(hook.__closure__, hook.__code__.co_freevars)
-            if key == "original"
-        )
-        original = cell.cell_contents
-
-        def wrapped(*arguments, **options):
-            return function(original, *arguments, **options)
-
-        cell.cell_contents = wrapped
-        self._undo.append(lambda: setattr(cell, "cell_contents", original))
 
     def find(self, name, defects=DEFECTS, seed=1):
         """Plant a defect, run requests, remove the defect, and return the findings."""
