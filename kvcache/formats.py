@@ -99,6 +99,11 @@ class KVFormat:
         scales = ("float32", "float8_e4m3fn") if self.dtype == "uint8" else ("float32",)
         one_of(self.scale_dtype, "scale_dtype", scales)
         plain_fields(self)
+        if self.group_size is not None and self.group_size % self.codes_per_byte:
+            raise ValueError(
+                f"group_size is {self.group_size}: expected a multiple of {self.codes_per_byte}, the "
+                "codes per byte"
+            )
 
     @property
     def codes_per_byte(self) -> int:

@@ -113,6 +113,16 @@ def test_copied_pages_hold_the_scales(name):
     assert all(torch.equal(a, b) and a.any() for a, b in zip(copied, original) if a.numel())
 
 
+@pytest.mark.parametrize("name", [each for each in format_names() if not format_named(each).is_row])
+def test_keys_without_values_are_written_and_read(name):
+    """A latent of MLA has no V."""
+    storage = KVStorage(4, 16, 1, 128, v_head_size=0, kv_format=name)
+    key, slots = torch.randn(3, 1, 128), torch.tensor([17, 33, 19])
+    storage.write(0, key, None, slots)
+    found, value = storage.gather(0, slots, torch.float32)
+    assert (found - key).abs().max() < 0.2 * key.abs().max() and value.shape == (3, 1, 0)
+
+
 def described(layers, tp_size, layout):
     plan = plan_cache(layers, 2**20, max_model_len=64)
     order = "MLA" if layers[0].v_head_size == 0 or layers[0].is_mla else "FLASHINFER"
@@ -315,6 +325,7 @@ def test_int8_with_given_scales():
         (("a", "bfloat16"), "dtype is 'bfloat16': expected one of float8_e4m3fn"),
         (("a", "int8", 9), "scale_rule is 9"),
         (("a", "uint8", 1), "scale_rule is 1: expected"),
+        (("a", "uint8", 0, 3), "group_size is 3: expected a multiple of 2"),
         (
             ("a", "int8", 0, 16, False, "float8_e4m3fn"),
             "scale_dtype is 'float8_e4m3fn': expected 'float32'",

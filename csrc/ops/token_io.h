@@ -279,7 +279,8 @@ inline TokenPages checked_token_pages(Direction direction, const Tensor& tokens,
     check_size(tokens, name.c_str(), 0, cache.size(0), "the layers of the cache");
   }
   const bool two_per_byte = is_int4(tokens, cache, scale);
-  if (!is_quantized(tokens, cache) && !two_per_byte) {
+  const bool is_empty = is_wide(tokens) && cache.size(first + 3) == 0;  // such as V of MLA
+  if (!is_quantized(tokens, cache) && !two_per_byte && !is_empty) {
     check_same_dtype(tokens, name.c_str(), cache, cache_name.c_str());
   }
   // A GPU reads pages in host memory over the bus (see map_host).

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache import GroupSpec
+from kvcache import GroupSpec, ops
 from kvcache.allocator import check_invariants
 from kvcache.formats import format_names
 from kvcache.kinds import AttentionKind, KindError, register
@@ -220,6 +220,15 @@ def test_each_byte_of_a_format_is_verified(kv_format, monkeypatch):
             as_workload([range(3, 14)])
         )
         assert (report.verified_tokens, report.mismatches) == (11, 1), part
+
+
+def test_a_format_that_loses_the_content_is_a_mismatch(monkeypatch):
+    """The writes that determine the expected content store zeros, too."""
+    write = ops.write_kv
+    monkeypatch.setattr(ops, "write_kv", lambda key, value, *rest: write(0 * key, 0 * value, *rest))
+    verifier = KVVerifier(block_size=4, num_blocks=9, kv_format="int8_token_head")
+    report = Replayer(block_size=4, num_blocks=9, verifier=verifier).run(as_workload([range(11)]))
+    assert report.mismatches == 11
 
 
 # --- chunks ---------------------------------------------------------------------------------------

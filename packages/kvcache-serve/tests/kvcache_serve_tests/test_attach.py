@@ -40,6 +40,13 @@ def served(paged, lines, max_tokens=12, **options):
     return [each.samples[0].token_ids for each in found]
 
 
+def test_integers_hold_no_kv_without_a_format():
+    with pytest.raises(
+        ValueError, match="kv_cache_dtype is 'int8': expected one of .*int8_token_head"
+    ):
+        attach(tiny_model("llama"), "1MiB", max_model_len=128, kv_cache_dtype="int8")
+
+
 # Each model covers one mechanism: states next to K and V, states without K and V, both in one
 # module, learned positions, positions counted by the cache, biases, local layers in float32, or K
 # and V that are attended to twice.

@@ -268,7 +268,8 @@ def _attention_spec(
         kind = "full_attention"
     formats = format_names()
     dtype = layer.keys.dtype if kv_cache_dtype is None else kv_cache_dtype
-    name = dtype_name(dtype, [*ELEMENT_BYTES, *formats], "kv_cache_dtype")
+    floats = [each for each in ELEMENT_BYTES if "float" in each]
+    name = dtype_name(dtype, [*floats, *formats], "kv_cache_dtype")
     stored = {"kv_format": name} if name in formats else {"dtype": name}
     return LayerSpec(
         attention_name(index),
