@@ -442,7 +442,7 @@ def input_defect(*models, step=12, **forms):
 
 
 ROWS = {"first": {"row": 0}, "last": {"row": -1}}
-LAYERS = {"all": {"only": None}, "one": {"only": 0}}
+LAYERS = {"all": {"only": None}, "last": {"only": -1}}
 
 
 @input_defect(**ROWS)
@@ -555,14 +555,13 @@ def count_of_another_row(engine, inputs):
     return False
 
 
-@input_defect(first={"row": 0}, second={"row": 1})
-def table_row_of_another_request(engine, inputs, row):
-    """Attention reads the blocks of another request."""
-    tables = inputs.tables(engine)
-    if inputs.n <= row or len(tables[0]) < 2:
+@input_defect(first={"row": 0}, second={"row": 1}, last_layer={"row": 0, "only": -1})
+def table_row_of_another_request(engine, inputs, row, only=None):
+    """Attention reads the blocks of another request, in all layers or in one."""
+    if inputs.n < 2:
         return False
-    for table in tables:
-        table[row] = table[(row + 1) % inputs.n]
+    table = inputs.table(engine, only)
+    table[row] = table[(row + 1) % inputs.n]
     return True
 
 
@@ -681,10 +680,14 @@ class Inputs:
         found = [each.seq_lens for each in self.layers() if hasattr(each, "seq_lens")]
         return found[0][: self.n].tolist()
 
-    def tables(self, engine):
-        """Return the block tables of the group with slots."""
-        name = engine.runner.kv_cache_config.kv_cache_groups[engine.slot_group].layer_names[0]
-        return [self.metadata[name].block_table]
+    def table(self, engine, only):
+        """Return the block table of the layers with slots, or of one layer, which then has its own."""
+        groups = engine.runner.kv_cache_config.kv_cache_groups
+        name = groups[engine.slot_group].layer_names[only or 0]
+        if only is not None:
+            self.metadata[name] = copy.copy(self.metadata[name])
+            self.metadata[name].block_table = self.metadata[name].block_table.clone()
+        return self.metadata[name].block_table
 
     def blocks(self, engine, row):
         """Return blocks of requests other than the one in a row."""

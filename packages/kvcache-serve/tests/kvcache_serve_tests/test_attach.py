@@ -42,7 +42,7 @@ def served(paged, lines, max_tokens=12, **options):
 
 def test_integers_hold_no_kv_without_a_format():
     with pytest.raises(
-        ValueError, match="kv_cache_dtype is 'int8': expected one of .*int8_token_head"
+        ValueError, match=r"kv_cache_dtype is 'int8': expected one of .*int8_token_head"
     ):
         attach(tiny_model("llama"), "1MiB", max_model_len=128, kv_cache_dtype="int8")
 

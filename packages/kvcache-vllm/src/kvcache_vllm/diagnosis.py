@@ -78,10 +78,10 @@ def diagnose(arguments: Sequence[str]) -> list[tuple[str, str, bool]]:
         rows.append(("KV cache", scheduler.kv_cache_manager.described(), True))
         rows.append(("comparison", _described(scheduler.compared), True))
     except Exception as error:
-        if is_refusal := _is_refusal(error):
-            text = _one_line(error)
-        else:  # for example, a model that needs a GPU or a tokenizer
-            text = f"vLLM cannot create the model here: {type(error).__name__}: {_one_line(error)}"
+        # vLLM's own errors are, for example, those of models that need a GPU or a tokenizer.
+        is_refusal, text = _is_refusal(error), _one_line(error)
+        if not (is_refusal and isinstance(error, ValueError)):
+            text = f"vLLM cannot create the model here: {type(error).__name__}: {text}"
         rows.append(("KV cache", text, not is_refusal))
     finally:
         destroy_model_parallel()
@@ -95,10 +95,11 @@ def diagnose(arguments: Sequence[str]) -> list[tuple[str, str, bool]]:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether kvcache raised an error, not vLLM or a library."""
+    """Return whether kvcache refuses a model, or its configuration has values that no model has."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     module = frame.f_globals.get("__name__", "")
-    return isinstance(error, ValueError) and module.partition(".")[0].startswith("kvcache")
+    is_ours = isinstance(error, ValueError) and module.partition(".")[0].startswith("kvcache")
+    return is_ours or isinstance(error, ArithmeticError | LookupError)
 
 
 def _described(compared: StartupComparison | str) -> str:
@@ -214,14 +215,14 @@ class _Worker(WorkerBase):
 def _connector_row(
     transfer: Any, scheduler: Any, config: VllmConfig, sizes: dict[str, int]
 ) -> tuple[str, str, bool]:
-    names, lacks = [], []
+    name, names, lacks = transfer.kv_connector, [], []
     try:
-        for each in _combined(transfer):
-            names.append(each.kv_connector)
+        for each in [*_combined(transfer)]:
+            name = each.kv_connector
+            names.append(name)
             if what := _lacks(each, config, sizes):
-                lacks.append(f"{each.kv_connector} {what}")
+                lacks.append(f"{name} {what}")
     except Exception as error:
-        name = names[-1] if names else transfer.kv_connector
         return "connector", f"{name}: {_one_line(error)}", False
     if not lacks and scheduler is not None and scheduler.kv_cache_manager.copies_states:
         what = "cannot be used with states that are copied (mamba_cache_mode 'align')"

@@ -95,6 +95,8 @@ def test_models_that_cannot_be_created_here_are_undecided(tmp_path, capsys):
     ('{"model_type":', "is not a valid JSON file"),
     ('{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": "x"}',
      "Field 'hidden_size' expected int, got str (value: 'x')"),
+    ('{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": 0}',
+     "vLLM cannot create the model here: ZeroDivisionError"),
 ])  # fmt: skip
 def test_malformed_configurations_are_named(content, message, tmp_path, capsys):
     (tmp_path / "config.json").write_text(content)

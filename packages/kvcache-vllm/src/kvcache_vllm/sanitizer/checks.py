@@ -7,6 +7,7 @@ inputs say.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class StepChecks:
         self._sanitizer, self._runner, self._gids = sanitizer, runner, gids
         self._computed: dict[str, int] = {}  # number of computed tokens, from the scheduler
         self._prompts: dict[str, list[int]] = {}  # the tokens that the scheduler sent
-        self._scales: list[float] | None = None
+        self._scales: np.ndarray | None = None
 
     def begin(self, output: Any) -> None:
         """Keep what the scheduler sends for a step."""
@@ -42,6 +43,7 @@ class StepChecks:
             tokens = getattr(request, "prefill_token_ids", None)
             self._prompts[request.req_id] = request.prompt_token_ids if tokens is None else tokens
         self._counts = output.num_scheduled_tokens
+        self._continues = bool(cached.req_ids)  # whether requests of earlier steps run
 
     def check_batch(self, batch: Batch, drafted: dict[str, int]) -> None:
         """Check rows, positions and tokens.
@@ -104,13 +106,17 @@ class StepChecks:
                         f"expected {known[at]}",
                     )
 
-    def slots(self, gid: int, batch: Batch, slot_mappings: Any) -> np.ndarray:
+    def slots(self, gid: int, batch: Batch, slot_mappings: Any, metadata: Any) -> np.ndarray:
         """Return the slots of a batch's tokens, and check those of padding and of other layers."""
         total, first, *others = int(batch.splits[-1]), *self._mappings(gid, slot_mappings)
         slots = as_array(first)
         self._check_padding(gid, slots[total:])
+        layers = (metadata or {}).get
+        others += _different(
+            getattr(layers(name), "slot_mapping", None) for name in self._runner.layers_of(gid)
+        )
         for other in others:
-            if not np.array_equal(as_array(other), slots):
+            if not np.array_equal(as_array(other[:total]), slots[:total]):
                 self._reject("slot_mapping", f"layers of group {gid} differ: expected equal slots")
         return slots[:total]
 
@@ -120,11 +126,14 @@ class StepChecks:
             for each in self._mappings(gid, slot_mappings):
                 self._check_padding(gid, as_array(each))
 
-    def _mappings(self, gid: int, slot_mappings: Any) -> list[torch.Tensor]:
+    def _mappings(self, gid: int, slot_mappings: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the different slot mappings of a group's layers."""
         layers = self._runner.layers_of(gid)
-        found = {id(each): each for name in layers if (each := slot_mappings.get(name)) is not None}
-        return [*found.values()]
+        if missing := [name for name in layers if slot_mappings.get(name) is None]:
+            self._reject(
+                "slot_mapping", f"layer {missing[0]} has no slots: expected those of group {gid}"
+            )
+        return _different(slot_mappings.get(name) for name in layers)
 
     def _check_padding(self, gid: int, slots: np.ndarray) -> None:
         size = self._runner.runner.kv_cache_config.kv_cache_groups[gid].kv_cache_spec.block_size
@@ -136,62 +145,72 @@ class StepChecks:
                 "null block",
             )
 
-    def lengths(self, g: int, gid: int, batch: Batch, metadata: Any) -> np.ndarray:
-        """Return the number of tokens that each request attends to, and check the metadata of all of a
-        group's layers.
+    def rows(self, g: int, gid: int, batch: Batch, metadata: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return the block table and the number of tokens that each request attends to, as the layers
+        of a group receive them, and check that all layers receive the same.
         """
-        n, expected, found = len(batch.names), batch.starts + batch.counts, None
-        if self._sanitizer.groups[g].kind == "chunk" or not isinstance(metadata, dict):
-            return expected  # a backend may split requests into chunks
-        seen: set[int] = set()
-        for name in self._runner.layers_of(gid):
-            layer = metadata.get(name)
-            lengths, splits = (
-                getattr(layer, each, None) for each in ("seq_lens", "query_start_loc")
-            )
-            if _has_rows(lengths, n) and id(lengths) not in seen:
-                seen.add(id(lengths))
-                own = as_array(lengths[:n]).astype(np.int64)
-                if (own < expected).any():
-                    row = int(np.flatnonzero(own < expected)[0])
-                    self._reject(
-                        "seq_lens",
-                        f"layer {name} has length {own[row]} for request {batch.names[row]!r}: expected "
-                        f"{expected[row]}",
-                    )
-                found = own if found is None else np.maximum(found, own)
-            if _has_rows(splits, n + 1) and id(splits) not in seen:
-                seen.add(id(splits))
-                if not np.array_equal(as_array(splits[: n + 1]), batch.splits):
-                    self._reject(
-                        "query_start_loc",
-                        f"layer {name} has {as_array(splits[: n + 1])[:8]}: expected {batch.splits[:8]}",
-                    )
-        return expected if found is None else found
+        n, expected = len(batch.names), batch.starts + batch.counts
+        table, lengths, seen_table = self._runner.table(gid, n), expected, None
+        if self._sanitizer.groups[g].kind == "chunk":
+            return table, lengths  # a backend splits requests into chunks, which are its rows
+        layers = [(metadata or {}).get(name) for name in self._runner.layers_of(gid)]
+        for rows, found in _with_rows(layers, "block_table", n, 2):
+            own = self._runner.table_of_layer(found, gid, rows.stop - rows.start)
+            if own is None:
+                continue
+            if rows.start or rows.stop < n:  # MLA has separate tables of decodes and prefills
+                table = table.copy()  # it may be the runner's own memory
+                table[rows] = own
+            elif seen_table is None:
+                table = seen_table = own
+            elif not np.array_equal(own, seen_table):
+                self._reject("block_table", f"layers of group {gid} differ: expected equal tables")
+        for rows, found in _with_rows(layers, "seq_lens", n, 1):
+            own, wanted = as_array(found[: rows.stop - rows.start]).astype(np.int64), expected[rows]
+            if (own < wanted).any():
+                row = int(np.flatnonzero(own < wanted)[0])
+                self._reject(
+                    "seq_lens",
+                    f"a layer of group {gid} has length {own[row]} for request "
+                    f"{batch.names[rows.start + row]!r}: expected {wanted[row]}",
+                )
+            lengths = lengths.copy()
+            lengths[rows] = np.maximum(lengths[rows], own)
+        for rows, found in _with_rows(layers, "query_start_loc", n + 1, 1):
+            whole = rows.start == 0 and rows.stop == n + 1
+            if whole and not np.array_equal(as_array(found[: n + 1]), batch.splits):
+                self._reject(
+                    "query_start_loc",
+                    f"a layer of group {gid} has {as_array(found[: n + 1])[:8]}: expected "
+                    f"{batch.splits[:8]}",
+                )
+        return table, lengths
 
     def _check_scales(self) -> None:
-        """Check that the scales of the cache are those with which earlier tokens were written."""
+        """Check that the scales of the cache are those with which earlier tokens were written. They may
+        change with the weights while no request runs.
+        """
         runner = self._runner.runner
         config = runner.cache_config
-        if not str(config.cache_dtype).startswith(("fp8", "int8")):
+        if not str(config.cache_dtype).startswith(("fp8", "int8", "int4", "nvfp4")):
             return
         if getattr(config, "calculate_kv_scales", False):
             return
-        layers = runner.compilation_config.static_forward_context.values()
-        tensors = [
-            scale.reshape(-1)[0]
-            for layer in layers
-            for name in ("_k_scale", "_v_scale")
-            if isinstance(scale := getattr(layer, name, None), torch.Tensor) and scale.numel()
+        scales = [
+            torch.as_tensor(scale).float().reshape(-1)
+            for layer in runner.compilation_config.static_forward_context.values()
+            for name in ("_k_scale", "_v_scale", "_k_scale_float", "_v_scale_float")
+            if isinstance(scale := getattr(layer, name, None), torch.Tensor | float)
         ]
-        scales = torch.stack(tensors).float().cpu().tolist() if tensors else []
-        if self._scales is not None and scales != self._scales:
-            i = next(i for i, pair in enumerate(zip(scales, self._scales)) if pair[0] != pair[1])
-            self._reject(
-                "kv_scale",
-                f"scale {i} is {scales[i]}: expected {self._scales[i]}, as in earlier steps",
-            )
-        self._scales = scales
+        found = (
+            as_array(torch.cat([each.to(scales[0].device) for each in scales])) if scales else None
+        )
+        before, self._scales = self._scales, found
+        if before is None or not self._continues or np.array_equal(found, before):
+            return
+        self._reject(
+            "kv_scale", "a layer's scale has changed: expected the scale of the tokens in the cache"
+        )
 
     def _has_fewer_drafts(self) -> bool:
         """Return whether the runner verifies fewer drafts than are scheduled."""
@@ -201,5 +220,31 @@ class StepChecks:
         self._sanitizer.reject(call, reason)
 
 
-def _has_rows(found: object, n: int) -> bool:
-    return isinstance(found, torch.Tensor) and found.ndim == 1 and len(found) >= n
+def _different(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Return the tensors with different addresses."""
+    found = {}
+    for each in tensors:
+        if isinstance(each, torch.Tensor):
+            found.setdefault((each.data_ptr(), *each.shape), each)
+    return [*found.values()]
+
+
+def _with_rows(
+    layers: list[Any], name: str, n: int, ndim: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield the different tensors with this name in the metadata of layers, and the rows of the batch
+    that they describe: all, or in MLA the decodes, which come first, or the prefills.
+    """
+    seen: set[tuple[int, ...]] = set()
+    for layer in layers:
+        num_decodes = getattr(layer, "num_decodes", 0)
+        parts = ((layer, slice(0, n)), (getattr(layer, "decode", None), slice(0, num_decodes)),
+                 (getattr(layer, "prefill", None), slice(num_decodes, n)))  # fmt: skip
+        for part, rows in parts:
+            found = getattr(part, name, None)
+            if not isinstance(found, torch.Tensor) or found.ndim != ndim:
+                continue
+            key = (found.data_ptr(), *found.shape, rows.start)
+            if rows.stop > rows.start and len(found) >= rows.stop - rows.start and key not in seen:
+                seen.add(key)
+                yield rows, found

@@ -275,14 +275,14 @@ class WorkerObserver:
                 name: start + 1 if name in self._drafted else stop for name, start, stop in ends
             }
         for g, gid in enumerate(self._gids):
-            layer = self._layer_metadata(metadata, gid)
-            table = self._runner.table(layer, gid, len(names))
             if sanitizer.groups[g].kind == "state":
+                table = self._runner.table(gid, len(names))
                 self._observe_states(g, names, starts, stops, table)
-                self._observe_checkpoints(g, names, starts, layer)
+                self._observe_checkpoints(g, names, starts, self._layer_metadata(metadata, gid))
                 continue
-            tables[g] = table, self._checks.lengths(g, gid, batch, metadata)
-            slots = self._checks.slots(gid, batch, slot_mappings)
+            table, lengths = self._checks.rows(g, gid, batch, metadata)
+            tables[g] = table, lengths
+            slots = self._checks.slots(gid, batch, slot_mappings, metadata)
             sanitizer.observe_write(g, names, starts, counts, slots, table)
         for g, (table, seq_lens) in tables.items():
             sanitizer.observe_read(g, names, starts, seq_lens, table)
@@ -332,7 +332,5 @@ class WorkerObserver:
         self.sanitizer.observe_state_write(g, [names[row] for row in rows], counts, pages)
 
     def _layer_metadata(self, metadata: Any, gid: int) -> Any:
-        """Return the metadata of the first layer of a group, or None if batches are split."""
-        if not isinstance(metadata, dict):
-            return None
-        return metadata.get(self._runner.layers_of(gid)[0])
+        """Return the metadata of the first layer of a group, or None if there is none."""
+        return None if metadata is None else metadata.get(self._runner.layers_of(gid)[0])

@@ -95,6 +95,8 @@ def runner_of(runner: Any) -> Runner:
         raise ValueError("decode context parallelism spreads a block over ranks: not supported")
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise ValueError("prefill context parallelism splits a batch over ranks: not supported")
+    if getattr(parallel, "use_ubatching", False):
+        raise ValueError("microbatches (enable_dbo) split a batch: not supported")
     return found
 
 
@@ -127,8 +129,13 @@ class Runner:
         wrap_once(self.module, "copy_kv_cache_blocks_inplace", _copies)
 
     def layers_of(self, gid: int) -> list[str]:
-        """Return the names of a group's layers."""
-        return self.runner.kv_cache_config.kv_cache_groups[gid].layer_names
+        """Return the names of a group's layers, without those that read another layer's KV: they may
+        compute only a part of the batch.
+        """
+        layers = self.runner.compilation_config.static_forward_context
+        names = self.runner.kv_cache_config.kv_cache_groups[gid].layer_names
+        shared = "kv_sharing_target_layer_name"
+        return [name for name in names if getattr(layers.get(name), shared, None) is None]
 
     def batch(self) -> Batch:
         """Return the inputs of the current step."""
@@ -142,19 +149,29 @@ class Runner:
         """Return, for each request, the token that was sampled last, if it is only on the device."""
         return {}
 
-    def table(self, layer: Any, gid: int, num_rows: int) -> np.ndarray:
-        """Return a group's block table, int32[num_rows, width], in blocks of the allocator.
+    def table(self, gid: int, num_rows: int) -> np.ndarray:
+        """Return the runner's block table of a group, int32[num_rows, width], in blocks of the
+        allocator.
+        """
+        table, size = self._table(gid, num_rows)
+        return self._in_blocks(gid, as_array(table), size)
 
-        The table in the layer's metadata is used if it has as many rows.
+    def table_of_layer(self, seen: Any, gid: int, num_rows: int) -> np.ndarray | None:
+        """Return the block table in a layer's metadata in the form of `table`. None: it has another
+        form.
         """
         ours, size = self._table(gid, num_rows)
+        if not isinstance(seen, torch.Tensor) or seen.ndim != 2 or len(seen) < num_rows:
+            return None
+        ratio = seen.shape[1] // ours.shape[1]
+        if ratio * ours.shape[1] != seen.shape[1] or size % max(ratio, 1):
+            return None
+        return self._in_blocks(gid, as_array(seen[:num_rows]), size // ratio)
+
+    def _in_blocks(self, gid: int, table: np.ndarray, size: int) -> np.ndarray:
+        """Convert entries for blocks of `size` tokens to blocks of the allocator."""
         spec = self.runner.kv_cache_config.kv_cache_groups[gid].kv_cache_spec
-        seen = getattr(layer, "block_table", None)
-        if isinstance(seen, torch.Tensor) and seen.ndim == 2 and len(seen) >= num_rows:
-            ratio = seen.shape[1] // ours.shape[1]
-            if ratio * ours.shape[1] == seen.shape[1] and size % ratio == 0:
-                ours, size = seen[:num_rows], size // ratio
-        ratio, table = spec.block_size // size, as_array(ours)
+        ratio = spec.block_size // size
         return table if ratio == 1 else table[:, ::ratio] // ratio
 
     def _table(self, gid: int, num_rows: int) -> tuple[torch.Tensor, int]:
