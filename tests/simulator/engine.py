@@ -263,7 +263,8 @@ class Engine(SlotBytes, Laws, WalkedCalls):
             row = rng.choice(free)
             self.idle.remove(row)
             row.contents, row.num_rejected, row.external = [], 0, (0, 0)
-            row.last_start, row.goal = 0, min(row.num_sampled + rng.randint(0, 10), LONGEST)
+            row.last_start = row.start_before = 0
+            row.goal = min(row.num_sampled + rng.randint(0, 10), LONGEST)
             return row
         self.count += 1
         # Prompts begin with a system prompt, or continue what an earlier request was about.
@@ -710,9 +711,9 @@ class Engine(SlotBytes, Laws, WalkedCalls):
             if known <= each.last_start and known < start:
                 known = 0  # the manager keeps what two draft steps may read, and no more
             if known == start and self.rng.random() < 0.3:
-                self.check_held(each, min(start, each.last_start))
+                self.check_held(each, min(start, each.last_start, each.start_before))
                 self.check_published(each, start)
-            each.last_start = start
+            each.start_before, each.last_start = each.last_start, start
             spans.append(
                 Span(
                     f"{each.name}, which computes {start} to {end},", each.row, start, end, sure,
@@ -880,7 +881,8 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         if row is None or row < 0:
             return
         child.row = row
-        child.contents, child.last_start = parent.contents[:shared], shared
+        child.contents = parent.contents[:shared]
+        child.last_start = child.start_before = shared
         self.rows[row] = child
 
     def report(self) -> None:

@@ -45,6 +45,7 @@ class Row:
     contents: list[int | None] = field(default_factory=list)
     admitted_in: int = -1  # step
     last_start: int = 0  # of the last step
+    start_before: int = 0  # of the step before; both may be draft steps, whose tokens may return
     num_rejected: int = 0  # drafts that the manager does not know to be rejected
     # First tokens whose KV groups that are not cached, and groups that are not transferred, store.
     begins: tuple[int, int] = (0, 0)
