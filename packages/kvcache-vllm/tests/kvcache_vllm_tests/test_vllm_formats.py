@@ -11,8 +11,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from kvcache import ops
 
 FORMATS = {
     "int8_per_token_head": "int8",
@@ -99,3 +104,35 @@ def test_pages_hold_the_bytes_of_vllms_kernels(compared, name, dtype):
     # Triton 3.6's interpreter rounds ties of fp8 up, and loses a carry into the exponent: it stores
     # 124.6 as 64. Where its codes differ, ours are those of PyTorch's cast.
     assert found["differ"] == found["as torch"] < found["all"] / 20
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_norm_and_rope_are_near_vllms(dtype, is_neox):
+    """vLLM's PyTorch version rounds each product of the rotation, so results may differ in the last
+    place of a row's largest number.
+    """
+    pytest.importorskip("vllm.ir.ops")  # vLLM 0.32 has no such norm
+    layernorm = sys.modules["vllm.ir"].ops.rms_norm
+    dtype, generator = getattr(torch, dtype), torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(65, heads, 128, generator=generator).to(dtype) for heads in (8, 2, 2)
+    )
+    angles = torch.outer(torch.arange(512.0), 1e4 ** -(torch.arange(0, 64, 2) / 64))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1).to(dtype)
+    positions = torch.randint(0, 512, (65,), generator=generator)
+    weight = torch.linspace(0.5, 1.5, 128).to(dtype)
+    wanted = RotaryEmbedding.forward_static(
+        positions,
+        *(layernorm(each, weight, 1e-6).flatten(1) for each in (query, key)),
+        *(128, 64, cos_sin, is_neox),
+    )
+    caches, slots = torch.zeros(2, 6, 16, 2, 128).to(dtype), torch.arange(16, 81)
+    ops.rope_write_kv(
+        *(positions, query, key, value, cos_sin, *caches, slots),
+        is_neox=is_neox, q_weight=weight, k_weight=weight,
+    )  # fmt: skip
+    found = query.flatten(1), caches[0].view(-1, 256)[16:81]
+    for got, each in zip(found, wanted, strict=True):
+        most = each.abs().max() * torch.finfo(dtype).eps
+        assert (got - each).abs().max() <= 2 * most and (got == each).float().mean() > 0.6
