@@ -124,7 +124,9 @@ def test_invalid_argument_writes_nothing(backend, message):
         if name == "positions" and same:
             call[name] = call[value].view(torch.int32).flatten()[:6]
         else:
-            call[name] = call[value].view(-1, 1, 2)[:6] if same else value.to(backend.device)
+            call[name] = (
+                call[value].view(-1, 1, 2)[:6] if same else to_device(value, backend.device)
+            )
     before = {name: each.clone() for name, each in call.items()}
     with pytest.raises(RuntimeError, match=message):
         backend.ops.gather_context(**call)
