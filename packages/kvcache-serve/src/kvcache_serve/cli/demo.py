@@ -14,7 +14,6 @@ from kvcache.cli import parts
 from kvcache.cli.errors import OutputError, UsageError, quoted
 from kvcache.cli.output import show, writing
 from kvcache.cli.parts import Command
-from kvcache.formats import format_names
 from kvcache_exchange.cli.modules import require_module
 from kvcache_exchange.cli.parsing import MAX_INT64, number, plot_file
 from kvcache_exchange.cli.progress import progress_bars
@@ -54,8 +53,10 @@ def add_demo_options(sub: argparse.ArgumentParser) -> None:
         sub.add_argument(option, metavar="N", type=number(option, least, most), help=text)
     sub.add_argument(
         "--kv-cache-dtype",
-        choices=("float8_e4m3fn", "float8_e5m2", *format_names()),
-        help="quantize K and V in the pool; answers may then differ from those of the dense cache",
+        type=_kv_cache_dtype,
+        metavar="NAME",
+        help="quantize K and V in the pool: float8_e4m3fn, float8_e5m2, or a format of docs/formats.md; "
+        "answers may then differ from those of the dense cache",
     )
     sub.add_argument(
         "--plot",
@@ -69,6 +70,16 @@ def add_demo_options(sub: argparse.ArgumentParser) -> None:
         action="store_true",
         help="replay generated chats with verification, without a model",
     )
+
+
+def _kv_cache_dtype(text: str) -> str:
+    from kvcache.formats import format_names
+
+    names = ("float8_e4m3fn", "float8_e5m2", *format_names())
+    if text not in names:
+        expected = ", ".join(names)
+        raise UsageError(f"--kv-cache-dtype is {quoted(text)}: expected one of {expected}")
+    return text
 
 
 def run_demo(args: argparse.Namespace) -> int:

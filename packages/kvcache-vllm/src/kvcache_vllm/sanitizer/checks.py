@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvcache.sanitizer import Sanitizer
-from kvcache_vllm.sanitizer.runners import Batch, Runner, as_array
+from kvcache_vllm.sanitizer.runners import Runner, StepInputs, as_array
 
 
 class StepChecks:
@@ -45,7 +45,7 @@ class StepChecks:
         self._counts = output.num_scheduled_tokens
         self._continues = bool(cached.req_ids)  # whether requests of earlier steps run
 
-    def check_batch(self, batch: Batch, drafted: dict[str, int]) -> None:
+    def check_batch(self, batch: StepInputs, drafted: dict[str, int]) -> None:
         """Check rows, positions and tokens.
 
         Args:
@@ -86,7 +86,7 @@ class StepChecks:
                 )
         self._check_tokens(batch)
 
-    def _check_tokens(self, batch: Batch) -> None:
+    def _check_tokens(self, batch: StepInputs) -> None:
         sampled = self._runner.sampled()
         for row, (name, start) in enumerate(zip(batch.names, batch.starts.tolist())):
             tokens = batch.tokens[batch.splits[row] : batch.splits[row + 1]]
@@ -106,7 +106,7 @@ class StepChecks:
                         f"expected {known[at]}",
                     )
 
-    def slots(self, gid: int, batch: Batch, slot_mappings: Any, metadata: Any) -> np.ndarray:
+    def slots(self, gid: int, batch: StepInputs, slot_mappings: Any, metadata: Any) -> np.ndarray:
         """Return the slots of a batch's tokens, and check those of padding and of other layers."""
         total, first, *others = int(batch.splits[-1]), *self._mappings(gid, slot_mappings)
         slots = as_array(first)
@@ -145,7 +145,9 @@ class StepChecks:
                 "null block",
             )
 
-    def rows(self, g: int, gid: int, batch: Batch, metadata: Any) -> tuple[np.ndarray, np.ndarray]:
+    def rows(
+        self, g: int, gid: int, batch: StepInputs, metadata: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the block table and the number of tokens that each request attends to, as the layers
         of a group receive them, and check that all layers receive the same.
         """

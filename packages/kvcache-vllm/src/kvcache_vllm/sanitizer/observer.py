@@ -31,7 +31,7 @@ from kvcache_exchange.plugins.guard import ObserverGuard
 from kvcache_vllm.sanitizer.block_bytes import BlockBytes, has_host_tier
 from kvcache_vllm.sanitizer.checks import StepChecks
 from kvcache_vllm.sanitizer.holds import Holds
-from kvcache_vllm.sanitizer.runners import Batch, as_array, runner_of
+from kvcache_vllm.sanitizer.runners import StepInputs, as_array, runner_of
 
 _log = logging.getLogger("kvcache.sanitizer")
 _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
@@ -287,7 +287,7 @@ class WorkerObserver:
         for g, (table, seq_lens) in tables.items():
             sanitizer.observe_read(g, names, starts, seq_lens, table)
 
-    def _observe_accepted(self, batch: Batch) -> None:
+    def _observe_accepted(self, batch: StepInputs) -> None:
         """Observe which drafts of the previous step were accepted."""
         for name, first in self._drafted.items():
             row = batch.row_of.get(name)

@@ -29,7 +29,7 @@ _current: Runner | None = None  # the runner that is executing
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepInputs:
     """The inputs of a step, in the order of the batch.
 
     `splits`: int64[n + 1], the first token of each request (`query_start_loc`). `positions` and
@@ -137,7 +137,7 @@ class Runner:
         shared = "kv_sharing_target_layer_name"
         return [name for name in names if getattr(layers.get(name), shared, None) is None]
 
-    def batch(self) -> Batch:
+    def batch(self) -> StepInputs:
         """Return the inputs of the current step."""
         raise NotImplementedError
 
@@ -229,13 +229,13 @@ class FirstRunner(Runner):
         super().install(observer)
         wrap_once(mamba_utils, "collect_mamba_copy_meta", _copies_state)
 
-    def batch(self) -> Batch:
+    def batch(self) -> StepInputs:
         runner = self.runner
         names = list(runner.input_batch.req_ids)
         splits = runner.query_start_loc.np[: len(names) + 1].astype(np.int64)
         total = int(splits[-1])
         positions = as_array(runner.positions[:total]).astype(np.int64)
-        return Batch(
+        return StepInputs(
             names, splits, positions, as_array(runner.input_ids.gpu[:total]).astype(np.int64)
         )
 
@@ -277,11 +277,11 @@ class SecondRunner(Runner):
         if (zeroer := self.runner.kv_block_zeroer) is not None:
             zeroer.zero_block_ids = self._zero_block_ids(zeroer.zero_block_ids)
 
-    def batch(self) -> Batch:
+    def batch(self) -> StepInputs:
         given = self._inputs
         splits = as_array(given.query_start_loc[: given.num_reqs + 1]).astype(np.int64)
         total = int(splits[-1])
-        return Batch(
+        return StepInputs(
             list(given.req_ids),
             splits,
             as_array(given.positions[:total]).astype(np.int64),
