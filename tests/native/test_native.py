@@ -37,7 +37,8 @@ names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("kvcac
 assert "kvcache::write_kv" in names and "kvcache::slot_mapping" in names
 for name in names:
     op = getattr(torch.ops.kvcache, name.partition("::")[2]).default
-    some = {{"int": 0, "bool": True, "float": 1.0, "Tensor": torch.zeros(1)}}  # all other arguments are optional
+    # All other arguments are optional.
+    some = {{"int": 0, "bool": True, "float": 1.0, "Tensor": torch.zeros(1)}}
     try:
         op.redispatch(on_cuda, *[some.get(str(a.type)) for a in op._schema.arguments])
     except RuntimeError as error:
