@@ -345,7 +345,8 @@ def rope_write_kv(
     x / sqrt(mean(x^2) + eps), its product with the weight, and the rotation, which is
     (x * cos - y * sin, y * cos + x * sin) with rounded products. A float32 weight is multiplied before
     the first rounding. The norm's sum has 32 partial sums, of elements i, i + 32, ..., which are
-    added in halves: 16 and 16, 8 and 8, and so on. CPU and CUDA give equal bits.
+    added in halves: 16 and 16, 8 and 8, and so on. CPU and CUDA give equal bits, except for those of
+    NaN.
 
     Slot -1 and block 0 only drop the write; the outputs of such a token are computed. On a GPU outside
     the checked mode, a token whose position has no row in `cos_sin_cache` is skipped.

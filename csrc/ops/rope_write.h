@@ -4,7 +4,7 @@
 //
 // A row is one head of one token. Each step rounds the row to the tokens' dtype: first the norm,
 // then its weight, then the rotation. Sums have a fixed order, so that CPU and CUDA give the same
-// bits.
+// bits, except for those of NaN.
 #pragma once
 
 #include <cmath>

@@ -484,19 +484,16 @@ def border_is_off_by_one(engine, inputs, by):
 
 
 @input_defect(
-    **{f"{row} {layers}": {**ROWS[row], **LAYERS[layers]} for row in ROWS for layers in LAYERS}
+    **{
+        f"{name} {row} {layers}": {"by": by, **ROWS[row], **LAYERS[layers]}
+        for name, by in (("short", -1), ("long", 1))
+        for row in ROWS
+        for layers in LAYERS
+    }
 )
-def length_is_short_by_one(engine, inputs, row, only):
-    """Attention does not read the last token of a request."""
-    return inputs.add_to_lengths(row, -1, only)
-
-
-@input_defect(
-    **{f"{row} {layers}": {**ROWS[row], **LAYERS[layers]} for row in ROWS for layers in LAYERS}
-)
-def length_is_long_by_one(engine, inputs, row, only):
-    """Attention reads a slot after the last token of a request."""
-    return inputs.add_to_lengths(row, 1, only)
+def length_is_off_by_one(engine, inputs, by, row, only):
+    """Attention leaves out the last token of a request, or reads a slot after it."""
+    return inputs.add_to_lengths(row, by, only)
 
 
 @input_defect(**ROWS)

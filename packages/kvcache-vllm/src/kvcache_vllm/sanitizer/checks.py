@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvcache.sanitizer import Sanitizer
-from kvcache_vllm.sanitizer.runners import Runner, StepInputs, as_array
+from kvcache_vllm.sanitizer.runners import Runner, StepInputs, as_array, tokens_of
 
 
 class StepChecks:
@@ -40,8 +40,7 @@ class StepChecks:
         self._computed = dict(zip(cached.req_ids, cached.num_computed_tokens))
         for request in output.scheduled_new_reqs:
             self._computed[request.req_id] = request.num_computed_tokens
-            tokens = getattr(request, "prefill_token_ids", None)
-            self._prompts[request.req_id] = request.prompt_token_ids if tokens is None else tokens
+            self._prompts[request.req_id] = tokens_of(request)
         self._counts = output.num_scheduled_tokens
         self._continues = bool(cached.req_ids)  # whether requests of earlier steps run
 

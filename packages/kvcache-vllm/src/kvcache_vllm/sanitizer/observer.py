@@ -31,7 +31,7 @@ from kvcache_exchange.plugins.guard import ObserverGuard
 from kvcache_vllm.sanitizer.block_bytes import BlockBytes, has_host_tier
 from kvcache_vllm.sanitizer.checks import StepChecks
 from kvcache_vllm.sanitizer.holds import Holds
-from kvcache_vllm.sanitizer.runners import StepInputs, as_array, runner_of
+from kvcache_vllm.sanitizer.runners import StepInputs, as_array, runner_of, tokens_of
 
 _log = logging.getLogger("kvcache.sanitizer")
 _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
@@ -207,9 +207,7 @@ class WorkerObserver:
         holds.leave(cached.req_ids, self._num_computed(cached))
         begun = []
         for request in output.scheduled_new_reqs:
-            # The tokens of a resumed request include its output.
-            name, tokens = request.req_id, getattr(request, "prefill_token_ids", None)
-            tokens = request.prompt_token_ids if tokens is None else tokens
+            name, tokens = request.req_id, tokens_of(request)
             if tokens is None or request.prompt_embeds is not None:
                 raise ValueError(f"{name!r} has prompt embeddings, which are not supported")
             images = [

@@ -104,15 +104,20 @@ class Runner:
     """A model runner with hooks."""
 
     module: Any  # the module from which the runner calls functions
-    hooks: ClassVar[
-        dict[str, tuple[str, ...]]
-    ]  # names of methods, by attribute of the runner ("": itself)
+    # Names of methods, by attribute of the runner; "" is the runner itself.
+    hooks: ClassVar[dict[str, tuple[str, ...]]]
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.is_async = bool(runner.vllm_config.scheduler_config.async_scheduling)
         self._observer: Observer | None = None
         self._is_computing = False
+        layers = runner.compilation_config.static_forward_context
+        shared = "kv_sharing_target_layer_name"
+        self._layers = [
+            [name for name in group.layer_names if getattr(layers.get(name), shared, None) is None]
+            for group in runner.kv_cache_config.kv_cache_groups
+        ]
 
     def owner(self, attribute: str) -> Any:
         """Return the object with the hooks of an attribute."""
@@ -132,10 +137,7 @@ class Runner:
         """Return the names of a group's layers, without those that read another layer's KV: they may
         compute only a part of the batch.
         """
-        layers = self.runner.compilation_config.static_forward_context
-        names = self.runner.kv_cache_config.kv_cache_groups[gid].layer_names
-        shared = "kv_sharing_target_layer_name"
-        return [name for name in names if getattr(layers.get(name), shared, None) is None]
+        return self._layers[gid]
 
     def batch(self) -> StepInputs:
         """Return the inputs of the current step."""
@@ -368,3 +370,11 @@ def _copies_state(original: Callable) -> Callable:
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """Return the values of a tensor on the CPU."""
     return tensor.cpu().numpy()
+
+
+def tokens_of(request: Any) -> list[int] | None:
+    """Return the tokens that the scheduler sends with a new request. Those of a resumed request include
+    its output.
+    """
+    tokens = getattr(request, "prefill_token_ids", None)
+    return request.prompt_token_ids if tokens is None else tokens
