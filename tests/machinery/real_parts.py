@@ -40,7 +40,6 @@ TESTS = (
     "packages/kvcache-exchange/tests/kvcache_exchange_tests",
     "packages/kvcache-serve/tests/kvcache_serve_tests",
     "packages/kvcache-lab/tests/kvcache_lab_tests/test_fleet_processes.py",
-    "packages/kvcache-lab/tests/kvcache_lab_tests/test_fleet_faults.py",
     # needs vLLM
     "--ignore=packages/kvcache-serve/tests/kvcache_serve_tests/test_load_generator.py",
 )

@@ -19,7 +19,6 @@ import torch
 
 from kvcache.cli import main
 from tests.machinery.forked import context
-from tests.machinery.network import enter
 
 
 class Reply(NamedTuple):
@@ -32,10 +31,8 @@ class Reply(NamedTuple):
 class ServeProcess:
     """A context manager that runs a server of a tiny model.
 
-    `args`: options of `kvcache serve`. `environment`: variables of the process. `namespace`: path
-    of the network namespace in which the server runs. The methods must be called from the same
-    namespace (`network.Network.inside`). After the process has ended, `log` holds its stderr.
-    Request logging is off by default.
+    `args`: options of `kvcache serve`. `environment`: variables of the process. After the process
+    has ended, `log` holds its stderr. Request logging is off by default.
     """
 
     def __init__(
@@ -43,13 +40,12 @@ class ServeProcess:
         *args: str,
         model: str = "llama",
         environment: dict[str, str] | None = None,
-        namespace: str | None = None,
     ) -> None:
         self.log, self._reader = "", None
         self._pipe, theirs = context.Pipe(duplex=False)
         argv = ["serve", model, "--port", "0", "--log-level", "warning", *args]
         self._process = context.Process(
-            target=_serve, args=(argv, theirs, environment or {}, namespace), daemon=True
+            target=_serve, args=(argv, theirs, environment or {}), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -126,13 +122,9 @@ class ServeProcess:
             time.sleep(0.1)
 
 
-def _serve(
-    argv: list[str], errors: Connection, environment: dict[str, str], namespace: str | None
-) -> None:
+def _serve(argv: list[str], errors: Connection, environment: dict[str, str]) -> None:
     """Run a command line in a forked process, with stderr on a pipe."""
     os.environ.update(environment)
-    if namespace is not None:
-        enter(namespace)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(errors.fileno(), 2)
     errors.close()
