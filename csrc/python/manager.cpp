@@ -737,6 +737,7 @@ void bind_manager(py::module_& m) {
            })
       .def("start_epoch", &Manager::start_epoch)
       .def_property_readonly("num_epochs", read<&ManagerReads::num_epochs>)
+      .def_property_readonly("num_invalidations", read<&ManagerReads::num_invalidations>)
       .def("is_stale",
            [](const Manager& self, int32_t row) { return self.reads().row(row).is_stale; })
       .def("forget_adapter",

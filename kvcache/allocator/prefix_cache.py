@@ -403,6 +403,13 @@ class PrefixCache:
         return self._native.num_epochs
 
     @property
+    def num_invalidations(self) -> int:
+        """Number of calls of `report`, `abort` and `invalidate` so far that found content to be
+        invalid. Who has handed out blocks, for example to other engines, takes them back when it changes.
+        """
+        return self._native.num_invalidations
+
+    @property
     def model_version(self) -> str:
         """Name of the weights that cached blocks were computed with. Empty before `start_epoch`."""
         return self._model_versions[self.epoch]

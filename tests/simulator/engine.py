@@ -544,6 +544,20 @@ class Engine(SlotBytes, Laws, WalkedCalls):
             for name in [*self.mover.loads] * 2:
                 if name in self.mover.loads:
                     self.mover.work(name, self.rng)
+        self.take_from(source)
+        if source is self.tier and self.manager.last_step_id >= 0:
+            report = StepReport(self.manager.last_step_id, completed=True)
+            self.carry_out_all()
+            if self.in_flight:
+                self.in_flight.clear()
+                self.reading.clear()
+                self.returned(self.call(self.manager.report, report))
+            source.save(report)
+            if self.rng.random() < 0.3:  # from now on, hits come from the store
+                self.wire.answer_all()
+                self.call(self.manager.cache.reset)
+
+    def take_from(self, source: object) -> None:
         for arrived in source.poll():
             if self.takes(arrived):
                 continue
@@ -566,17 +580,6 @@ class Engine(SlotBytes, Laws, WalkedCalls):
             )
             each.begins = (each.begins[0], at) if arrived.num_loaded_tokens else (at, at)
             self.goes_on_from(each, at)
-        if source is self.tier and self.manager.last_step_id >= 0:
-            report = StepReport(self.manager.last_step_id, completed=True)
-            self.carry_out_all()
-            if self.in_flight:
-                self.in_flight.clear()
-                self.reading.clear()
-                self.returned(self.call(self.manager.report, report))
-            source.save(report)
-            if self.rng.random() < 0.3:  # from now on, hits come from the store
-                self.wire.answer_all()
-                self.call(self.manager.cache.reset)
 
     def takes(self, arrived: object) -> bool:
         """Return whether a load belongs to no request of a client."""
@@ -996,9 +999,6 @@ class Engine(SlotBytes, Laws, WalkedCalls):
             return
         page = self.rng.choice(blocks)
         self.reading.clear()
-        for engine, of, _ in self.wire.offers:
-            if engine is self:
-                self.connector.withdraw(of.request)
         for rank in self.ranks:
             for layer in range(rank.pages.num_layers):
                 rank.pages.layer(layer)[page] = 255
@@ -1010,6 +1010,8 @@ class Engine(SlotBytes, Laws, WalkedCalls):
             self.returned(self.call(self.manager.report, report))
         else:
             self.returned(self.call((self.tier or self.manager).invalidate, [page]))
+        if self.connector is not None:
+            self.take_from(self.connector)  # ends all leases
 
     def change(self) -> None:
         """Change the cache without computing anything."""

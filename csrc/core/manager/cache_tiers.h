@@ -65,6 +65,8 @@ class CacheTiers {
   EventLog::Drained drain_events() { return events_.drain(); }
   void start_epoch() { ++num_epochs_; }
   int64_t num_epochs() const { return num_epochs_; }
+  void note_invalid() { ++num_invalidations_; }
+  int64_t num_invalidations() const { return num_invalidations_; }
   const TierCount& counts() const {
     static const TierCount kNone;
     return host_ == nullptr ? kNone : host_->counts();
@@ -134,7 +136,7 @@ class CacheTiers {
   Clock clock_;
   EventLog events_;
   Learned* compared_ = nullptr;
-  int64_t num_epochs_ = 0;
+  int64_t num_epochs_ = 0, num_invalidations_ = 0;
   std::vector<std::unique_ptr<BlockListener>> recorders_;
 };
 

@@ -381,8 +381,10 @@ Recompute Manager::report(int64_t step_id, bool completed, const std::vector<Blo
   const Call call(this);
   checks_.check_report(step_id, completed, failed, failed_on_host);
   // Most reports invalidate nothing and need no hashes.
-  if (!completed || !failed.empty() || !failed_on_host.empty()) intake_.hash_rows();
+  const bool is_invalid = !completed || !failed.empty() || !failed_on_host.empty();
+  if (is_invalid) intake_.hash_rows();
   const Soundness::Change change = this->change(completed ? "report" : "abort");
+  if (is_invalid) tiers_.note_invalid();
   return recovery_.report(step_id, completed, failed, failed_on_host);
 }
 
@@ -393,6 +395,7 @@ Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   checks_.check_ids(invalid, "ids");
   intake_.hash_rows();
   const Soundness::Change change = this->change("invalidate");
+  tiers_.note_invalid();
   return recovery_.invalidate(invalid, {});
 }
 

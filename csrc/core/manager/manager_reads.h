@@ -109,6 +109,8 @@ class ManagerReads {
     return sound().tiers->host() == nullptr ? 0 : p_.tiers->host()->num_onboards();
   }
   int64_t num_epochs() const { return p_.tiers->num_epochs(); }  // calls of Manager::start_epoch
+  // Calls of Manager::report and Manager::invalidate that found content to be invalid.
+  int64_t num_invalidations() const { return p_.tiers->num_invalidations(); }
   const TierCount& tiers() const { return p_.tiers->counts(); }
   const EventLog::Drained& events() const { return owned().tiers->events(); }  // not yet drained
   // Totals of missed tokens by reason; null without `ManagerOptions::explain_misses`.

@@ -19,6 +19,7 @@ import pytest
 from kvcache import Admit, External, GroupSpec, KVCacheManager, Request
 from kvcache.allocator import RequestState
 from kvcache.sources import Arrived, LoadStats
+from kvcache.step import StepReport
 from kvcache.transfer import CacheDescription
 from kvcache_exchange.disaggregation import (
     Connector,
@@ -725,6 +726,24 @@ def test_withdrawn_lease_fails_the_load(engines):
     sender.connector.withdraw(request)
     assert sender.drained()
     assert "has ended" in check_failed_load(receiver, Request("r", range(51)), offer)
+
+
+@pytest.mark.parametrize("found", ["invalidate", "report", "abort"])
+def test_content_found_to_be_invalid_ends_all_leases(found):
+    sender, manager, (rank,) = lone("p")
+    page = manager.block_ids(request := computed(manager), 0)[0]
+    offered(sender, request)
+    manager.step(new=[Request("other", range(90, 99))])
+    sender.poll()
+    assert not any(step.ends for step in rank.steps)
+    if found == "invalidate":
+        manager.invalidate([page])
+    elif found == "report":
+        manager.report(StepReport(manager.last_step_id, True, failed_pages=[page]))
+    else:
+        manager.abort(manager.last_step_id)
+    sender.poll()
+    assert [step.ends for step in rank.steps if step.ends] == [{"r"}]
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ class Connector:
                 raise ValueError(
                     f"ranks have {layout.spec} as group {g}: expected {spec.summary}, as in the manager"
                 )
-        self._epoch = manager.cache.epoch
+        self._epoch, self._num_invalidations = manager.cache.epoch, manager.cache.num_invalidations
         self._initial_identity = KVIdentity.of_manager(manager, dict(model or {}))
         self._numbers = LeaseNumbers()
         # For each request whose blocks are kept, the number of ranks on which its lease has ended.
@@ -166,7 +166,7 @@ class Connector:
         """
         instance(request, Request, "request")
         seconds = self._lease_seconds(lease_s)
-        self._follow_epoch()
+        self._follow_cache()
         num_tokens = min(self._manager.num_computed_tokens(request), request.num_tokens)
         offer = self._offer(request, num_tokens, seconds)
         if offer is None:
@@ -216,7 +216,7 @@ class Connector:
         instance(request, Request, "request")
         seconds, manager = self._lease_seconds(lease_s), self._manager
         min_tokens = integer(min_tokens, "min_tokens", 1, MAX_INT64)
-        self._follow_epoch()
+        self._follow_cache()
         if max_kept_blocks is not None:
             max_kept_blocks = integer(max_kept_blocks, "max_kept_blocks", 0, MAX_INT64)
         for group, layout in zip(self._groups, self._layouts):
@@ -288,7 +288,7 @@ class Connector:
                 the reason.
         """
         instance(request, Request, "request")
-        self._follow_epoch()
+        self._follow_cache()
         load = self._loads.matched(request)
         if load is None:
             if offer is None:
@@ -316,7 +316,7 @@ class Connector:
             RuntimeError: The current stream is being captured in a graph. Nothing has changed.
         """
         instance(request, Request, "request")
-        self._follow_epoch()
+        self._follow_cache()
         load = self._loads.admitted(request)
         blocks = []
         for group, layout in zip(self._groups, self._layouts):
@@ -423,7 +423,7 @@ class Connector:
 
     def poll(self) -> list[Arrived]:
         """Process the ranks' reports, and return the loads that have ended since the last call."""
-        self._follow_epoch()
+        self._follow_cache()
         found: list[Arrived] = []
         for rank in self._ranks:
             results = rank.take_results()
@@ -597,14 +597,20 @@ class Connector:
         """The identity of this engine's KV now. Read from several threads."""
         return replace(self._initial_identity, version=self._manager.cache.model_version)
 
-    def _follow_epoch(self) -> None:
-        """End all leases, matches and loads of earlier weights if the manager has started a new
-        epoch.
+    def _follow_cache(self) -> None:
+        """End all leases if content was found to be invalid: it may be content of leased blocks. If
+        the manager has started a new epoch, also end all matches and loads of earlier weights.
         """
-        if self._manager.cache.epoch == self._epoch:
+        cache = self._manager.cache
+        before = self._epoch, self._num_invalidations
+        self._epoch, self._num_invalidations = cache.epoch, cache.num_invalidations
+        if before == (self._epoch, self._num_invalidations):
             return
-        self._epoch = self._manager.cache.epoch
         step = Step(ends=set(self._numbers))
+        if before[0] == self._epoch:
+            if not step.is_empty:
+                self._begin(step)
+            return
         step.unread = [load.detail.offer for load in self._loads.forget_all()]
         for load in self._loads.under_way:
             if load.state is LoadState.LOADING:
