@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from vllm.v1.request import Request, RequestStatus
 
+from kvcache_vllm import private
+
 
 class Facts(NamedTuple):
     """The attributes of a request that do not change while it runs.
@@ -33,7 +35,7 @@ class Facts(NamedTuple):
 
 def facts_of(request: Request) -> Facts | None:
     """Return the facts of a request, or None if it needs vLLM's own code."""
-    params, hasher = request.sampling_params, request._block_hasher
+    params, hasher = request.sampling_params, private.block_hasher(request)
     if (
         type(request) is not Request
         or params is None
@@ -49,8 +51,8 @@ def facts_of(request: Request) -> Facts | None:
     return Facts(
         request,
         request.request_id,
-        request._all_token_ids,
-        request._output_token_ids,
+        private.token_ids(request),
+        private.output_token_ids(request),
         request.num_prompt_tokens,
         request.num_prompt_tokens + request.max_tokens,
         request.client_index,

@@ -9,6 +9,8 @@ import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
+from kvcache_vllm import private
+
 _IN_CACHE = BlockHashWithGroupId(b"in the cache")
 
 
@@ -34,7 +36,7 @@ class BlockIds(KVCacheBlocks):
             blocks = [KVCacheBlock(block_id, is_null=block_id == 0) for block_id in _listed(ids)]
             for block in blocks[:num_cached]:
                 if not block.is_null:
-                    block._block_hash = _IN_CACHE
+                    private.set_block_hash(block, _IN_CACHE)
             found.append(blocks)
         return tuple(found)
 

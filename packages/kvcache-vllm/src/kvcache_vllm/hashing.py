@@ -10,6 +10,7 @@ from vllm.v1.request import Request
 
 from kvcache.allocator.hashing import encoded_blocks
 from kvcache.native.load import core
+from kvcache_vllm import private
 from kvcache_vllm.held import HashSpan
 
 # Maps vLLM's hash function names to kvcache's algorithms that produce identical bytes.
@@ -98,16 +99,16 @@ def get_request_block_hasher(
             known = request.block_hashes = RequestHashes(
                 hash_block_size, parent, algorithm, num_lookahead
             )
-        stop = span.num_blocks(len(request._all_token_ids))
+        stop = span.num_blocks(request.num_tokens)
         if known.num_hashed < stop:
             known.extend_to(
-                request._all_token_ids,
+                private.token_ids(request),
                 _extra_keys(request, known.num_hashed, stop, hash_block_size, num_lookahead),
             )
             known.num_hashed = stop
             # vLLM sets `resumable` only after it has hashed the prompt.
             if num_lookahead and getattr(request, "resumable", False):
-                after = request._all_token_ids[stop * hash_block_size :]
+                after = request.all_token_ids[stop * hash_block_size :]
                 known.note_last(after if len(after) == num_lookahead else [])
         return ()
 

@@ -228,5 +228,5 @@ def _digest(request: Request, num_tokens: int) -> str:
     ]
     adapter = request.lora_request
     lora = (adapter.lora_name, adapter.lora_path) if adapter else None
-    tokens = request._all_token_ids[:num_tokens]
+    tokens = request.all_token_ids[:num_tokens]
     return digest_of(tokens, lora, items, salt=request.cache_salt)

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from kvcache_exchange.disaggregation.layout import BY_TOKEN, VEC, GroupLayout
 from kvcache_exchange.disaggregation.steps import Results
 from kvcache_exchange.plugins.rank import TensorRank
+from kvcache_vllm import private
 from kvcache_vllm.disaggregation.layout import layout_of_group, scales_of
 from kvcache_vllm.disaggregation.options import Options
 from kvcache_vllm.disaggregation.steps import Handshake, TransferMetadata
@@ -92,13 +92,9 @@ class TransferWorker:
             attention = self._config.compilation_config.static_forward_context
             scales = scales_of(group.layer_names, attention)
         interior = BY_TOKEN
-        if current_platform.is_cpu() and not is_mla:
-            # vLLM stores the kernels' ISA in the metadata builders. In vLLM 0.32, this function
-            # determines the ISA as well.
-            from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
+        if tensors[0].device.type == "cpu" and not is_mla:
             dtype = self._config.cache_config.cache_dtype
-            isa = _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, dtype)
+            isa = private.isa_of_cpu_kernel(spec.dtype, spec.block_size, spec.head_size, dtype)
             interior = interior_of_kernel(isa, spec.block_size, spec.head_size, spec.dtype)
         return layout_of_group(
             group.layer_names,
@@ -127,15 +123,11 @@ def interior_of_kernel(isa: str, block_size: int, head_size: int, dtype: torch.d
         head_size: Elements of K per head.
         dtype: Dtype of K and V.
     """
-    from vllm import _custom_ops as ops
-
     values = (torch.arange(2 * block_size * head_size) % 251).to(dtype)  # exact in bfloat16
     key, value = values.view(2, block_size, 1, head_size)
     cache = torch.zeros(1, 1, 2 * block_size, head_size, dtype=dtype)
     try:
-        ops.cpu_attn_reshape_and_cache(
-            key, value, *cache.chunk(2, dim=2), torch.arange(block_size), isa
-        )
+        private.write_to_cpu_cache(key, value, cache, torch.arange(block_size), isa)
     except (RuntimeError, TypeError):
         return isa
     in_vec = torch.cat([key[:, 0].T.flatten(), value.flatten()])

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvcache_vllm import private
 from kvcache_vllm.offloading.options import HostTierOptions
 
 _MODULE = "kvcache_vllm.offloading"
@@ -70,7 +71,7 @@ class OffloadingConnector(of_vllm.OffloadingConnector):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the completed transfers and the failed loads."""
         worker = self.connector_worker
-        request_of = dict(worker._load_jobs)
+        request_of = private.requests_of_loads(worker)
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving |= {request_of[job] for job in worker.worker.take_failed_loads()}
         return results
@@ -84,11 +85,12 @@ class OffloadingConnector(of_vllm.OffloadingConnector):
         """
         scheduler = self.connector_scheduler
         for request_id in connector_output.failed_recving:
-            status = scheduler._req_status.get(request_id)
+            status = private.request_status(scheduler, request_id)
             if status is None:
                 continue
             status.max_load_tokens = 0
+            jobs = private.transfer_jobs(scheduler)
             for job_id in status.transfer_jobs:
-                if not scheduler._jobs[job_id].is_store:
-                    scheduler.manager.distrust(scheduler._jobs[job_id].keys)
+                if not jobs[job_id].is_store:
+                    scheduler.manager.distrust(jobs[job_id].keys)
         super().update_connector_output(connector_output)
