@@ -121,7 +121,8 @@ class CacheOptions:
     that was previously last in the request's table. The old page can be reused after the report of
     the last planned step. In each engine step, the engine must therefore call `step()` before these
     methods, and call `report` for the previous step. If all requests are served by `step`, this option
-    is not needed, because plans contain the copies.
+    is not needed, because plans contain the copies. For groups with `num_speculative_blocks`, see
+    "Drafts and recurrent states" in `docs/hybrid_models.md`.
     """
 
     enable_events: bool = False

@@ -87,6 +87,65 @@ def test_state_left_by_a_quiet_request_at_a_block_end_is_a_hit():
     assert manager.cache.find_prefix(Request("b", range(6))).num_tokens == 4
 
 
+DRAFTS = GroupSpec("recurrent", BLOCK, {"num_speculative_blocks": 2})
+
+
+def test_pages_of_drafts_stay_in_their_columns():
+    manager = make(groups=(DRAFTS, FULL))
+    request = Request("r", range(3))
+    first = manager.admit(Admit(request, num_tokens=3), ())[0].tolist()
+    assert len(first) == 3  # the state and the states after two drafts
+    row = manager.row(request)
+    [(new, _)] = manager.advance([row], [3], [6])  # the last tokens are in the next block
+    assert len(new) == 1 and tables(manager, request)[0] == [*first, *new]
+    assert manager.advance([row], [4], [5]) == [()]  # both drafts were rejected
+    assert tables(manager, request)[0] == [*first, *new]
+    manager.advance([row], [5], [6])  # no draft can be rejected to the first block any more
+    assert tables(manager, request)[0] == [0, *first[1:], *new]
+    check_invariants(manager)
+    manager.free(request)
+    assert manager.pool.num_free == manager.pool.num_total
+
+
+@pytest.mark.parametrize("num_skipped", [1, 2, 3])
+def test_pages_of_drafts_in_skipped_columns_are_appended_again(num_skipped):
+    manager = make(groups=(DRAFTS, FULL))
+    request = Request("r", range(20))
+    first = manager.admit(Admit(request, num_tokens=4), ())[0].tolist()
+    stop = 4 * (num_skipped + 2)
+    [(new, _)] = manager.advance([manager.row(request)], [4], [stop])
+    table = tables(manager, request)[0]
+    assert table[-len(new) :] == new and table[: num_skipped + 1] == [0] * (num_skipped + 1)
+    assert (
+        table[num_skipped + 1 :]
+        == {
+            1: [first[2], first[1], new[-1]],
+            2: [first[1], first[2], new[-1]],
+            3: [first[1], first[2], new[-1]],
+        }[num_skipped]
+    )
+    check_invariants(manager)
+
+
+def test_state_at_a_block_end_that_accepted_drafts_pass_is_a_hit():
+    manager = make(groups=(DRAFTS, FULL))
+    request = Request("a", range(3))
+    manager.admit(Admit(request, num_tokens=3), ())
+    manager.advance([manager.row(request)], [3], [6])  # one token and two drafts
+    request.append_tokens([3, 4, 5])
+    manager.advance([manager.row(request)], [4], [5])  # both drafts were accepted
+    manager.free(request)
+    assert manager.cache.find_prefix(Request("b", range(6))).num_tokens == 4
+
+
+def test_only_calls_of_the_engine_serve_states_of_drafts():
+    manager = make(groups=(DRAFTS, FULL))
+    with pytest.raises(ValueError, match="^step cannot serve groups with num_speculative_blocks"):
+        manager.step(new=[Request("r", range(9))])
+    with pytest.raises(ValueError, match="hash_block_size is 2, and groups.0. has num_speculative"):
+        make(groups=(DRAFTS, FULL), hash_block_size=2)
+
+
 class Engine:
     """An engine that copies states at the start of each step and writes new states at its end.
 

@@ -12,6 +12,7 @@ import os
 import random
 import subprocess
 import sys
+import zlib
 
 from kvcache.allocator import check_invariants
 from tests.machinery import (
@@ -20,7 +21,11 @@ from tests.machinery import (
 )
 from tests.machinery.shared import REPO
 from tests.machinery.vllm_schedulers import TINY, TINY_LLAMA
-from tests.machinery.vllm_weights import fill_at_random, without_checkpoints
+from tests.machinery.vllm_weights import (
+    convolve_accepted_drafts,
+    fill_at_random,
+    without_checkpoints,
+)
 
 MODELS = {
     "llama": TINY_LLAMA,
@@ -105,6 +110,8 @@ ENGINES = {
     "vllm drafts": {"async_scheduling": False, **DRAFTS},
     "ours drafts": {"async_scheduling": False, "scheduler_cls": OURS + "VllmScheduler", **DRAFTS},
 }
+# The drafts are the tokens that the first engine generated, some of them replaced.
+ENGINES |= {f"{name} known": ENGINES[name] for name in ("vllm drafts", "ours drafts")}
 # The states in which eight consecutive requests are aborted; None means that a request is not
 # aborted.
 ABORTED_AS = ("waiting", "prompt", "running", *["preempted"] * 4, None)
@@ -145,20 +152,46 @@ def run(model, engines, options, is_short=False):
 
     fill_at_random()
     without_checkpoints()
+    convolve_accepted_drafts()
     defaults = {
         **{"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "seed": 0},
         **{"dtype": "float32", "max_model_len": 1024, "block_size": 32, "max_num_seqs": 16},
         **{"max_num_batched_tokens": 256, "disable_log_stats": False},
         **{"prefix_caching_hash_algo": "sha256_cbor"},
     }
-    found = {}
+    found, known = {}, {}
     for name in engines:
+        if "known" in name:
+            draft_from(known)
         llm = LLM(model, **defaults | options | ENGINES[name])
-        found[name] = Requests(llm).all(has_drafts="drafts" in name, is_short=is_short)
+        requests = Requests(llm)
+        found[name] = requests.all(has_drafts="drafts" in name, is_short=is_short)
+        known = known or requests.next_tokens
         llm.llm_engine.engine_core.shutdown()
         llm = None
         make_room()
     return found
+
+
+def draft_from(known):
+    """Make vLLM's n-gram drafter propose the tokens in `known`, keyed by all tokens before them. Some
+    are replaced by other tokens, so that any number of drafts is accepted.
+    """
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+    def propose(self, num_requests, valid, num_tokens, token_ids, num_drafts):
+        drafts = [[] for _ in range(num_requests)]
+        for row in valid:
+            tokens = token_ids[row, : num_tokens[row]].tolist()
+            for _ in range(num_drafts if len(tokens) % 5 else 0):
+                if (token := known.get(tuple(tokens))) is None:
+                    break
+                is_wrong = zlib.crc32(str(tokens[-3:]).encode()) % 4 == 0
+                drafts[row].append(token ^ 1 if is_wrong else token)
+                tokens.append(token)
+        return drafts
+
+    NgramProposer.batch_propose = propose
 
 
 def make_room():
@@ -184,6 +217,7 @@ class Requests:
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.numbers = iter(range(10**6))
         self.last = {}
+        self.next_tokens = {}  # tokens of a prompt and its answer so far -> next token
 
     def all(self, has_drafts, is_short):
         rng = random.Random(1)
@@ -235,7 +269,12 @@ class Requests:
             [params(max_tokens, **sampling) for _, max_tokens in requests],
             use_tqdm=False,
         )
-        return [[list(each.token_ids) for each in output.outputs] for output in outputs]
+        answers = [[list(each.token_ids) for each in output.outputs] for output in outputs]
+        if not sampling:
+            for (prompt, _), [answer] in zip(requests, answers):
+                for place, token in enumerate(answer):
+                    self.next_tokens[(*prompt, *answer[:place])] = token
+        return answers
 
     def roomy(self, rng):
         """Run a few short requests twice. The second time, they have hits.

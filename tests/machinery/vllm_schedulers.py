@@ -7,6 +7,7 @@ import collections
 import contextlib
 import os
 import random
+import zlib
 from unittest import mock
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -28,10 +29,14 @@ from vllm.v1.core.sched import async_scheduler
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     get_mamba_prefill_checkpoint_position,
     is_mamba_prefill_checkpoint_valid,
@@ -69,6 +74,11 @@ TINY_LLAMA = {
 SPECS = {
     "full": lambda: FullAttentionSpec(**SHAPE),
     "window": lambda: SlidingWindowSpec(**SHAPE, sliding_window=100),
+    # DeepSeek-V4
+    "mla": lambda: MLAAttentionSpec(**SHAPE),
+    "mla window": lambda: SlidingWindowMLASpec(**SHAPE, sliding_window=100),
+    "ring": lambda: CircularBufferSpec(**(SHAPE | {"block_size": 8})),
+    "hidden states": lambda: HiddenStateCacheSpec(**SHAPE),
     "chunked": lambda: ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
     "mamba align": lambda: state_spec("align"),
     "mamba2 align": lambda: state_spec(
@@ -76,6 +86,9 @@ SPECS = {
     ),
     "mamba all": lambda: state_spec("all"),
     "mamba none": lambda: state_spec("none", block_size=LONGEST),
+    # With pages for the states after drafts.
+    "mamba7 align": lambda: state_spec("align", num_speculative_blocks=NUM_DRAFTS),
+    "mamba7 none": lambda: state_spec("none", LONGEST, num_speculative_blocks=NUM_DRAFTS),
 }
 
 
@@ -211,7 +224,9 @@ def answer(scheduler, scheduled):
         if is_done and drafts:
             if drafts[0] < 0:  # only the worker knows these drafts
                 drafts = [(request.num_tokens * 13 + i) % 500 + 3 for i in range(len(drafts))]
-            tokens = drafts[: request.num_tokens * 31 % (len(drafts) + 1)] + tokens
+            # Not a function of the number of tokens alone, which would accept up to block ends.
+            accepted = zlib.crc32(f"{request_id} {request.num_tokens}".encode())
+            tokens = drafts[: accepted % (len(drafts) + 1)] + tokens
         sampled.append(tokens)
     return ModelRunnerOutput(
         req_ids=ids,
@@ -233,12 +248,19 @@ class Contents:
 
     def __init__(self, scheduler, lookahead=0):
         self.scheduler, self.lookahead = scheduler, lookahead
+        self.is_async = isinstance(scheduler, async_scheduler.AsyncScheduler)
         self.size = scheduler.hash_block_size  # tokens per hash block
         self.specs = [g.kv_cache_spec for g in scheduler.kv_cache_config.kv_cache_groups]
         self.tables = {}  # request id -> block ids of each group
         self.digests = {}  # request id -> digest of each prefix so far
         self.slots = {}  # (group, block, offset) -> digest, or (request id, position)
         self.requests = {}
+        # Per request: the column of the state in the last step, and the number of tokens that this
+        # step has sampled, that is, one plus the accepted drafts (see vLLM's mamba_utils.py).
+        self.columns, self.accepted = {}, {}
+        self.written = {}  # request id -> number of tokens in the last step's first state
+        # request id -> number of computed tokens; an asynchronous scheduler still counts rejected drafts
+        self.computed = {}
         self.checkpoints = 0  # number of checkpoints inside chunks
 
     def apply(self, scheduled):
@@ -260,6 +282,11 @@ class Contents:
             stop = request.num_computed_tokens
             spans.append((request, stop - count, stop, drafts))
         new = {request.req_id for request in scheduled.scheduled_new_reqs} | cached.resumed_req_ids
+        for per_request in (self.columns, self.accepted):  # by request and group
+            for key in [key for key in per_request if key[0] in new]:
+                del per_request[key]
+        for request_id in new:
+            self.computed.pop(request_id, None)
         given = set()  # blocks that are cleared or overwritten by copies at the start of the step
         for each in scheduled.scheduled_new_reqs:
             own = zip(each.block_ids, self.specs)
@@ -268,7 +295,9 @@ class Contents:
             if request_id not in new:
                 given.update(*(ids or ()))
         for request, start, stop, _ in spans:  # states are also copied at the start of the step
-            self.read_states(request, start, stop, given)
+            computed = self.computed.get(request.request_id, start)
+            assert self.is_async or computed == start
+            self.read_states(request, computed, stop - start + computed, given)
         for request, start, stop, drafts in spans:
             self.write(request, start, stop, drafts)
         for request, start, _, _ in spans:
@@ -303,26 +332,71 @@ class Contents:
 
     def slots_of(self, request, positions):
         for group, table in enumerate(self.tables[request.request_id]):
-            if isinstance(self.specs[group], MambaSpec):
-                continue
-            for position in positions:
-                block = table[position // self.size]
-                yield group, position, (group, block, position % self.size)
-
-    def states_of(self, request, position):
-        """Yield the location of the state after the token at `position`."""
-        for group, table in enumerate(self.tables[request.request_id]):
             spec = self.specs[group]
             if isinstance(spec, MambaSpec):
-                yield group, table[position // spec.block_size]
+                continue
+            is_ring = isinstance(spec, CircularBufferSpec)  # one block, which is overwritten
+            for position in positions:
+                block = table[0 if is_ring else position // self.size]
+                place = position % (spec.block_size if is_ring else self.size)
+                yield group, position, (group, block, place)
+
+    def state_tables(self, request):
+        """Yield the group, its block table and its block size, for groups of states."""
+        for group, table in enumerate(self.tables[request.request_id]):
+            if isinstance(self.specs[group], MambaSpec):
+                yield group, table, self.specs[group].block_size
 
     def read_states(self, request, start, stop, given):
-        for group, block in self.states_of(request, start - 1) if start else ():
-            wanted = self.digest(request, start - 1)
+        """Check the states that are copied, or read in place, at the start of a step."""
+        if not start:
+            return
+        name, wanted = request.request_id, self.digest(request, start - 1)
+        for group, table, size in self.state_tables(request):
+            column = self.columns.get((name, group), (start - 1) // size)
+            block = table[column + self.accepted.get((name, group), 1) - 1]
             found = self.resolved(self.slots.get((group, block)))
-            assert found == wanted, f"{request.request_id} continues at {start} from another state"
-            if (stop - 1) // self.size != (start - 1) // self.size:
+            assert found == wanted, f"{name} continues at {start} from another state"
+            if column != (stop - 1) // size:
                 assert block not in given, "a page is allocated from which a state is still copied"
+
+    def write_states(self, request, stop, drafts):
+        """Write the state before the drafts, and the states after each draft to the next columns."""
+        name, self.written[request.request_id] = request.request_id, stop - len(drafts)
+        held = self.scheduler.kv_cache_manager.get_block_ids(name)
+        for group, table, size in self.state_tables(request):
+            column = self.columns[name, group] = (stop - 1) // size
+            self.accepted[name, group] = 1
+            for i in range(len(drafts) + 1):
+                block = table[column + i]
+                assert block != 0, "a state is written to the null block"
+                assert block == held[group][column + i], "a state is written to a released block"
+                position = stop - len(drafts) - 1 + i
+                self.slots[group, block] = self.digest(request, position, drafts)
+
+    def sample(self, output):
+        """Accept drafts like a worker, after the step has sampled. If accepted drafts extend beyond
+        a block, copy the state at the end of the block into the block's own page.
+        """
+        for name, sampled in zip(output.req_ids, output.sampled_token_ids):
+            request, num_sampled = self.requests[name], max(len(sampled), 1)
+            self.computed[name] = self.written[name] + num_sampled - 1
+            for group, table, size in self.state_tables(request):
+                if self.specs[group].mamba_cache_mode != "align":
+                    self.accepted[name, group] = num_sampled
+                    continue
+                column, written = self.columns[name, group], self.written[name]
+                end = (written + num_sampled - 1) // size * size
+                self.accepted[name, group] = num_sampled
+                if end < written:
+                    continue
+                source, target = table[column + end - written], table[end // size - 1]
+                if source != target:
+                    held = self.scheduler.kv_cache_manager.get_block_ids(name)[group]
+                    assert target == held[end // size - 1], "a state is copied to a released block"
+                    self.slots[group, target] = self.slots[group, source]
+                if column == end // size - 1:
+                    self.accepted[name, group] = 1
 
     def resolved(self, content):
         """Return the digest stored in a slot, even if the token was unknown when its KV was written."""
@@ -332,14 +406,12 @@ class Contents:
         return content
 
     def write(self, request, start, stop, drafts):
-        ends = {stop - 1}
-        for spec in self.specs:
-            if getattr(spec, "mamba_cache_mode", None) == "all":
-                ends.update(range(start // self.size * self.size + self.size - 1, stop, self.size))
-        for end in sorted(ends):
-            for group, block in self.states_of(request, end):
-                assert block != 0, "a state is written to the null block"
-                self.slots[group, block] = self.digest(request, end, drafts)
+        for group, table, size in self.state_tables(request):
+            if self.specs[group].mamba_cache_mode == "all":
+                for end in range(start // size * size + size - 1, stop, size):
+                    self.slots[group, table[end // size]] = self.digest(request, end, drafts)
+        computed = self.computed.get(request.request_id, start)
+        self.write_states(request, stop - start + computed, drafts)
         self.write_checkpoints(request, start, stop)
         for _, position, slot in self.slots_of(request, range(start, stop)):
             assert slot[1] != 0, "a token is written to the null block"
@@ -370,7 +442,7 @@ class Contents:
         _, digests = self.digests[request.request_id]
         slots, size, known = self.slots, self.size, len(digests) - self.lookahead
         for group, table in enumerate(self.tables[request.request_id]):
-            if isinstance(self.specs[group], MambaSpec):
+            if isinstance(self.specs[group], MambaSpec | CircularBufferSpec):
                 continue
             for position in range(self.first_read(self.specs[group], start), start):
                 content = slots.get((group, table[position // size], position % size))
@@ -414,11 +486,14 @@ class SideBySide:
         images=False,
         resets=False,
         priorities=False,
+        follow_ups=False,
     ):
         self.rng = random.Random(seed)
         self.is_async = config.scheduler_config.async_scheduling
         self.exact = exact
         self.drafts, self.images, self.resets, self.priorities = drafts, images, resets, priorities
+        # Earlier requests, whose tokens and answers begin later prompts.
+        self.earlier = [] if follow_ups else None
         # Ids and numbers of the sessions that will receive more parts.
         self.sessions = {} if sessions else None
         size = BLOCK * context_parallel_size
@@ -523,6 +598,8 @@ class SideBySide:
             head = rng.choice(self.heads)
             tokens = head[: rng.randrange(len(head) + 1)]
             tokens = tokens + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 120))]
+            if self.earlier and rng.random() < 0.4:
+                tokens = [*rng.choice(self.earlier)._all_token_ids[:600], *tokens[-8:]]
             max_tokens = rng.randrange(1, 60)
             options = {}
             if head is self.heads[0]:
@@ -538,6 +615,8 @@ class SideBySide:
                 options["resumable"] = True
                 self.sessions[f"r{number}"] = number
             self._add_to_both(number, tokens, max_tokens, **options)
+            if self.earlier is not None:
+                self.earlier.append(self.pair[0].requests[f"r{number}"])
             self.counts["requests"] += 1
         self._add_parts(0.1)
         if rng.random() < 0.05 and self.pair[0].requests:
@@ -606,8 +685,12 @@ class SideBySide:
         for contents, scheduled in zip(self.contents, outputs):
             contents.apply(scheduled)
         arrived = []
-        for queue, scheduler, scheduled in zip(self.pending, self.pair, outputs):
-            queue.append((scheduled, self.answer(scheduler, scheduled)))
+        for contents, queue, scheduler, scheduled in zip(
+            self.contents, self.pending, self.pair, outputs
+        ):
+            output = self.answer(scheduler, scheduled)
+            contents.sample(output)
+            queue.append((scheduled, output))
             if len(queue) > self.is_async or not scheduled.num_scheduled_tokens:
                 arrived.append(scheduler.update_from_output(*queue.popleft()))
         if self.exact:

@@ -3,9 +3,11 @@
 between ranks.
 """
 
+import itertools
 import json
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 
 
@@ -94,3 +96,31 @@ def without_checkpoints():
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
     MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
+
+
+def convolve_accepted_drafts():
+    """Make Mamba 2 continue its convolution after the last accepted draft, as on GPUs. vLLM's function
+    for CPUs ignores `num_accepted_tokens`.
+    """
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+
+    original = mamba_mixer2.causal_conv1d_update
+
+    def update(x, states, weight, bias, activation, *, num_accepted_tokens=None, **options):
+        if num_accepted_tokens is None:
+            return original(x, states, weight, bias, activation, **options)
+        indices, starts = options["conv_state_indices"], options["query_start_loc"].tolist()
+        out, width = torch.empty_like(x), weight.shape[1]
+        for row, (start, stop) in enumerate(itertools.pairwise(starts)):
+            if not (index := int(indices[row].view(-1)[0])):
+                continue
+            first = int(num_accepted_tokens[row]) - 1
+            # [dim, tokens]: the tokens before the step's first token, and the step's tokens
+            line = torch.cat([states[index][:, first : first + width - 1], x[start:stop].T], 1)
+            found = (line.unfold(1, width, 1) * weight[:, None]).sum(-1)
+            found = found if bias is None else found + bias[:, None]
+            out[start:stop] = (F.silu(found) if activation in ("silu", "swish") else found).T
+            states[index][:, : line.shape[1] - 1] = line[:, 1:]
+        return out
+
+    mamba_mixer2.causal_conv1d_update = update

@@ -31,8 +31,8 @@ class HitEnds {
       partial_.unit = group.hit_unit;
       whole_.unit = checked_size("the least common multiple of the groups' block sizes",
                                  std::lcm(whole_.unit, group.block_size), 1);
-      if (traits.updates_in_place) state_unit_ = std::lcm(state_unit_, group.block_size);
-      has_states_ |= traits.updates_in_place;
+      if (!traits.appends) state_unit_ = std::lcm(state_unit_, group.block_size);
+      has_states_ |= !traits.appends;
       for (Kind* kind : {&partial_, &whole_}) {
         const int64_t redone = group.num_redone(/*with_partial=*/kind == &partial_);
         kind->num_redone = std::max(kind->num_redone, redone);
@@ -47,7 +47,7 @@ class HitEnds {
   int64_t unit(bool with_partial) const { return kind(with_partial).unit; }
   // Whether the group limits the shared prefix (`PrefixHit::num_shared_tokens`).
   bool limits_shared(const CacheGroup& group) const {
-    return keeps_any_ ? group.keeps_all : !group.rules->traits.updates_in_place;
+    return keeps_any_ ? group.keeps_all : group.rules->traits.appends;
   }
 
   // Returns the end of the longest hit of num_tokens tokens if all of their blocks are cached. The

@@ -6,6 +6,7 @@
 
 #include "core/errors.h"
 #include "core/eviction/registry.h"
+#include "core/groups/rules/engine_state.h"
 #include "core/groups/rules/page_rules.h"
 
 namespace kvcache {
@@ -106,8 +107,17 @@ CacheGroup group_of(const GroupOptions& each, const ManagerOptions& options, siz
   group.is_cached = each.is_cached && group.rules->traits.has_hits;
   group.is_transferred = each.is_transferred;
   group.drafts = each.drafts;
+  group.num_speculative = each.kind->num_speculative_blocks();
   group.has_partial =
       group.is_cached && options.hash_block_size > 0 && hash_block_size < each.block_size;
+  if (options.engine_copies_states && group.num_speculative > 0) {
+    group.rules = &kEngineStateRules;
+    if (group.has_partial) {
+      throw_invalid("hash_block_size is ", hash_block_size, ", and groups[", id,
+                    "] has num_speculative_blocks: expected its block size, ", each.block_size,
+                    ", because engine_copies_states is set");
+    }
+  }
   group.id = static_cast<uint8_t>(id);
   group.block_size = each.block_size;
   group.num_hashes = each.block_size / hash_block_size;
@@ -117,7 +127,6 @@ CacheGroup group_of(const GroupOptions& each, const ManagerOptions& options, siz
     group.max_blocks = std::min(group.max_blocks, ceil_div(each.kind->buffer(), each.block_size));
     group.num_places = group.max_blocks * each.block_size;
   }
-  group.num_speculative = each.kind->num_speculative_blocks();
   group.num_prealloc = ceil_div(options.num_preallocate_tokens, each.block_size);
   return group;
 }

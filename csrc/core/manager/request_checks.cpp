@@ -184,6 +184,7 @@ void RequestChecks::check_step(const StepRequest& request) const {
   check_leaves_device(request);
   check_token_ids(request);
   for (const NewRow& row : request.new_rows) {
+    check_has_no_engine_state();
     check_counts(row);
     check_new(*row.chain);
     // With external tokens, the slots depend on the hit, which is not known yet.

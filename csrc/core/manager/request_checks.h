@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/errors.h"
+#include "core/groups/rules/engine_state.h"
 #include "core/groups/rules/page_rules.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/options.h"
@@ -28,6 +29,7 @@ class RequestChecks {
         c_(context),
         has_state_(has_states(setup->groups)),
         max_drafts_(max_drafts(setup->groups)),
+        has_engine_state_(has_engine_states(setup->groups)),
         has_bound_(has_bound(setup->groups)) {}
 
   void check_group(int64_t group) const {
@@ -85,6 +87,13 @@ class RequestChecks {
         call,
         " cannot return the required copies of states: expected step for a manager with a "
         "recurrent group");
+  }
+  // The tables of such groups depend on the engine's own copies, which plans do not contain.
+  void check_has_no_engine_state() const {
+    if (!has_engine_state_) return;
+    throw_invalid(
+        "step cannot serve groups with num_speculative_blocks if engine_copies_states is set: "
+        "expected admit and advance");
   }
   void check_has_host(const char* what) const {
     if (c_.host != nullptr) return;
@@ -243,9 +252,10 @@ class RequestChecks {
 
   const ManagerSetup* setup_;
   RowContext c_;
-  bool has_state_;      // whether a group updates pages in place
-  int64_t max_drafts_;  // maximum per step and row
-  bool has_bound_;      // whether a group has circular buffers
+  bool has_state_;         // whether a group updates pages in place
+  int64_t max_drafts_;     // maximum per step and row
+  bool has_engine_state_;  // whether the engine keeps states of drafts in their columns
+  bool has_bound_;         // whether a group has circular buffers
 };
 
 }  // namespace kvcache

@@ -290,24 +290,34 @@ def causal_conv1d_update_cpu_vec(
 
 @operator
 def selective_state_update_cpu(
-    state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, indices, to, null, out, *_more
-):
-    """Update the states, [.., heads, head size, state size], with one token per row."""
+    state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, indices, to, null, out,
+    accepted=None, ends=None, *_more,
+):  # fmt: skip
+    """Update the states, [.., heads, head size, state size], with one token per row or, with `ends`,
+    with the row's tokens. The state of the last accepted draft is read, and each token's state is
+    written to its own place.
+    """
     to = indices if to is None else to
-    for row, (index, target) in enumerate(zip(indices.view(-1).tolist(), to.view(-1).tolist())):
+    num_rows = len(indices) if ends is None else len(ends) - 1
+    sources, targets = (each.reshape(len(each), -1).tolist() for each in (indices, to))
+    starts = range(num_rows + 1) if ends is None else ends.tolist()
+    for row in range(num_rows):
+        index = sources[row][0 if accepted is None else int(accepted[row]) - 1]
         if index == null:
             continue
-        step = dt[row].float() + (0 if dt_bias is None else dt_bias.float())
-        step = F.softplus(step) if dt_softplus else step
-        heads, groups = x.shape[1], B.shape[1]
-        b = B[row].float().repeat_interleave(heads // groups, 0)
-        c = C[row].float().repeat_interleave(heads // groups, 0)
-        decay = torch.exp(A.float() * step[..., None])
-        new = state[index].float() * decay + (step * x[row].float())[..., None] * b[:, None]
-        state[target] = new.to(state.dtype)
-        found = (new * c[:, None]).sum(-1)
-        found = found if D is None else found + D.float() * x[row].float()
-        out[row] = (found if z is None else found * F.silu(z[row].float())).to(out.dtype)
+        new = state[index].float()
+        for place, token in enumerate(range(starts[row], starts[row + 1])):
+            step = dt[token].float() + (0 if dt_bias is None else dt_bias.float())
+            step = F.softplus(step) if dt_softplus else step
+            heads, groups = x.shape[1], B.shape[1]
+            b = B[token].float().repeat_interleave(heads // groups, 0)
+            c = C[token].float().repeat_interleave(heads // groups, 0)
+            decay = torch.exp(A.float() * step[..., None])
+            new = new * decay + (step * x[token].float())[..., None] * b[:, None]
+            state[targets[row][place]] = new.to(state.dtype)
+            found = (new * c[:, None]).sum(-1)
+            found = found if D is None else found + D.float() * x[token].float()
+            out[token] = (found if z is None else found * F.silu(z[token].float())).to(out.dtype)
 
 
 @operator

@@ -82,12 +82,13 @@ class TokenRules final : public PageRules {
                int64_t num_hashed) const override;
   bool shares_from(const SharedBlocks& holders, const CacheGroup& group, const RowBlocks& held,
                    int64_t start) const override;
+  // Drops the blocks before column `drop_to`.
+  static void drop(Growth* growth, int32_t row, const CacheGroup& group, int64_t drop_to);
 
  private:
   // Publishes the parts of blocks within the first num_hashed hash blocks.
   static void publish_parts(Publishing* publishing, int32_t row, const CacheGroup& group,
                             int64_t num_hashed);
-  static void drop(Growth* growth, int32_t row, const CacheGroup& group, int64_t drop_to);
   static void zero_skipped(Growth* growth, ServedRow* served, const CacheGroup& group,
                            const BlockId* own, int64_t num_new);
   // Returns the number of shared blocks to which the KV of tokens [start, stop) is written.

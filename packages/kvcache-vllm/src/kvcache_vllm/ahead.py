@@ -43,7 +43,9 @@ class Ahead:
         self._native, self._states, self._held = native, states, held
         self._block_sizes = [group.block_size for group in native.groups]
         kinds = {group.kind for group in native.groups}
-        self._has_windows = not kinds.isdisjoint({"sliding_window", "chunked_local"})
+        self._has_windows = (
+            not kinds.isdisjoint({"sliding_window", "chunked_local"}) or states.has_drafts
+        )
         self._due: defaultdict[int, list[HeldRequest]] = defaultdict(list)  # requests by due step
         self.step = self.num_lookahead = self.num_native_calls = 0
         self.busy: dict[str, HeldRequest] = {}
@@ -55,8 +57,8 @@ class Ahead:
         due = self._due.pop(self.step, None)
         if due is None:
             return
-        # States cannot be rolled back, so only tokens that the scheduler has scheduled may be
-        # added.
+        # The pages of states depend on the tokens of the step, so only tokens that the scheduler has
+        # scheduled may be added.
         if self._states.are_copied:
             for held in due:
                 if held.due == self.step:
@@ -77,7 +79,7 @@ class Ahead:
         """
         calls: _Calls = [], [], []
         rows, starts, stops = calls
-        step, lookahead, most = self.step, self.num_lookahead, self._block_sizes[0]
+        step, lookahead, most = self.step, self.num_lookahead, min(self._block_sizes)
         busy, has_windows = self.busy, self._has_windows
         for held in due:
             if held.due != step or held.is_receiving:
@@ -162,7 +164,7 @@ class Ahead:
             for held, start, stop, ids, is_fresh in zip(rows, starts, stops, answers, are_fresh):
                 if ids is not None:
                     self._states.note_new(ids)
-                    if is_fresh:
+                    if is_fresh and not self._states.has_drafts:
                         self._states.note_filled(self._native, held.request, start, stop)
         return fits
 
@@ -174,12 +176,12 @@ class Ahead:
         hits while it recomputes the missing tokens.
         """
         start = request.num_computed_tokens
-        if start < held.num_computed and not self._states.are_copied:
+        if start < held.num_computed and not self._states.are_final:
             start = max(start, held.num_published)
         if (
             not self._has_windows
             or not request.num_in_flight_tokens
-            or self._states.are_copied  # models with states have no drafts
+            or self._states.are_final  # models with such states have no drafts
         ):
             return start
         num_hits = held.num_published
@@ -202,6 +204,22 @@ class Ahead:
         """Return the step in which, at one token per step, the request will need a block."""
         return self.step + 1 + max(held.quiet_until - num_slots, 0)
 
+    def publish_accepted(self, held: HeldRequest, stop: int) -> None:
+        """Publish the blocks that the request's first `stop` tokens fill, before the next call drops
+        the states at the ends of these blocks.
+        """
+        request, hashed = held.engine_request, held.hashed
+        num_full = min(hashed.num_blocks(request.num_tokens), stop // hashed.block_size)
+        held.num_filled = max(held.num_filled, num_full * hashed.block_size)
+        if num_full * hashed.block_size > held.num_published:
+            start = min(held.num_computed, held.num_known, stop - 1)
+            # A session may drop its last token.
+            num_further = 0 if request.resumable else hashed.num_lookahead
+            if tokens := request._all_token_ids[held.num_known : stop + num_further]:
+                held.request.append_tokens(tokens)
+                held.num_known += len(tokens)
+            self.advance([held], [start], [stop], 0)
+
     def publish_filled(self, step: int | None) -> None:
         """Publish blocks that requests have filled since their last native call.
 
@@ -220,7 +238,7 @@ class Ahead:
             else:  # not scheduled in this step, or not recorded
                 stop = request.num_computed_tokens - request.num_output_placeholders
                 start = min(held.num_computed, stop - 1)
-            if self._states.are_copied:
+            if self._states.are_final:
                 start = max(start, held.num_computed)
                 if start >= stop:
                     continue

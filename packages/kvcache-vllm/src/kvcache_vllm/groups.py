@@ -6,27 +6,33 @@ Unsupported kinds are rejected with an error that names them.
 
 from __future__ import annotations
 
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 
 from kvcache.specs import GroupSpec
 
+# Names of spec classes, because versions of vLLM have different ones.
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec", "HiddenStateCacheSpec")
+_WINDOWS = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 SUPPORTED = (
-    *(FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec),
-    *(MambaSpec, CrossAttentionSpec),
+    *(*_FULL, *_WINDOWS, "ChunkedLocalAttentionSpec", "CircularBufferSpec", "MambaSpec"),
+    "CrossAttentionSpec",
 )
+REFUSED = {
+    "RSWASpec": "blocks between the prompt and the window of the answer are freed",
+    "SinkFullAttentionSpec": "the pool's first blocks are kept for the sinks",
+    "HiSparseHotSpec": "its blocks depend on pages in host memory",
+    "HiSparseResidentSpec": "its blocks depend on pages in host memory",
+    "EncoderOnlyAttentionSpec": "it has no KV cache",
+}
 
 
 def group_specs(
-    config: KVCacheConfig, use_eagle: bool, context_parallel_size: int = 1
+    config: KVCacheConfig,
+    use_eagle: bool,
+    context_parallel_size: int = 1,
+    *,
+    max_model_len: int,
+    hash_block_size: int,
 ) -> list[GroupSpec]:
     """Convert each of vLLM's groups.
 
@@ -37,6 +43,8 @@ def group_specs(
             groups except state groups.
         context_parallel_size: Number of workers over which tokens are distributed, for groups that
             are not replicated.
+        max_model_len: Maximum number of tokens of a request.
+        hash_block_size: Tokens per block hash, over all context-parallel workers.
 
     Raises:
         ValueError: A group's kind is not supported.
@@ -45,44 +53,59 @@ def group_specs(
     of_drafter = [bool(group.is_eagle_group) for group in groups]
     if use_eagle and not any(of_drafter):
         of_drafter = [not isinstance(group.kv_cache_spec, MambaSpec) for group in groups]
+    # One block of this size holds any request.
+    longest = -(-max_model_len // hash_block_size) * hash_block_size
     return [
-        _group_spec(group.kv_cache_spec, use_eagle and drafts, context_parallel_size)
+        _group_spec(group.kv_cache_spec, use_eagle and drafts, context_parallel_size, longest)
         for group, drafts in zip(groups, of_drafter)
     ]
 
 
-def _group_spec(spec: KVCacheSpec, drafts: bool, context_parallel_size: int) -> GroupSpec:
-    kind = type(spec)
+def _group_spec(
+    spec: KVCacheSpec, drafts: bool, context_parallel_size: int, longest: int
+) -> GroupSpec:
+    kind = type(spec).__name__
     size = spec.block_size * (context_parallel_size if spec.dcp_sharded else 1)
-    if kind is MambaSpec:
+    if kind == "MambaSpec":
         return _state_group(spec)
-    if kind is CrossAttentionSpec:
+    if kind == "CrossAttentionSpec":
         return GroupSpec("cross_attention", size)
-    if kind is SlidingWindowSpec:
+    if kind == "CircularBufferSpec":  # one block per request, whatever its length
+        return GroupSpec("circular_window", longest, {"window": 1, "buffer": longest}, cached=False)
+    if kind in _WINDOWS:
+        if getattr(spec, "bounded_replay", False):
+            raise ValueError(
+                "the model's windows are recomputed after a hit (swa_bounded_replay): kvcache's "
+                "scheduler for vLLM supports only cached windows; use --no-swa-bounded-replay, or "
+                "serve it with vLLM's own scheduler"
+            )
         return GroupSpec("sliding_window", size, {"window": spec.sliding_window}, drafts=drafts)
-    if kind is ChunkedLocalAttentionSpec:
+    if kind == "ChunkedLocalAttentionSpec":
         options = {"chunk_size": spec.attention_chunk_size}
         return GroupSpec("chunked_local", size, options, drafts=drafts)
     # Without vLLM's hybrid manager, layers with windows keep all blocks (`spec.sliding_window`).
-    if kind in (FullAttentionSpec, MLAAttentionSpec):
+    if kind in _FULL:
         return GroupSpec("full_attention", size, drafts=drafts)
-    names = ", ".join(each.__name__ for each in SUPPORTED)
+    why = f", because {REFUSED[kind]}" if kind in REFUSED else ""
     raise ValueError(
-        f"the model has a KV cache group of {kind.__name__}: kvcache's scheduler for vLLM supports "
-        f"{names}; serve it with vLLM's own scheduler"
+        f"the model has a KV cache group of {kind}: kvcache's scheduler for vLLM does not support "
+        f"it{why}, but {', '.join(SUPPORTED)}; serve it with vLLM's own scheduler"
     )
 
 
 def _state_group(spec: MambaSpec) -> GroupSpec:
-    if spec.num_speculative_blocks:
-        raise ValueError(
-            f"the model keeps states of drafts (num_speculative_blocks {spec.num_speculative_blocks}): "
-            "kvcache's scheduler for vLLM supports 0; leave out --speculative-config, or serve it with "
-            "vLLM's own scheduler"
-        )
+    drafts = spec.num_speculative_blocks
+    if spec.mamba_cache_mode == "all":
+        if drafts:
+            raise ValueError(
+                "the model keeps states of drafts in mamba_cache_mode 'all': kvcache's scheduler for "
+                "vLLM supports 'align' and 'none'; leave out --speculative-config, or serve it with "
+                "vLLM's own scheduler"
+            )
+        # Each block holds one state, and the next token reads the last state.
+        return GroupSpec("sliding_window", spec.block_size, {"window": 2})
+    if drafts:
+        return GroupSpec("recurrent", spec.block_size, {"num_speculative_blocks": drafts})
     if spec.mamba_cache_mode == "none":  # one block with the maximum number of tokens
         return GroupSpec("full_attention", spec.block_size)
-    # Each block holds one state, and the next token reads the last state.
-    if spec.mamba_cache_mode == "all":
-        return GroupSpec("sliding_window", spec.block_size, {"window": 2})
     return GroupSpec("recurrent", spec.block_size)

@@ -35,6 +35,7 @@ class HeldRequest:
         "is_receiving",
         "num_computed",
         "num_external",
+        "num_filled",
         "num_known",
         "quiet_until",
         "ready",
@@ -56,6 +57,7 @@ class HeldRequest:
         self.num_computed = 0  # tokens with slots in the native manager
         self.num_known = 0  # known tokens at the last update of the native manager
         self.stop = 0  # end of the tokens that the scheduler's last call covered
+        self.num_filled = 0  # known tokens that are computed after that call
         self.step = 0  # step of the scheduler's last call
         self.quiet_until = 0  # number of slots up to which the blocks do not change
         self.due = 0  # step in which one token per step exceeds `quiet_until`

@@ -74,7 +74,13 @@ class VllmCacheManager:
                 "enable_mamba_shared_prefix_checkpoint": enable_mamba_shared_prefix_checkpoint,
             }
         )
-        groups = group_specs(kv_cache_config, use_eagle, dcp_world_size)
+        groups = group_specs(
+            kv_cache_config,
+            use_eagle,
+            dcp_world_size,
+            max_model_len=max_model_len,
+            hash_block_size=hash_block_size,
+        )
         self._states = StateGroups(kv_cache_config, groups, enable_caching, hash_block_size)
         self.kv_cache_config = kv_cache_config
         self.num_kv_cache_groups = len(groups)
@@ -102,7 +108,7 @@ class VllmCacheManager:
             retention_interval=retention,
             num_preallocate_tokens=0,
             enable_events=enable_kv_cache_events,
-            engine_copies_states=self._states.are_copied,
+            engine_copies_states=self._states.are_copied or self._states.has_drafts,
             **hashes,
             **(options or {}),
         )
@@ -242,11 +248,15 @@ class VllmCacheManager:
                     self.native, held.request, request.num_computed_tokens
                 )
             if stop + num_lookahead_tokens > held.quiet_until:
-                return self._extend(held, stop, num_lookahead_tokens)
-            if num_new_tokens > 1 or request_id in self._ahead.busy:
-                # The request was not scheduled as predicted, so register it for another step.
-                self._ahead.wait(held, stop + num_lookahead_tokens)
-            return self._take_ready(held)
+                blocks = self._extend(held, stop, num_lookahead_tokens)
+            else:
+                if num_new_tokens > 1 or request_id in self._ahead.busy:
+                    # The request was not scheduled as predicted, so register it for another step.
+                    self._ahead.wait(held, stop + num_lookahead_tokens)
+                blocks = self._take_ready(held)
+            if self._states.has_drafts and blocks is not None:
+                self._note_filled(held)
+            return blocks
         reserved = reserved_blocks
         if has_scheduled_reqs and request.status in _NEW:
             reserved += self.watermark_blocks
@@ -269,7 +279,8 @@ class VllmCacheManager:
         if self._has_begun:
             self._has_begun = False
             return
-        self._may_look = self._has_waiting()
+        # With states of drafts, `allocate_slots` must see every call.
+        self._may_look = self._has_waiting() or self._states.has_drafts
         self._ahead.begin_step()
 
     def begin_decode_step(self, request_ids: Container[str]) -> dict[str, KVCacheBlocks] | None:
@@ -303,6 +314,14 @@ class VllmCacheManager:
         if start < stop and not self._ahead.advance([held], [start], [stop], lookahead):
             return None
         return self._take_ready(held)
+
+    def _note_filled(self, held: HeldRequest) -> None:
+        """Record the states at block ends that become known with the scheduler's last call."""
+        size = self._hashed.block_size
+        stop = min(held.stop, self._hashed.num_blocks(held.engine_request.num_tokens) * size)
+        if stop > held.num_filled:
+            self._states.note_filled(self.native, held.request, held.num_filled, stop)
+            held.num_filled = stop
 
     def _take_ready(self, held: HeldRequest) -> KVCacheBlocks:
         """Return the new blocks that the scheduler has not received yet."""
@@ -363,6 +382,7 @@ class VllmCacheManager:
         held.row = native.row(ours)
         held.start, held.num_computed = start, stop
         held.stop, held.num_known = held.num_computed, ours.num_tokens
+        held.num_filled = held.num_computed
         held.num_external, held.is_receiving = num_external, is_delayed
         new_ids = [ids] if self.num_kv_cache_groups == 1 else ids
         if self._states.any:
@@ -377,10 +397,13 @@ class VllmCacheManager:
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Finish loading a request's external tokens, which `num_computed_tokens` already includes.
 
-        Blocks whose tokens are known can be hit from the next call that allocates slots.
+        Blocks whose tokens are known can be hit from the next call that allocates slots or, with
+        states of drafts, at once.
         """
         held = self._held.get(request.request_id)
         if held is None or not held.is_receiving:
+            if held is not None and self._states.has_drafts and self.enable_caching:
+                self._ahead.publish_accepted(held, num_computed_tokens)
             return
         held.is_receiving = False
         self._append_known(request, held.request)
@@ -430,7 +453,7 @@ class VllmCacheManager:
         self._append_known(request, held.request, num_computed + self._hashed.num_lookahead)
         num_computed = max(num_computed, held.num_published, held.start)
         # A state cannot be rolled back, so the request's last step counts as computed.
-        if held.num_computed > num_computed and not self._states.are_copied:
+        if held.num_computed > num_computed and not self._states.are_final:
             if num_computed >= held.num_known:
                 self.native.reject_tokens(held.request, held.num_computed - num_computed)
             else:  # known tokens that were not computed, e.g. because a load failed

@@ -21,6 +21,12 @@ class StateGroups:
     The worker copies a state at the start of a step and writes it at the end. Therefore, a state
     written in a step can be hit only from the next step on, and the source page of a copy is not
     reused before the next step. Models with states also require new attention blocks to be cleared.
+
+    Attributes:
+        any: Whether the methods must be called.
+        are_copied: Whether the worker copies states between pages.
+        has_drafts: Whether the states after drafts are kept in separate pages.
+        are_final: Whether the manager cannot go back to an earlier token.
     """
 
     def __init__(
@@ -35,15 +41,19 @@ class StateGroups:
         self.any = any(are_states) or config.needs_kv_cache_zeroing
         # Groups whose states the worker copies between pages.
         self._copied = [
-            g for g, group in enumerate(groups) if not kind_class(group.kind).pages.has_slots
+            g for g, spec in enumerate(specs) if getattr(spec, "mamba_cache_mode", "") == "align"
         ]
         self.are_copied = bool(self._copied)
+        self.has_drafts = any(getattr(spec, "num_speculative_blocks", 0) for spec in specs)
+        self.are_final = self.are_copied and not self.has_drafts
         self._cached = [g for g, is_state in enumerate(are_states) if is_state and enable_caching]
         self._sizes = [group.block_size for group in groups]
         self._zeroed = [
             g
             for g, is_state in enumerate(are_states)
-            if config.needs_kv_cache_zeroing and not is_state
+            if config.needs_kv_cache_zeroing
+            and not is_state
+            and not kind_class(groups[g].kind).pages.wraps
         ]
         self._filled: set[int] = set()  # blocks whose states are computed in the current step
         self._new: list[int] = []

@@ -4,11 +4,12 @@
 These tests run in `make test-vllm` and are skipped where vLLM is not installed.
 """
 
+import collections
 import copy
-import dataclasses
 import functools
 import gc
 import itertools
+import os
 import pickle
 import types
 import weakref
@@ -24,7 +25,13 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
-from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec, RSWASpec
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    RSWASpec,
+    SlidingWindowMLASpec,
+)
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
@@ -58,6 +65,8 @@ def models(tmp_path_factory):
 
 
 BOTH, HITS = (False, True), {"hit tokens": 0}
+# Each case runs with this number of consecutive seeds. With 60, each case has over 3,000 requests.
+NUM_SEEDS = int(os.environ.get("KVCACHE_VLLM_SEEDS", "1"))
 
 
 def alike(
@@ -104,6 +113,38 @@ DECISIONS = {
         for retention in RETENTIONS
         for case in alike(groups, 3_000, 60, modes=BOTH, events=False, retention=retention)
     ],
+    "states of drafts": [
+        case
+        for groups in ("mamba7 align, full", "mamba7 align, mamba7 align, window, full")
+        for retention in RETENTIONS
+        for case in alike(groups, 3_000, 60, modes=BOTH, events=None,
+                          wanted={**HITS, "scheduled drafts": 0}, drafts=True, retention=retention,
+                          follow_ups=True)
+    ],
+    "states of a drafter's drafts": [
+        case
+        # Longer lookaheads are those of drafters with several modules, which are refused.
+        for options in ({"slots": 7}, *({"lookahead": n} for n in LOOKAHEADS if n == 1))
+        for retention in (None, 0)
+        for case in alike("mamba7 align, full", 3_000, 60, wanted={**HITS, "drafts": 0}, drafts=True,
+                          retention=retention, follow_ups=True, **options)
+    ],
+    "states of drafts without prefix caching": [
+        case for n in (100, 3_000)
+        for case in alike("mamba7 none, full", n, 80, modes=BOTH, events=False,
+                          config={"enable_prefix_caching": False}, is_tight=n == 100,
+                          wanted={"scheduled drafts": 0}, drafts=True)
+    ],
+    "DeepSeek-V4": [
+        case
+        for groups in ("mla window, mla", "mla window, mla, ring") for retention in (0, None)
+        for drafts in (False, True)
+        for case in alike(groups, 2_000, 60, modes=BOTH, events=None, retention=retention,
+                          drafts=drafts, follow_ups=True)
+    ],
+    "one block per request in a tight pool":
+        alike("ring, full", 60, 120, modes=BOTH, events=None, is_tight=True),
+    "extracted hidden states": alike("hidden states, mla", 2_000, 120, modes=BOTH, events=None),
     # A session drops the last token of each answer, and keeps its blocks while it waits for input.
     # With either manager, vLLM 0.32 loses sessions that are preempted under asynchronous scheduling:
     # they have status WAITING but are in no queue.
@@ -166,9 +207,10 @@ DECISIONS = {
 def test_decisions_are_the_same(case, models):
     groups, num_blocks, num_steps, seed, is_async, used, wanted, is_tight, options = case
     config = engine_config(models["llama"], is_async=is_async, **used)
-    counts = SideBySide(seed, config, tuple(groups.split(", ")), num_blocks, **options).run(
-        num_steps
-    )
+    names, counts = tuple(groups.split(", ")), collections.Counter()
+    for each in range(seed, seed + NUM_SEEDS):
+        counts += SideBySide(each, config, names, num_blocks, **options).run(num_steps)
+    print(f"{groups}: seeds {seed} to {seed + NUM_SEEDS - 1}, {dict(counts)}, 0 differences")
     assert all(counts[name] > least for name, least in wanted.items())
     assert is_tight is None or (counts["preemptions"] > 0) == is_tight
     assert used.get("enable_prefix_caching", True) or counts["hit tokens"] == 0
@@ -207,11 +249,11 @@ def test_requests_with_windows_complete_in_a_tight_pool(groups, is_async, models
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_blocks", [60, 150])
-@pytest.mark.parametrize("mode", MAMBA_MODES)
-def test_states_are_correct_in_a_tight_pool(mode, num_blocks, is_async, models):
+@pytest.mark.parametrize("kind", [*(f"mamba {mode}" for mode in MAMBA_MODES), "mamba7 align"])
+def test_states_are_correct_in_a_tight_pool(kind, num_blocks, is_async, models):
     config = engine_config(models["llama"], is_async=is_async)
-    groups = (f"mamba {mode}", f"mamba {mode}", "full")
-    counts = SideBySide(2, config, groups, num_blocks, exact=False, retention=0).run(150)
+    options = {"exact": False, "retention": 0, "drafts": kind == "mamba7 align"}
+    counts = SideBySide(2, config, (kind, kind, "full"), num_blocks, **options).run(150)
     assert counts["requests"] > 40
 
 
@@ -400,9 +442,9 @@ class TestRefusals:
 
     @pytest.mark.parametrize("spec,message", [
         (RSWASpec(**vllm_schedulers.SHAPE, rswa_window=64),
-         "KV cache group of RSWASpec: kvcache's scheduler"),
-        (dataclasses.replace(vllm_schedulers.state_spec("align"), num_speculative_blocks=2),
-         "keeps states of drafts .*leave out --speculative-config"),
+         "KV cache group of RSWASpec: kvcache's scheduler for vLLM does not .*, because blocks"),
+        (SlidingWindowMLASpec(**vllm_schedulers.SHAPE, sliding_window=64, bounded_replay=True),
+         "use --no-swa-bounded-replay, or serve"),
         (vllm_schedulers.state_spec("align", block_size=64),
          "use --prefix-match-unit 64, or serve"),
     ])  # fmt: skip

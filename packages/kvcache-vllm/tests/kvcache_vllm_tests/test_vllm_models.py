@@ -10,11 +10,12 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.machinery.vllm_models import ENGINES, OPTIONS, behaviours, write_config
+from tests.machinery.vllm_schedulers import IS_032
 
 # These models run only a few requests in each pool.
 SHORT = ["gemma2", "gpt_oss", "mistral", "olmo2", "phi3"]
 NAMES = {
-    "llama": list(ENGINES),
+    "llama": [name for name in ENGINES if "known" not in name],
     "qwen3": ["vllm", "ours async", "ours drafts"],
     "gemma3": ["vllm", "ours", "ours async", "ours drafts"],
     "deepseek_v3": ["vllm", "ours", "vllm async", "ours async"],
@@ -131,6 +132,22 @@ def test_prefix_cache_can_be_reset_while_requests_run(long_case):
 def test_pool_is_empty_at_the_end(case):
     _, _, found, _ = case
     assert found["usage"] < 1e-9 and found["is_reset"]
+
+
+@pytest.mark.skipif(IS_032, reason="vLLM 0.32's states of drafts are not tested")
+def test_drafts_do_not_change_the_answers_of_a_model_with_states(tmp_path):
+    """Without prefix caching, because the copies of mode `align` need Triton."""
+    engines = ["vllm", "vllm drafts known", "ours drafts known"]
+    options = OPTIONS["granite4"] | {"enable_prefix_caching": False}
+    folder = write_config(tmp_path, "granite4")
+    found = behaviours(folder, engines, is_short=True, **options)
+    assert found["ours drafts known"]["manager"] == "VllmCacheManager"
+    for engine in engines:
+        for pool in ("roomy", "tight"):
+            assert found[engine][pool]["answers"] == found["vllm"][pool]["answers"]
+            if engine != "vllm":
+                assert 0 < found[engine][pool]["accepted"] < found[engine][pool]["drafts"]
+        assert found[engine]["usage"] < 1e-9 and found[engine]["is_reset"]
 
 
 def check_tokens(model, found, own, phase):
