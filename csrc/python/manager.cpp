@@ -634,6 +634,16 @@ void bind_manager(py::module_& m) {
       .def("is_receiving",
            [](const Manager& self, int32_t row) { return self.reads().row(row).is_receiving(); })
       .def("release_kept", &Manager::release_kept)
+      .def("hold",
+           [](Manager& self, const py::object& ids) {
+             const Int32Input array(ids, "ids");
+             self.hold(array.data(), array.size());
+           })
+      .def("release_held",
+           [](Manager& self, const py::object& ids) {
+             const Int32Input array(ids, "blocks");
+             self.release_held(array.data(), array.size());
+           })
       .def("extend",
            [](Manager& self, int32_t row, const py::object& num_tokens,
               const py::object& num_lookahead_tokens) {

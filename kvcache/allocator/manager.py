@@ -733,19 +733,48 @@ class KVCacheManager(metaclass=_Names):
         else:
             self._native.free_requests(self._requests, requests)
 
-    def release_blocks(self, request: Request) -> None:
-        """Release the blocks of a request that was freed with `keep_blocks`.
+    def hold_blocks(self, ids: Ids) -> None:
+        """Add a reference to each of these blocks, for a connector that reads or writes blocks of
+        requests that may be freed in the meantime.
+
+        The blocks are neither reused nor evicted until `release_blocks`. Cached blocks can be hit.
+
+        Args:
+            ids: int32[n]. Device blocks that are held or cached. Each occurrence of an ID adds one
+                reference.
+
+        Raises:
+            ValueError: An ID is out of range, or a block is free and not cached. Nothing has changed.
+
+        >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
+        >>> request = Request("r1", range(40))
+        >>> plan = manager.step(new=[request])
+        >>> manager.hold_blocks([1])
+        >>> manager.free(request)
+        >>> manager.pool.num_free
+        7
+        >>> manager.release_blocks([1])
+        """
+        self._native.hold(ids)
+
+    def release_blocks(self, blocks: Request | Ids) -> None:
+        """Release the blocks of a request that was freed with `keep_blocks`, or blocks that
+        `hold_blocks` holds.
 
         With `fence_frees`, the blocks can be reused only after the steps in flight are reported.
 
         Args:
-            request: The freed request.
+            blocks: The freed request, or int32[n]: one reference of `hold_blocks` is removed from each
+                block, in the given order, which is also the order of eviction.
 
         Raises:
-            ValueError: No blocks are kept for this request.
+            ValueError: No blocks are kept for this request, or an ID occurs more often than
+                `hold_blocks` holds its block. Nothing has changed.
         """
-        instance(request, Request, "request")
-        self._native.release_kept(request.request_id)
+        if isinstance(blocks, Request):
+            self._native.release_kept(blocks.request_id)
+        else:
+            self._native.release_held(blocks)
 
     def report(self, report: StepReport) -> dict[str, int]:
         """Process a worker's report of a step.

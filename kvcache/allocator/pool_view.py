@@ -58,7 +58,7 @@ class DevicePoolView(PoolView):
 
     @property
     def num_kept(self) -> int:
-        """Number of block references that are kept until `KVCacheManager.release_blocks`."""
+        """Number of block references that are held until `KVCacheManager.release_blocks`."""
         return self._manager.num_kept
 
     @property

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """External tokens, and blocks that a connector still uses after their request was freed."""
 
+import numpy as np
 import pytest
 
 from kvcache import Admit, External, GroupSpec, KVCacheManager, Request, Status, StepReport
@@ -207,6 +208,59 @@ def test_kept_blocks_stay_allocated_until_the_connector_releases_them():
     manager.release_blocks(request)
     assert (manager.pool.num_kept, manager.pool.num_free) == (0, 3)
     check_invariants(manager)
+
+
+@pytest.mark.parametrize("fence_frees", [False, True])
+def test_held_blocks_outlive_their_request_until_the_last_release(fence_frees):
+    manager = make(num_blocks=4, fence_frees=fence_frees)
+    request = Request("a", range(9))
+    plan = manager.step(new=[request])
+    first, second, last = manager.block_ids(request).tolist()
+    manager.hold_blocks([second, second, first])
+    manager.free(request)
+    manager.report(StepReport(plan.step_id, True))
+    assert (manager.pool.num_kept, manager.pool.num_free) == (3, 1)
+    assert manager.pool.ref_counts([first, second, last]).tolist() == [1, 2, 0]
+    assert hit(manager, 9) == 8 and not manager.cache.reset()
+    other = Request("b", range(50, 58))
+    assert manager.step(new=[other]).status.tolist() == [Status.WAIT]
+    manager.release_blocks(np.array([second, first], np.int32))
+    assert manager.pool.num_fenced == 2 * fence_frees
+    manager.report(StepReport(manager.last_step_id, True))
+    check_invariants(manager)
+    assert (manager.pool.num_kept, manager.pool.num_free) == (1, 2)
+    manager.step(new=[other])
+    assert hit(manager, 9) == 0  # its first block was evicted
+    assert manager.cache.hashes_of([second]).groups.tolist() == [0]
+    manager.release_blocks([second])
+    manager.report(StepReport(manager.last_step_id, True))
+    assert (manager.pool.num_kept, manager.pool.num_free) == (0, 1)
+    check_invariants(manager)
+
+
+def test_only_blocks_with_content_are_held_and_only_held_blocks_are_released():
+    manager = make(num_blocks=4)
+    request = Request("a", range(9))
+    manager.step(new=[request])
+    first, second, last = manager.block_ids(request).tolist()
+    manager.free(request)
+    manager.hold_blocks([first])
+    for call, blocks, message in (
+        (manager.hold_blocks, [second, last], "which is free and not cached"),
+        (manager.hold_blocks, [0], "ids holds block 0: expected 1 to 3"),
+        (manager.release_blocks, [first, first], "more often than hold_blocks holds it"),
+        (manager.release_blocks, [second], "expected 0 times at most"),
+        (manager.release_blocks, [4], "blocks holds block 4: expected 1 to 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(blocks)
+        assert (manager.pool.num_kept, manager.pool.num_free) == (1, 2)
+        check_invariants(manager)
+    for call in (manager.hold_blocks, manager.release_blocks):
+        with pytest.raises(TypeError, match="has dtype <U5: expected integers"):
+            call("first")
+    manager.release_blocks([first])
+    assert manager.pool.num_free == 3
 
 
 @pytest.mark.parametrize("fence_frees", [False, True])

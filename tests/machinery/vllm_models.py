@@ -153,6 +153,10 @@ def run(model, engines, options, is_short=False):
     fill_at_random()
     without_checkpoints()
     convolve_accepted_drafts()
+    if "kv_transfer_config" in options:
+        from tests.machinery.vllm_cpu_offload import run_on_cpu
+
+        run_on_cpu()
     defaults = {
         **{"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "seed": 0},
         **{"dtype": "float32", "max_model_len": 1024, "block_size": 32, "max_num_seqs": 16},
@@ -229,6 +233,9 @@ class Requests:
         found = {"manager": type(self.scheduler.kv_cache_manager).__name__}
         found["roomy"] = self.roomy(rng)
         found["tight"] = self.told(lambda: self.generate(requests))
+        if self.scheduler.connector is not None:  # all hits are loaded by the connector
+            found["is_reset for loads"] = self.llm.reset_prefix_cache()
+            found["loads"] = self.told(lambda: self.generate(requests))
         if not is_short:
             if not has_drafts:  # with drafts, sampling depends on the drafts
                 found["samples"] = self.samples(rng)
@@ -254,6 +261,7 @@ class Requests:
         names = {
             "vllm:num_preemptions": "preemptions",
             "vllm:prefix_cache_hits": "hits",
+            "vllm:external_prefix_cache_hits": "external hits",
             "vllm:spec_decode_num_draft_tokens": "drafts",
             "vllm:spec_decode_num_accepted_tokens": "accepted",
         }

@@ -5,6 +5,8 @@ number is compared.
 
 import dataclasses
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
 # Fields whose values depend on the clock or on the manager.
 _DIFFERENT = {"timestamp", "num_kv_fetch_reqs_by_stage", "kv_cache_usage"}
 # Attributes that are compared elsewhere, or that only kvcache's schedulers set.
@@ -22,7 +24,31 @@ def compare_scheduled(theirs, ours):
             one, other = (_fields(each, "new_block_ids") for each in (one, other))
         elif field.name == "new_block_ids_to_zero":
             one, other = (len(each or ()) for each in (one, other))
+        elif field.name == "kv_connector_metadata":
+            one, other = (_without_ids(each) for each in (one, other))
+        elif field.name == "kv_connector_block_state" and one is not None:
+            one, other = (len(each.boundary_state_offloads) for each in (one, other))
         assert one == other, f"{field.name}: {one} and {other}"
+
+
+def _without_ids(value):
+    """Return a connector's metadata, with ids of device blocks replaced by their number."""
+    if hasattr(value, "without_ids"):
+        return value.without_ids()
+    if isinstance(value, list):
+        return [_without_ids(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _without_ids(each) for key, each in value.items()}
+    if not dataclasses.is_dataclass(value) and not isinstance(value, KVConnectorMetadata):
+        return value
+    return {
+        name: _lengths(each)
+        if name in ("block_ids", "load_gpu_blocks", "store_gpu_blocks")
+        else None
+        if name == "block_id"
+        else _without_ids(each)
+        for name, each in vars(value).items()
+    }
 
 
 def _fields(record, blocks):

@@ -34,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
     HiddenStateCacheSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
@@ -138,7 +139,7 @@ def make_scheduler(
     config.cache_config.block_size = BLOCK
     cache = KVCacheConfig(
         num_blocks=num_blocks,
-        kv_cache_tensors=[],
+        kv_cache_tensors=some_tensor(num_blocks) if config.kv_transfer_config else [],
         kv_cache_groups=[
             KVCacheGroupSpec([f"layer{i}"], SPECS[kind]()) for i, kind in enumerate(groups)
         ],
@@ -155,6 +156,12 @@ def make_scheduler(
             hash_block_size=(BLOCK if is_hashed else block_size) * context_parallel_size,
             structured_output_manager=StructuredOutputManager(config),
         )
+
+
+def some_tensor(num_blocks):
+    """Return a tensor that gives each block one byte, so that sizes in bytes are numbers of blocks."""
+    sizes = {"layer_stride": num_blocks, "block_stride": 1, "offset": 0}
+    return [KVCacheTensor(size=num_blocks, layers=["layer0"], **sizes)]
 
 
 @contextlib.contextmanager
@@ -538,7 +545,7 @@ class SideBySide:
             self._step()
         self._add_parts(1)
         most_steps = self.counts["steps"] + 5_000
-        while any(scheduler.requests for scheduler in self.pair):
+        while any(scheduler.requests for scheduler in self.pair) or self.has_transfers():
             self._step()
             left = [sorted(scheduler.requests) for scheduler in self.pair]
             assert self.counts["steps"] < most_steps, f"requests do not end: {left}"
@@ -731,6 +738,10 @@ class SideBySide:
 
     def answer(self, scheduler, scheduled):
         return answer(scheduler, scheduled)
+
+    def has_transfers(self):
+        """Return whether a worker still copies blocks of requests that have ended."""
+        return False
 
     def _draft(self):
         running = [{request.request_id for request in each.running} for each in self.pair]

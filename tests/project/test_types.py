@@ -133,7 +133,8 @@ MEMBERS_OF_MANAGER = [
     "for_groups", "groups", "block_sizes", "max_model_len", "options", "pool", "host_pool", "cache",
     "step", "would_fit", "fork", "report", "abort", "last_step_id", "checkpoint_tokens",
     "invalidate", "admit", "extend", "advance", "reject_tokens", "take_copies", "finish_receiving",
-    "free", "release_blocks", "row", "block_ids", "num_computed_tokens", "state", "quiet_until",
+    "free", "hold_blocks", "release_blocks", "row", "block_ids", "num_computed_tokens", "state",
+    "quiet_until",
 ]  # fmt: skip
 
 

@@ -152,6 +152,7 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         self.rows: dict[int, Row] = {}
         self.idle: list[Row] = []
         self.kept: list[tuple[Row, list[Cells]]] = []
+        self.held: list[list[int]] = []  # blocks that a connector holds one by one
         self.in_flight: list[int] = []  # steps that were not reported as completed
         # Plans of the last of these, which the worker has yet to carry out.
         self.pending: list[tuple[StepPlan, list[Span]]] = []
@@ -173,7 +174,7 @@ class Engine(SlotBytes, Laws, WalkedCalls):
             **{self.wrong_call: 2, self.append_tokens: 1, self.reject: 1, self.finish_receiving: 3},
         }
         operations = {
-            **{**at_any_time, self.release_blocks: 1},
+            **{**at_any_time, self.release_blocks: 1, self.hold_blocks: 1},
             **{self.lose_page: 1, self.poll: 6 if self.sources else 0},
         }
         if not self.has_state:
@@ -816,6 +817,21 @@ class Engine(SlotBytes, Laws, WalkedCalls):
             found.append(Cells(g, each.contents[first:stop], [slots]))
         return found
 
+    def hold_blocks(self) -> None:
+        """Hold some blocks of a row, or release held blocks."""
+        if self.held and self.rng.random() < 0.5:
+            ids = self.held.pop(self.rng.randrange(len(self.held)))
+            self.call(self.manager.release_blocks, ids)
+            return
+        rows = self.on_device()
+        if not rows or len(self.held) > 2:
+            return
+        request = self.rng.choice(rows).request
+        tables = [self.manager.block_ids(request, g).tolist() for g in range(len(self.kinds))]
+        ids = [block for table in tables for block in table if block and self.rng.random() < 0.3]
+        self.call(self.manager.hold_blocks, ids)
+        self.held.append(ids)
+
     def release_blocks(self) -> None:
         if not self.kept:
             return
@@ -1169,6 +1185,8 @@ class Engine(SlotBytes, Laws, WalkedCalls):
                 self.end(each)
         while self.kept:
             self.release_blocks()
+        while self.held:
+            self.call(self.manager.release_blocks, self.held.pop())
 
     def check_end(self) -> None:
         """Check that nothing is held, once all loads and leases have ended."""

@@ -25,7 +25,8 @@ ADMIT_NAMES: dict[str, Callable] = {
 # Public calls that an operation above makes. All others must change nothing.
 OPERATIONS = {
     *("step", "admit", "extend", "advance", "fork", "free", "reject_tokens", "report", "abort"),
-    *("invalidate", "finish_receiving", "release_blocks", "take_copies", "for_groups"),
+    *("invalidate", "finish_receiving", "hold_blocks", "release_blocks", "take_copies"),
+    "for_groups",
     *("reset", "evict", "pin", "unpin", "access", "set_now", "clear_stats", "start_epoch"),
     *("forget_adapter", "drain_events"),
 }
@@ -69,6 +70,7 @@ class WalkedCalls:
             "parent": request,
             "child": lambda r: Request("child", [1, 2, 3]),
             "requests": request,
+            "blocks": request,
             "group": lambda r: r.randrange(len(self.kinds)),
             "ids": some_ids,
             "id": lambda r: r.randint(0, manager.pool.num_total),

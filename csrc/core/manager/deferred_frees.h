@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Released blocks that may still be read.
 //
-// They are held for steps in flight (fences), for connectors that send them (under names), or for
-// copies that the caller has not taken. Invariant: the per-block counts equal these references.
+// They are held for steps in flight (fences), for connectors (under names, or block by block), or
+// for copies that the caller has not taken. Invariant: the per-block counts equal these references.
 #pragma once
 
 #include <algorithm>
@@ -64,6 +64,32 @@ class DeferredFrees {
     release_or_defer(ids);
   }
 
+  // Adds a reference to each of these held or cached blocks until release_held is called. Ids may
+  // repeat. Throws, without any change, on another block.
+  void hold(const Blocks& blocks) {
+    pool_->retain(blocks.ids, blocks.n);
+    for (const BlockId id : blocks) {
+      ++held_[id];
+      ++kept_of_[id];
+    }
+    num_kept_ += blocks.n;
+  }
+  // The number of references that `hold` has added to a block.
+  int64_t num_holds_of(BlockId id) const {
+    const auto found = held_.find(id);
+    return found == held_.end() ? 0 : found->second;
+  }
+  // Removes references that `hold` has added, in the given order.
+  void release_held(const Blocks& blocks) {
+    for (const BlockId id : blocks) {
+      const auto found = held_.find(id);
+      if (--found->second == 0) held_.erase(found);
+      --kept_of_[id];
+    }
+    num_kept_ -= blocks.n;
+    release_or_defer(blocks);
+  }
+
   // Takes over one reference to the source and to the destination of each copy, until take_copies
   // is called.
   void await_copies(const std::vector<BlockId>& pairs) {
@@ -98,7 +124,7 @@ class DeferredFrees {
   }
 
   int64_t num_waiting() const { return num_waiting_; }  // references held by fences
-  int64_t num_kept() const { return num_kept_; }        // references held under names
+  int64_t num_kept() const { return num_kept_; }        // references of `keep` and `hold`
   int32_t num_waiting_of(BlockId id) const { return waiting_[id]; }
   int32_t num_kept_of(BlockId id) const { return kept_of_[id]; }
 
@@ -123,12 +149,17 @@ class DeferredFrees {
       num_kept += static_cast<int64_t>(ids.size());
       count(ids, &kept_of);
     }
+    for (const auto& [id, n] : held_) {
+      require(n > 0, "a block is held 0 times: ", id);
+      num_kept += n;
+      count(std::vector<BlockId>(static_cast<size_t>(n), id), &kept_of);
+    }
     count(copies_, &kept_of);
     require(num_waiting == num_waiting_, "num_waiting differs from the references of fences");
-    require(num_kept == num_kept_, "num_kept differs from the references under names");
+    require(num_kept == num_kept_, "num_kept differs from the references of connectors");
     for (BlockId id = 1; id < pool_->num_blocks(); ++id) {
       require(waiting[id] == waiting_[id] && kept_of[id] == kept_of_[id],
-              "the reference counts of block ", id, " differ from the fences and names");
+              "the reference counts of block ", id, " differ from the fences and connectors");
     }
   }
 
@@ -162,9 +193,10 @@ class DeferredFrees {
   bool is_enabled_;
   std::deque<Fence> fences_;  // ordered by step
   std::unordered_map<std::string, std::vector<BlockId>> kept_;
-  std::vector<BlockId> copies_;  // (source, destination) pairs
-  PerBlock<int32_t> waiting_;    // references held by fences
-  PerBlock<int32_t> kept_of_;    // references held under names and by copies
+  std::unordered_map<BlockId, int64_t> held_;  // references of `hold`
+  std::vector<BlockId> copies_;                // (source, destination) pairs
+  PerBlock<int32_t> waiting_;                  // references held by fences
+  PerBlock<int32_t> kept_of_;                  // references of connectors and of copies
   int64_t num_waiting_ = 0, num_kept_ = 0;
 };
 

@@ -352,6 +352,20 @@ void Manager::release_kept(const std::string& name) {
   tiers_.frees().release_kept(name);
 }
 
+void Manager::hold(const BlockId* ids, int64_t n) {
+  const Call call(this);
+  checks_.check_holdable(ids, n);
+  const Soundness::Change change = this->change("hold_blocks");
+  tiers_.frees().hold({ids, n});
+}
+
+void Manager::release_held(const BlockId* ids, int64_t n) {
+  const Call call(this);
+  checks_.check_holds(ids, n);
+  const Soundness::Change change = this->change("release_blocks");
+  tiers_.frees().release_held({ids, n});
+}
+
 void Manager::mark_computed(int32_t row, int64_t num_tokens) {
   const CallGuard::Scope scope(&guard_);
   checks_.check_driver(row, /*by_step=*/false);

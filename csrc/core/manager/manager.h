@@ -141,6 +141,11 @@ class Manager {
   void free(const int32_t* rows, int64_t n, const ReleaseFeatures& features = {},
             const KeptNames& kept = {});
   void free(int32_t row, const ReleaseFeatures& features = {}) { free(&row, 1, features); }
+  // Adds a reference to each of these held or cached blocks until release_held is called. Ids may
+  // repeat.
+  void hold(const BlockId* ids, int64_t n);
+  // Removes one reference of `hold` per id, in the given order.
+  void release_held(const BlockId* ids, int64_t n);
   // Releases the blocks that were kept under this name.
   void release_kept(const std::string& name);
 

@@ -2,6 +2,7 @@
 #include "core/manager/request_checks.h"
 
 #include <optional>
+#include <unordered_map>
 
 namespace kvcache {
 
@@ -274,6 +275,25 @@ void RequestChecks::check_start(const RowAsk& ask) const {
   if (ask.num_tokens > 0) return;
   throw_invalid("stop of row ", row, " is ", start + ask.num_tokens,
                 ": expected more than the row's start, ", start);
+}
+
+void RequestChecks::check_holdable(const BlockId* ids, int64_t n) const {
+  for (int64_t i = 0; i < n; ++i) {
+    c_.pool->check_id(ids[i], "ids");
+    if (c_.pool->ref_count(ids[i]) > 0 || c_.pool->is_cached(ids[i])) continue;
+    throw_invalid("ids holds block ", ids[i],
+                  ", which is free and not cached: expected a held or cached block");
+  }
+}
+
+void RequestChecks::check_holds(const BlockId* ids, int64_t n) const {
+  std::unordered_map<BlockId, int64_t> asked;
+  for (int64_t i = 0; i < n; ++i) {
+    c_.pool->check_id(ids[i], "blocks");
+    if (++asked[ids[i]] <= c_.frees->num_holds_of(ids[i])) continue;
+    throw_invalid("blocks holds block ", ids[i], " more often than hold_blocks holds it: expected ",
+                  c_.frees->num_holds_of(ids[i]), " times at most");
+  }
 }
 
 void RequestChecks::check_fork(int32_t row, const TokenChain& child) const {

@@ -151,6 +151,9 @@ class RequestChecks {
     throw_invalid("no blocks of request '", name,
                   "' are kept: expected a request that was freed with keep_blocks");
   }
+  void check_holdable(const BlockId* ids, int64_t n) const;
+  // Checks that connectors hold these blocks, repeated ids as often as they are listed.
+  void check_holds(const BlockId* ids, int64_t n) const;
   void check_fork(int32_t row, const TokenChain& child) const;
   void check_swap(const std::vector<int32_t>& rows, bool on_host) const {
     c_.rows->begin_call();

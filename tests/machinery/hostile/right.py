@@ -159,7 +159,7 @@ _RIGHT: dict[str, object] = {
     "KVCacheManager.report.report": lambda w: StepReport(w.get("steps").plan.step_id, True),
     "KVCacheManager.advance.rows": lambda w: [w.get("KVCacheManager").row(w.get("steps").slots)],
     "KVStorage.over.pages": m.empty_pages,
-    "KVCacheManager.release_blocks.request": m.kept,
+    "KVCacheManager.release_blocks.blocks": m.kept,
     "Request.chain.key": lambda w: hashing.hash_key(4, "0", "sha256_cbor", None),
     "BlockPool.publish.hashes": lambda w: m.hashes()[3:5],
     "BlockPool.lookup.hashes": lambda w: m.hashes(),

@@ -40,10 +40,10 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from kvcache_vllm.comparison import StartupComparison
 from kvcache_vllm.compatibility import check_version, is_tested
+from kvcache_vllm.connectors import what_connector_lacks
 from kvcache_vllm.disaggregation.connector import KVCacheConnector
 from kvcache_vllm.offloading.options import HostTierOptions
 from kvcache_vllm.offloading.spec import KVCacheOffloadingSpec
-from kvcache_vllm.scheduler import what_connector_lacks
 
 _SCHEDULERS = {
     False: "kvcache_vllm.VllmScheduler",
@@ -220,13 +220,10 @@ def _connector_row(
         for each in [*_combined(transfer)]:
             name = each.kv_connector
             names.append(name)
-            if what := _lacks(each, config, sizes):
+            if what := _lacks(each, config, sizes, scheduler):
                 lacks.append(f"{name} {what}")
     except Exception as error:
         return "connector", f"{name}: {_one_line(error)}", False
-    if not lacks and scheduler is not None and scheduler.kv_cache_manager.copies_states:
-        what = "cannot be used with states that are copied (mamba_cache_mode 'align')"
-        lacks.append(f"{names[0]} {what}")
     return "connector", "; ".join(lacks) or ", ".join(names), not lacks
 
 
@@ -249,7 +246,9 @@ def _combined(transfer: KVTransferConfig) -> Iterator[KVTransferConfig]:
         yield from _combined(KVTransferConfig(**{"engine_id": transfer.engine_id, **each}))
 
 
-def _lacks(transfer: KVTransferConfig, config: VllmConfig, sizes: dict[str, int]) -> str:
+def _lacks(
+    transfer: KVTransferConfig, config: VllmConfig, sizes: dict[str, int], scheduler: Any
+) -> str:
     """Return why a connector cannot be used, or "". Raises an exception if its options are invalid."""
     connector = KVConnectorFactory.get_connector_class(transfer)
     if issubclass(connector, KVCacheConnector):
@@ -258,7 +257,10 @@ def _lacks(transfer: KVTransferConfig, config: VllmConfig, sizes: dict[str, int]
         spec = OffloadingSpecFactory.get_spec_cls(transfer.kv_connector_extra_config)
         if issubclass(spec, KVCacheOffloadingSpec):
             HostTierOptions.of(transfer.kv_connector_extra_config)
-    return what_connector_lacks(connector)
+    if scheduler is None:
+        return ""
+    options = transfer.kv_connector_extra_config or {}
+    return what_connector_lacks(connector, options, scheduler.kv_cache_manager)
 
 
 def _one_line(error: BaseException) -> str:

@@ -85,6 +85,7 @@ class VllmCacheManager:
         self.kv_cache_config = kv_cache_config
         self.num_kv_cache_groups = len(groups)
         self.max_model_len = max_model_len
+        self._max_in_flight_tokens = max_in_flight_tokens or max_model_len
         self.enable_caching = enable_caching
         self.use_eagle = use_eagle
         self.log_stats = log_stats
@@ -114,8 +115,8 @@ class VllmCacheManager:
         )
         self.block_sizes = [group.block_size for group in groups]
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        self.coordinator = Coordinator(self, specs)
         self.block_pool = BlockPoolView(self)
+        self.coordinator = Coordinator(self, specs, self._max_in_flight_tokens, self.block_pool)
         self._hold_tokens = [
             isinstance(each, AttentionSpec) and not isinstance(each, CrossAttentionSpec)
             for each in specs
@@ -125,6 +126,7 @@ class VllmCacheManager:
         self._held: dict[str, HeldRequest] = {}
         self._ahead = Ahead(self.native, self._states, self._held)
         self._num_admit_calls = self._num_loads = self._num_failed_loads = 0
+        self._ended = "", 0  # the request whose end is told to a connector, and its computed tokens
         self._has_waiting = lambda: True
         self._may_look = True  # whether prefix lookups may occur in this step
         self._step_of_lookup = -1
@@ -239,7 +241,17 @@ class VllmCacheManager:
         ):
             return self.empty_kv_cache_blocks
         held = self._held.get(request_id)
+        has_watermark = has_scheduled_reqs and request.status in _NEW
+        watermark = self.watermark_blocks if has_watermark else 0
         if held is not None:
+            if full_sequence_must_fit:  # after a load, or when a session continues
+                num_needed = self.coordinator.get_num_blocks_to_allocate(
+                    request_id,
+                    min(request.num_tokens, self.max_model_len),
+                    apply_admission_cap=True,
+                )
+                if num_needed + watermark > self.native.pool.num_free:
+                    return None
             held.stop = stop = request.num_computed_tokens + num_new_tokens
             held.step = self._ahead.step
             if self._states.are_copied and request.status is not RequestStatus.RUNNING:
@@ -257,9 +269,6 @@ class VllmCacheManager:
             if self._states.has_drafts and blocks is not None:
                 self._note_filled(held)
             return blocks
-        reserved = reserved_blocks
-        if has_scheduled_reqs and request.status in _NEW:
-            reserved += self.watermark_blocks
         return self._admit(
             request,
             num_new_tokens,
@@ -268,7 +277,8 @@ class VllmCacheManager:
             num_lookahead_tokens,
             num_external_computed_tokens,
             delay_cache_blocks,
-            reserved,
+            reserved_blocks,
+            watermark,
             full_sequence_must_fit,
             num_encoder_tokens,
             skip_zeroing_group_ids,
@@ -276,6 +286,7 @@ class VllmCacheManager:
 
     def new_step_starts(self) -> None:
         """Begin a step: serve the requests that need a block in this step with one native call."""
+        self.block_pool.expire()
         if self._has_begun:
             self._has_begun = False
             return
@@ -339,6 +350,7 @@ class VllmCacheManager:
         num_external: int,
         is_delayed: bool,
         num_reserved: int,
+        watermark: int,
         must_fit: bool,
         num_encoder_tokens: int,
         skip_zeroing: tuple[int, ...],
@@ -356,26 +368,37 @@ class VllmCacheManager:
             num_new_tokens,
             External(num_external, is_delayed) if num_external or is_delayed else None,
             lookahead,
-            num_reserved,
+            num_reserved + watermark,
             read_cache=True if num_external else bool(hits) if self.enable_caching else None,
             num_prompt_tokens=request.num_prompt_tokens,
             num_shared_tokens=request.shared_prefix_boundary,
         )
-        if must_fit and not is_delayed:
+        num_left = request.num_tokens - start - num_new_tokens
+        if must_fit and num_left > 0:
             whole = ask._replace(num_lookahead_tokens=0)
+            if is_delayed:  # the tokens after the load are computed in later steps
+                whole = whole._replace(
+                    num_tokens=min(num_left, self._max_in_flight_tokens),
+                    external=External(num_external),
+                    num_reserved_blocks=watermark,
+                )
             if not hits:  # must find no hits of its own
                 whole = whole._replace(
-                    num_tokens=start + num_new_tokens, external=None, read_cache=False
+                    num_tokens=start + whole.num_tokens, external=None, read_cache=False
                 )
-            fits = native.would_fit(whole, whole=True)
-            if fits is not Status.SERVED and start + num_new_tokens < request.num_tokens:
+            if native.would_fit(whole, whole=True) is not Status.SERVED:
                 return None
         if self.num_kv_cache_groups == 1:
             computed = hits[0] if hits else ()
         else:
             computed = hits or ()
         self._num_admit_calls += 1
-        ids = native.admit(ask, computed)
+        loads_state = self._states.are_copied and num_external > 0 and not is_delayed
+        copied = [] if num_external else self._states.last_of(hits)
+        if loads_state:
+            ids, copied = self._admit_loaded(ask, computed)
+        else:
+            ids = native.admit(ask, computed)
         if ids is None:
             return None
         held = self._held[request.request_id] = HeldRequest(request, ours, self._hashed)
@@ -387,12 +410,47 @@ class VllmCacheManager:
         new_ids = [ids] if self.num_kv_cache_groups == 1 else ids
         if self._states.any:
             self._states.note_new([each.tolist() for each in new_ids], skip_zeroing)
-            self._states.note_filled(native, ours, start, held.num_computed)
-            held.copied_states, held.step = self._states.last_of(hits), self._ahead.step
+            first = num_hit_tokens if loads_state else start
+            self._states.note_filled(native, ours, first, held.num_computed)
+            held.copied_states, held.step = copied, self._ahead.step
         if not is_delayed:
             (held.quiet_until,) = self._ahead.quiet_until([held.row])
             self._ahead.wait(held, held.num_computed + lookahead)
         return BlockIds(new_ids)
+
+    def _admit_loaded(self, ask: Admit, computed: Any) -> tuple[Any, list[tuple[int, int, int]]]:
+        """Admit a request whose external tokens, and the states after them, are loaded in this step.
+
+        Return the ids of the new blocks, as `admit` does, and the (group, column, block) of each loaded
+        state. The worker copies the states from these blocks.
+        """
+        native, external = self.native, ask.external
+        num_copied = sum(group.kind == "recurrent" for group in native.groups)
+        fits = native.would_fit(
+            ask._replace(num_reserved_blocks=ask.num_reserved_blocks + num_copied)
+        )
+        if fits is not Status.SERVED:
+            return None, []
+        first = native.admit(
+            ask._replace(
+                num_tokens=0, num_lookahead_tokens=0, external=external._replace(delayed=True)
+            ),
+            computed,
+        )
+        if first is None:
+            return None, []
+        start = native.finish_receiving(ask.request)
+        states = self._states.last_held(native, ask.request, start)
+        stop = min(start + ask.num_tokens, ask.request.num_tokens)
+        row = native.row(ask.request)
+        (more,) = native.advance([row], [start], [stop], ask.num_lookahead_tokens)
+        if more is None:
+            native.free(ask.request)
+            return None, []
+        if self.num_kv_cache_groups == 1:
+            return np.append(first, more[0] if more else ()).astype(np.int32), states
+        more = more or [()] * len(first)
+        return [np.append(ids, new).astype(np.int32) for ids, new in zip(first, more)], states
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Finish loading a request's external tokens, which `num_computed_tokens` already includes.
@@ -409,7 +467,10 @@ class VllmCacheManager:
         self._append_known(request, held.request)
         num_missing = held.num_computed - num_computed_tokens
         num_arrived = None if num_missing <= 0 else max(held.num_external - num_missing, 0)
+        first = held.start - held.num_external
         held.num_computed = self.native.finish_receiving(held.request, num_arrived)
+        if self._states.any:
+            self._states.note_filled(self.native, held.request, first, held.num_computed)
         self._num_loads += 1
         self._num_failed_loads += num_missing > 0
         held.start = held.stop = held.num_computed
@@ -495,6 +556,10 @@ class VllmCacheManager:
     ) -> tuple[list[int], ...]:
         """Return the block ids of the first tokens; for states and encoders, all block ids."""
         ids = self.get_block_ids(request_id)
+        if self._ended[0] == request_id:
+            for own, group in zip(ids, self.coordinator.single_type_managers):
+                num_skipped = min(group.num_skipped_blocks(self._ended[1]), len(own))
+                own[:num_skipped] = [0] * num_skipped
         return tuple(
             own[: -(-num_computed_tokens // size)] if holds_tokens else own
             for own, size, holds_tokens in zip(ids, self.block_sizes, self._hold_tokens)
@@ -542,6 +607,11 @@ class VllmCacheManager:
             found[f"evicted_blocks {group}"] = counts.evicted_blocks
         return found
 
+    def publish_computed(self) -> None:
+        """Cache the blocks that requests have filled with computed tokens."""
+        if self.enable_caching:
+            self._ahead.publish_filled(None)
+
     def take_events(self) -> list[KVCacheEvent]:
         """Return the events since the last call, as vLLM's classes."""
         if not self.enable_kv_cache_events:
@@ -568,7 +638,14 @@ class VllmCacheManager:
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Do nothing, because calls that allocate slots also release the blocks that left a window."""
+        """Called before a connector is told about the end of a request.
+
+        No block is released, because calls that allocate slots also release the blocks that left a
+        window. `get_block_ids_for_computed_tokens` replaces blocks that have left it since then by the
+        null block.
+        """
+        self._ended = request_id, processed_computed_tokens
+        self.block_pool.expire()
 
     def take_new_block_ids(self) -> list[int]:
         """Return the attention blocks allocated since the last call, if they must be cleared."""

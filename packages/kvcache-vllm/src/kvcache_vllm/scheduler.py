@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import async_scheduler
@@ -26,6 +25,7 @@ from kvcache_vllm.compatibility import (
     is_tested,
     missing_attributes,
 )
+from kvcache_vllm.connectors import each_connector, what_it_lacks
 from kvcache_vllm.hashing import get_request_block_hasher, hash_bytes_of
 from kvcache_vllm.known_sources import has_known_sources
 from kvcache_vllm.manager import VllmCacheManager
@@ -34,32 +34,6 @@ from kvcache_vllm.steady import SteadySteps
 
 _OPTIONS = ("eviction", "eviction_options")
 _log = init_logger("vllm.kvcache")
-
-
-def _each(connector: Any) -> list[Any]:
-    """Return a list of the connector or, for a MultiConnector, of the connectors that it combines."""
-    if connector is None:
-        return []
-    inner = getattr(connector, "_connectors", None)
-    return [connector] if inner is None else [each for one in inner for each in _each(one)]
-
-
-def what_connector_lacks(connector: type) -> str:
-    """Return why a connector class cannot be used with kvcache's manager, or "" if it can."""
-    base = KVConnectorBase_V1
-    for name in ("bind_gpu_block_pool", "bind_kv_cache_manager"):
-        if getattr(connector, name, None) is not getattr(base, name, None):
-            return f"reads vLLM's own block pool ({name})"
-    return ""
-
-
-def _asked_of_vllms_pool(connector: Any) -> str:
-    """Describe the vLLM internals that a connector accesses directly. "" if there are none."""
-    if lacks := what_connector_lacks(type(connector)):
-        return lacks
-    if getattr(connector, "_bounding_group_ids", ()):
-        return "looks up groups that it does not load, in vLLM's own coordinator"
-    return ""
 
 
 class _WithManager:
@@ -105,14 +79,8 @@ class _WithManager:
         # Prefill chunks end at positions where a state is kept. States that the worker would keep
         # inside a chunk are written to the null block.
         self.mamba_has_prefill_checkpoint_blocks = False
-        if self.connector is not None and self.kv_cache_manager.copies_states:
-            raise ValueError(
-                "kv_transfer_config is given, and the model keeps states that are copied "
-                "(mamba_cache_mode 'align'): kvcache's scheduler for vLLM does not support both; remove "
-                "the connector, or serve with vLLM's own scheduler"
-            )
-        for connector in _each(self.connector):
-            if what := _asked_of_vllms_pool(connector):
+        for connector in each_connector(self.connector):
+            if what := what_it_lacks(connector, self.kv_cache_manager):
                 raise ValueError(
                     f"kv_connector is {type(connector).__name__}, which {what}: kvcache's scheduler for "
                     "vLLM does not have it; choose another connector, or serve with vLLM's own scheduler"

@@ -105,13 +105,16 @@ def test_malformed_configurations_are_named(content, message, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("options,message", [
-    (["--kv-transfer-config", '{"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}'],
-     "SimpleCPUOffloadConnector reads vLLM's own block pool (bind_gpu_block_pool)"),
+    (["--kv-transfer-config",
+      '{"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", '
+      '"kv_connector_extra_config": {"lazy_offload": true}}'],
+     "SimpleCPUOffloadConnector uses block_pool.free_block_queue of vLLM's own KV cache manager"),
     (["--kv-transfer-config", '{"kv_connector": "None", "kv_role": "kv_both"}'],
      "Unsupported connector type: None"),
     (multi({"kv_connector": "NixlConnector", "kv_role": "kv_both"},
-           {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}),
-     "connector SimpleCPUOffloadConnector reads vLLM's own block pool"),
+           {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {"lazy_offload": True}}),
+     "connector SimpleCPUOffloadConnector uses block_pool.free_block_queue"),
     (multi(), "connectors is []: expected a list of configurations"),
     ([*connector("KVCacheConnector", "disaggregation", nope=1)], "connector KVCacheConnector: "),
     ([*connector("KVCacheConnector", "disaggregation"), "--pipeline-parallel-size", "2"],
