@@ -79,7 +79,7 @@ MAY_IMPORT = {
     "kvcache_lab": EXCHANGE,
     "kvcache_lab.cli": {"kvcache_lab", *EXCHANGE},
     "kvcache_sglang": EXCHANGE,
-    "kvcache_sglang.sanitizer": {"kvcache_exchange.plugins"},
+    "kvcache_sglang.sanitizer": {"kvcache_exchange.plugins", "kvcache_sglang"},
     "kvcache_vllm": EXCHANGE,
     "kvcache_vllm.sanitizer": {"kvcache_exchange.plugins"},
 }

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disaggregated prefill and decode between SGLang and another engine:
+"""Disaggregated prefill and decode between SGLang and another engine, and SGLang's prefix cache:
 
     KVCACHE_EXCHANGE='{"port": 7000}' sglang serve MODEL --page-size 64
+    sglang serve MODEL --page-size 64 --radix-cache-backend kvcache
 
-SGLang loads the plug-in. Without the variable, the plug-in neither imports nor changes any part of
-SGLang. The value is a JSON object with options of `ConnectorOptions`, or `{}`.
+SGLang loads the plug-ins. Without the variable and the option, they neither import nor change any
+part of SGLang. The value is a JSON object with options of `ConnectorOptions`, or `{}`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,25 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvcache_sglang.options import VARIABLE
+from kvcache_sglang.options import BACKEND, VARIABLE
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
+
+
+def register_prefix_cache() -> None:
+    """Make `--radix-cache-backend kvcache` available in processes that run a scheduler."""
+    if _SCHEDULER not in sys.modules:
+        return
+    from sglang.srt.mem_cache import registry
+
+    if BACKEND not in registry.registered_radix_cache_backends():
+        registry.register_radix_cache_backend(BACKEND, _make_cache)
+
+
+def _make_cache(context: Any) -> Any:
+    from kvcache_sglang.prefix_cache import make_cache
+
+    return make_cache(context)
 
 
 def register() -> None:
@@ -36,8 +53,9 @@ def register() -> None:
     from kvcache_exchange.plugins.wrapping import wrap_once
     from kvcache_sglang.weights import wrap_weight_updates
 
+    # SGLang ignores errors raised here, so `_creating` and `_starting` perform all checks.
+    wrap_once(module.Scheduler, "__init__", _creating)
     wrap_weight_updates()  # the scheduler has not been created yet
-    # SGLang ignores errors raised here, so `_starting` performs all other checks.
     for name, wrap in (
         ("get_init_info", _starting),
         ("run_event_loop", _running),
@@ -56,6 +74,17 @@ def register() -> None:
 def exchange_of(owner: Any) -> Any:
     """Return the `Exchange` of a scheduler, one of its batches or its output streamer, or None."""
     return getattr(owner.tree_cache, "kvcache_exchange", None)
+
+
+def _creating(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __init__(scheduler: Any, *arguments: Any, **options: Any) -> None:
+        from kvcache_sglang.compatibility import EXCHANGE, check_version
+
+        check_version(EXCHANGE)
+        original(scheduler, *arguments, **options)
+
+    return __init__
 
 
 def _starting(original: Callable) -> Callable:
@@ -86,10 +115,10 @@ def _running(original: Callable) -> Callable:
 
 def _polling(original: Callable) -> Callable:
     @functools.wraps(original)
-    def process_input_requests(scheduler: Any, recv_reqs: list) -> Any:
+    def process_input_requests(scheduler: Any, *arguments: Any, **options: Any) -> Any:
         if (exchange := exchange_of(scheduler)) is not None:
             exchange.poll()
-        return original(scheduler, recv_reqs)
+        return original(scheduler, *arguments, **options)
 
     return process_input_requests
 
@@ -110,23 +139,21 @@ def _receiving(original: Callable) -> Callable:
 
 def _aborting(original: Callable) -> Callable:
     @functools.wraps(original)
-    def abort_request(scheduler: Any, recv_req: Any) -> Any:
+    def abort_request(scheduler: Any, recv_req: Any, **options: Any) -> Any:
         if (exchange := exchange_of(scheduler)) is not None:
             exchange.cancel("" if recv_req.abort_all else recv_req.rid)
-        return original(scheduler, recv_req)
+        return original(scheduler, recv_req, **options)
 
     return abort_request
 
 
 def _idle(original: Callable) -> Callable:
     @functools.wraps(original)
-    def is_fully_idle(
-        scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False
-    ) -> bool:
+    def is_fully_idle(scheduler: Any, for_health_check: bool = False, **options: Any) -> bool:
         exchange = exchange_of(scheduler)
         if exchange is not None and exchange.num_loads and not for_health_check:
             return False
-        return original(scheduler, for_health_check, ignore_waiting)
+        return original(scheduler, for_health_check, **options)
 
     return is_fully_idle
 
@@ -146,10 +173,10 @@ def _flushing(original: Callable) -> Callable:
 
 def _retracting(original: Callable) -> Callable:
     @functools.wraps(original)
-    def retract_decode(batch: Any) -> Any:
+    def retract_decode(batch: Any, *arguments: Any, **options: Any) -> Any:
         if (exchange := exchange_of(batch)) is not None:
             exchange.end_leases()  # if leases lock the pool, SGLang would abort the last request
-        return original(batch)
+        return original(batch, *arguments, **options)
 
     return retract_decode
 

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offers the KV of finished prompts to other engines, and loads KV that other engines offer.
 
-All methods run in the scheduler's thread. A separate thread (`TensorRank`) transfers the data.
+All methods run in the scheduler's thread. A separate thread (`TensorRank`) transfers the data. With
+tensor parallelism, each rank's scheduler makes the same calls, because SGLang gives all of them the same
+requests. What depends on a rank's transfers or clock is agreed on (`_agree`) before it changes the tree
+or the queue.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from kvcache_exchange.disaggregation.leases import LeaseNumbers
 from kvcache_exchange.disaggregation.offer import Offer, digest_of
 from kvcache_exchange.disaggregation.options import ConnectorOptions
-from kvcache_exchange.disaggregation.steps import Load, Results, Step
+from kvcache_exchange.disaggregation.steps import Load, Results, Step, check_ranks
 from kvcache_exchange.identity import KVIdentity
 from kvcache_exchange.plugins.moves import CONVERTS
 from kvcache_exchange.plugins.rank import TensorRank
-from kvcache_sglang.compatibility import check_scheduler
 from kvcache_sglang.layout import layer_names, layout_of_pool, model_of
+from kvcache_sglang.limits import check_scheduler
 from kvcache_sglang.params import ASK, KEY, offer_in, text_of, value_of
 from kvcache_sglang.weights import check_observed, observe_weight_updates
 
@@ -71,15 +74,21 @@ class Exchange:
         self._options, self._tree = options, scheduler.tree_cache
         self._scheduler, self._allocator = scheduler, scheduler.token_to_kv_pool_allocator
         self._page_size = scheduler.page_size
-        self._engine_id = f"sglang-{uuid.uuid4().hex[:12]}"
+        self._group, self._num_ranks = scheduler.tp_cpu_group, scheduler.server_args.tp_size
+        number = torch.distributed.get_rank(self._group) if self._num_ranks > 1 else 0
+        self._engine_id = self._gather(f"sglang-{uuid.uuid4().hex[:12]}")[0]
         self._identity = KVIdentity(model_of(scheduler))
         pool, model = self._allocator.get_kvcache(), scheduler.tp_worker.model_runner.model
         names = layer_names(model, pool.layer_num)
         num_heads = self._identity.model["num_kv_heads"]
-        layout, tensors = layout_of_pool(pool, names, num_heads, self._engine_id)
+        layout, tensors = layout_of_pool(pool, names, num_heads, self._engine_id, self._num_ranks)
         self._layouts = (layout,)
-        self._rank = TensorRank(self._engine_id, 0, self._layouts, [tensors], options)
-        self._numbers = LeaseNumbers()
+        self._rank = TensorRank(self._engine_id, number, self._layouts, [tensors], options)
+        handshakes = self._gather(self._rank.handshake)
+        check_ranks(handshakes)
+        self._addresses = tuple(each.address for each in handshakes)
+        self._numbers = self._gather(LeaseNumbers())[0]
+        self._unagreed = Results()  # of this rank
         self._leases: dict[str, tuple[Any, int]] = {}  # lock and number of tokens, keyed by request
         self._loads: dict[str, _Loading] = {}
         # Slots to which failed loads may still write, keyed by request.
@@ -146,7 +155,7 @@ class Exchange:
             self._identity,
             self._layouts,
             (tuple(pages.tolist()),),
-            (self._rank.handshake.address,),
+            self._addresses,
             lease,
         )
 
@@ -210,28 +219,22 @@ class Exchange:
         Called in each iteration of the event loop.
         """
         results = self._take_results()
-        self._end_leases_if_stuck()
-        for rid in results.received & set(self._loads):
+        for rid in [rid for rid in self._loads if rid in results.received]:
             loading = self._loads.pop(rid)
             self._insert(loading)
             loading.go_on()
-        for rid in results.failed:  # the rank has logged the reason
+        for rid in sorted(results.failed):  # the rank has logged the reason
             self._give_up(rid)
-        if self._loads:
-            now = time.monotonic()
-            for rid in [rid for rid, each in self._loads.items() if now > each.deadline]:
-                _log.warning(
-                    "KV of request %s is not loaded: the transfer thread does not respond", rid
-                )
-                self._give_up(rid)
-            if not self._is_running() and not self._scheduler.waiting_queue:
-                time.sleep(_PAUSE_S)
+        is_active = self._loads or len(self._numbers)
+        if is_active and not self._is_running() and not self._scheduler.waiting_queue:
+            time.sleep(_PAUSE_S)
         self._free_released(results)
 
     def wait_for_released_slots(self) -> None:
         """Wait at most `timeout_s` until no failed or canceled load can write to the pool."""
-        until = time.monotonic() + self._options.timeout_s
-        while self._quarantine and time.monotonic() < until:
+        for _ in range(round(self._options.timeout_s / _PAUSE_S)):  # as often on each rank
+            if not self._quarantine:
+                return
             time.sleep(_PAUSE_S)
             self._free_released(self._take_results())
 
@@ -255,28 +258,68 @@ class Exchange:
             and not (scheduler.enable_overlap and scheduler.result_queue)
         )
 
-    def _end_leases_if_stuck(self) -> None:
-        """End all leases if requests have waited for `_STUCK_S` while no request is running."""
+    def _is_stuck(self) -> bool:
+        """Return whether requests have waited for `_STUCK_S` while no request is running."""
         now = time.monotonic()
         if not self._leases or not self._scheduler.waiting_queue or self._is_running():
             self._moved_at = now
-        elif now - self._moved_at > _STUCK_S:
+        return now - self._moved_at > _STUCK_S
+
+    def _take_results(self) -> Results:
+        """Return the results on which the ranks agree, and unlock the pages of leases that have ended."""
+        results, now = self._rank.take_results(), time.monotonic()
+        for rid in [rid for rid, each in self._loads.items() if now > each.deadline]:
+            _log.warning(
+                "KV of request %s is not loaded: the transfer thread does not respond", rid
+            )
+            results.failed[rid] = "late"
+        results, is_stuck = self._agree(results, self._is_stuck())
+        for rid in sorted(results.sent):  # in the same order on each rank
+            self._numbers.give_back(rid)
+            if rid in self._leases:
+                self._tree.unlock(self._leases.pop(rid)[0])
+        if is_stuck and self._leases:
             _log.warning(
                 "Leases are ended early, because waiting requests may need the leased pages"
             )
             self.end_leases()
-
-    def _take_results(self) -> Results:
-        """Return the rank's results, and unlock the pages of leases that have ended."""
-        results = self._rank.take_results()
-        for rid in results.sent:
-            self._numbers.give_back(rid)
-            if rid in self._leases:
-                self._tree.unlock(self._leases.pop(rid)[0])
         return results
 
+    def _agree(self, results: Results, is_stuck: bool) -> tuple[Results, bool]:
+        """Return what has happened on all ranks, or, for failures and requests that are stuck, on any.
+
+        The other results of this rank are kept for the next call. All ranks have the same leases
+        and loads, so that either all of them or none communicates.
+        """
+        if self._num_ranks == 1:
+            return results, is_stuck
+        own = self._unagreed
+        own.sent |= results.sent
+        own.received |= results.received
+        own.released |= results.released | results.received  # the transport no longer writes
+        own.failed |= results.failed
+        if not (len(self._numbers) or self._loads or self._quarantine):
+            return Results(), False
+        found = self._gather((own.sent, own.received, own.released, own.failed, is_stuck))
+        *sets, failures, stuck = zip(*found)
+        sent, received, released = (set.intersection(*each) for each in sets)
+        failed = {rid: reason for each in failures for rid, reason in each.items()}
+        own.sent -= sent
+        own.received -= released
+        own.released -= released
+        own.failed = {rid: each for rid, each in own.failed.items() if rid not in failed}
+        return Results(sent, received, failed, released), any(stuck)
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        values = [value] * self._num_ranks
+        if self._num_ranks > 1:
+            torch.distributed.all_gather_object(values, value, group=self._group)
+        return values
+
     def _free_released(self, results: Results) -> None:
-        for rid in (results.released | results.received) & set(self._quarantine):
+        ended = results.released | results.received
+        for rid in [rid for rid in self._quarantine if rid in ended]:
             self._allocator.free(self._quarantine.pop(rid))
 
     def cancel(self, prefix: str) -> None:

@@ -39,7 +39,7 @@ from kvcache_exchange.plugins.model import weights_digest
 from kvcache_exchange.store.base import BlockStore
 from kvcache_exchange.store.registry import open_store
 from kvcache_exchange.store.value_format import HEADER_BYTES, BlockKey, faults, key_text, seal
-from kvcache_sglang.compatibility import check_version
+from kvcache_sglang.compatibility import HICACHE, check_version
 from kvcache_sglang.weights import observe_weight_updates
 
 _log = logging.getLogger("kvcache.hicache")
@@ -65,7 +65,7 @@ class HiCacheStore(HiCacheStorage):
     """
 
     def __init__(self, config: HiCacheStorageConfig, kwargs: Any = None) -> None:
-        check_version()
+        check_version(HICACHE)
         self._config, extra = config, dict(config.extra_config or {})
         if not extra.get("interface_v1"):
             raise ValueError("interface_v1 is missing: expected 1")

@@ -18,7 +18,7 @@ _ORDER = ("layer", "kv", "block", "token", "head", "element")
 
 
 def layout_of_pool(
-    pool: Any, layers: tuple[str, ...], num_kv_heads: int, engine_id: str
+    pool: Any, layers: tuple[str, ...], num_kv_heads: int, engine_id: str, tp_size: int = 1
 ) -> tuple[GroupLayout, list[torch.Tensor]]:
     """Return a pool's layout, and the pool's tensors in the order of the layout's regions.
 
@@ -27,6 +27,7 @@ def layout_of_pool(
         layers: Names of the layers.
         num_kv_heads: Number of KV heads of the model.
         engine_id: Name of the engine.
+        tp_size: Number of tensor-parallel ranks.
 
     Raises:
         ValueError: The tensors are not contiguous, or have an unexpected dtype or number of heads.
@@ -34,13 +35,14 @@ def layout_of_pool(
     tensors = [each for pair in zip(pool.k_buffer, pool.v_buffer) for each in pair]
     key, value, page_size = tensors[0], tensors[1], pool.page_size
     num_pages = len(key) // page_size
-    expected = [num_pages * page_size, num_kv_heads]
+    num_own = max(num_kv_heads // tp_size, 1)
+    expected = [num_pages * page_size, num_own]
     for tensor in tensors:
         found = [len(tensor) // page_size * page_size, *tensor.shape[1:-1]]
         if not tensor.is_contiguous() or found != expected or tensor.dtype != pool.dtype:
             raise ValueError(
                 f"the pool has a tensor of {tensor.dtype}{list(tensor.shape)} with strides "
-                f"{tensor.stride()}: expected contiguous {pool.dtype}[slots, {num_kv_heads}, head size]"
+                f"{tensor.stride()}: expected contiguous {pool.dtype}[slots, {num_own}, head size]"
             )
     description = CacheDescription(
         engine_id=engine_id,
@@ -50,6 +52,7 @@ def layout_of_pool(
         v_head_size=value.shape[-1],
         block_size=page_size,
         memory_order=_ORDER,
+        tp_size=tp_size,
         dtype=str(pool.dtype).removeprefix("torch."),
     )
     return GroupLayout(layers, description, 1, num_pages), tensors

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvcache_exchange.disaggregation.options import ConnectorOptions
 
 VARIABLE = "KVCACHE_EXCHANGE"
+BACKEND = "kvcache"  # the value of SGLang's --radix-cache-backend
 
 
 def options_from_environment() -> ConnectorOptions:

@@ -592,11 +592,37 @@ def test_unsupported_configurations_are_rejected_at_startup(options, message, fo
         engine.close()
 
 
-def test_other_versions_are_rejected(monkeypatch):
-    import sglang
-
-    from kvcache_sglang.compatibility import check_scheduler
-
-    monkeypatch.setattr(sglang, "__version__", "0.9.0")
-    with pytest.raises(ValueError, match=r"the version of SGLang is 0\.9\.0: expected 0\.5\.23"):
-        check_scheduler(None)
+def test_tensor_parallel_ranks_agree_on_loads_and_leases(folders):
+    """One engine has two ranks and kvcache's prefix cache."""
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    own = {"radix_cache_backend": "kvcache", "tp_size": 2}
+    two = SGLangEngine(folders["llama"], extra=OPTIONS, environment=cores, **own)
+    one = SGLangEngine(folders["llama"], extra=OPTIONS)
+    try:
+        for engine in (two, one):
+            engine.answer()
+        prompts = some_prompts(1, 6)
+        wanted = alone(one, prompts)
+        for sender, receiver in ((one, two), (two, one)):
+            for engine in (one, two):
+                engine.wait_until_empty()
+                assert engine.ask("reset")
+            found = receiver.decode(prompts, sender.prefill(prompts))
+            assert found == (wanted, sum(map(len, prompts)) - in_pages(prompts))
+        prompts = some_prompts(11, 3, 100, 300)
+        wanted = alone(one, prompts)
+        assert one.ask("reset")
+        offers = one.prefill(prompts)
+        one.signal(signal.SIGSTOP)
+        try:
+            assert two.decode(prompts, offers)[0] == wanted
+            assert two.ask("state")["failed"] == 3
+        finally:
+            one.signal(signal.SIGCONT)
+        for engine in (one, two):
+            engine.wait_until_empty(timeout_s=60)
+    finally:
+        for engine in (two, one):
+            engine.end()
+        for engine in (two, one):
+            engine.close()

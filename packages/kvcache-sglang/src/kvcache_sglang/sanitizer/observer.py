@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import sglang
 import torch
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
@@ -28,10 +27,11 @@ from kvcache.sanitizer import SanitizedGroup, Sanitizer
 from kvcache_exchange.plugins.environment import options_from_environment
 from kvcache_exchange.plugins.guard import ObserverGuard
 from kvcache_exchange.plugins.wrapping import wrap_once
+from kvcache_sglang.compatibility import SANITIZER, check_version
+from kvcache_sglang.prefix_cache import SGLangPrefixCache
 from kvcache_sglang.sanitizer.pages import HandedOutPages
 
 _log = logging.getLogger("kvcache.sanitizer")
-_VERSIONS = ("0.5.23",)
 _MODES = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE)
 _POOLS = (
     memory_pool.MHATokenToKVPool,
@@ -59,9 +59,7 @@ def observe(scheduler: Any, sanitizer: Sanitizer | None = None) -> SchedulerObse
         >>> import os
         >>> os.environ["KVCACHE_SANITIZE"] = "1"  # before SGLang starts, instead of a call
     """
-    if sglang.__version__ not in _VERSIONS:
-        expected = " or ".join(_VERSIONS)
-        raise ValueError(f"the version of SGLang is {sglang.__version__}: expected {expected}")
+    check_version(SANITIZER)
     arguments, tree, outer = (
         scheduler.server_args,
         scheduler.tree_cache,
@@ -77,7 +75,10 @@ def observe(scheduler: Any, sanitizer: Sanitizer | None = None) -> SchedulerObse
         "prefill/decode multiplexing": arguments.enable_pdmux,
         "sparse attention with a host tier": arguments.enable_hisparse,
         "a page size that depends on parallelism": outer.page_size != scheduler.page_size,
-        f"radix cache {type(tree).__name__}": type(tree) is not UnifiedRadixCache,
+        "the host tier of kvcache's prefix cache": isinstance(tree, SGLangPrefixCache)
+        and tree.token_to_kv_pool_host is not None,
+        f"radix cache {type(tree).__name__}": type(tree)
+        not in (UnifiedRadixCache, SGLangPrefixCache),
         f"KV pool {type(pool).__name__}": type(pool) not in _POOLS,
         f"allocator {type(outer).__name__}": type(outer)
         not in (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator),
