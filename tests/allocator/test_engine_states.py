@@ -142,7 +142,9 @@ def test_only_calls_of_the_engine_serve_states_of_drafts():
     manager = make(groups=(DRAFTS, FULL))
     with pytest.raises(ValueError, match=r"^step cannot serve groups with num_speculative_blocks"):
         manager.step(new=[Request("r", range(9))])
-    with pytest.raises(ValueError, match=r"hash_block_size is 2, and groups\[0\] has num_speculative"):
+    with pytest.raises(
+        ValueError, match=r"hash_block_size is 2, and groups\[0\] has num_speculative"
+    ):
         make(groups=(DRAFTS, FULL), hash_block_size=2)
 
 

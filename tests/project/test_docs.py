@@ -9,12 +9,14 @@ import inspect
 import itertools
 import json
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks.gpu.machine import write_results
 from kvcache import ops
+from kvcache_vllm import refusals
 from tests.machinery import roots
 from tests.machinery.forked import run_code
 from tests.machinery.pages import code_of
@@ -203,3 +205,14 @@ def test_figures_of_the_first_pages_equal_the_results(page, name, form, factor):
 def test_the_policy_in_the_extensions_page_is_the_one_that_is_compiled_and_tested():
     header = (REPO / "csrc/tests/segmented_lru.h").read_text()
     assert f"```cpp\n{header}```" in (REPO / "docs/extensions.md").read_text()
+
+
+def test_table_of_what_is_refused_in_vllm_is_made_from_the_code():
+    assert refusals.table() in (DOCS / "vllm.md").read_text()
+    code = "".join(each.read_text() for each in Path(refusals.__file__).parent.glob("[!r]*.py"))
+    unused = [name for name in refusals.REFUSALS if f'"{name}"' not in code]
+    assert all(
+        name.endswith("Spec") for name in unused
+    )  # `group_specs` looks these up by class name
+    text = str(refusals.refused("modules of MTP", "num_prefill_lookahead is 2"))
+    assert text.startswith("num_prefill_lookahead is 2: ") and "; use one module, or serve" in text

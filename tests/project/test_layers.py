@@ -336,3 +336,39 @@ print("works")
 def test_control_plane_works_without_torch():
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
     assert done.stdout == "works\n", done.stderr
+
+
+def private_names_in(path: Path):
+    """Yield what a file reads of other objects' private names."""
+    own = {
+        "_replace",
+        "_fields",
+        "_kvcache_request",
+    }  # of named tuples, and what we add to vLLM's objects
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = None
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            name = node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "getattr",
+            "hasattr",
+            "setattr",
+        ):
+            name = str(getattr(node.args[1], "value", ""))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
+            yield from (each.name for each in node.names if each.name.startswith("_"))
+        if name and name.startswith("_") and not name.startswith("__") and name not in own:
+            yield name
+
+
+def test_private_names_of_vllm_are_read_where_the_reasons_are():
+    plugin = REPO / "packages/kvcache-vllm/src/kvcache_vllm"
+    with_reasons = {plugin / each for each in ("private.py", "steady.py", "sanitizer/runners.py")}
+    found = {
+        (str(path.relative_to(plugin)), name)
+        for path in plugin.rglob("*.py")
+        for name in private_names_in(path)
+        if path not in with_reasons
+    }
+    assert not found
+    assert "_jobs" in {*private_names_in(plugin / "private.py")}

@@ -90,10 +90,10 @@ class Ahead:
             if request.status is not RequestStatus.RUNNING:
                 continue  # a session waiting for input may drop its last token
             start, num_pending = request.num_computed_tokens, request.num_output_placeholders
-            stop = len(request._all_token_ids) + len(request.spec_token_ids) + num_pending
+            stop = request.num_tokens + len(request.spec_token_ids) + num_pending
             if stop + lookahead <= held.quiet_until:  # the request was not scheduled in some step
                 self.wait(held, stop + lookahead)
-            elif len(request._all_token_ids) > start + 1:
+            elif request.num_tokens > start + 1:
                 pass  # the scheduler may shorten a prompt, and only computed tokens can be hit
             elif not start < stop <= start + most or stop + lookahead >= self._native.max_model_len:
                 pass  # too many drafts, or `max_model_len` is reached
@@ -132,7 +132,7 @@ class Ahead:
         for held, stop in zip(rows, stops):
             request, num_known = held.engine_request, held.num_known
             last = min(request.num_computed_tokens, stop) if is_ahead else stop
-            told = request._all_token_ids[num_known : max(last, num_known)]
+            told = request.all_token_ids[num_known : max(last, num_known)]
             counts.append(len(told))
             token_ids += told
         self.num_native_calls += 1
@@ -215,7 +215,7 @@ class Ahead:
             start = min(held.num_computed, held.num_known, stop - 1)
             # A session may drop its last token.
             num_further = 0 if request.resumable else hashed.num_lookahead
-            if tokens := request._all_token_ids[held.num_known : stop + num_further]:
+            if tokens := request.all_token_ids[held.num_known : stop + num_further]:
                 held.request.append_tokens(tokens)
                 held.num_known += len(tokens)
             self.advance([held], [start], [stop], 0)
@@ -243,7 +243,7 @@ class Ahead:
                 if start >= stop:
                     continue
             size = held.hashed.block_size
-            num_full = min(held.hashed.num_blocks(len(request._all_token_ids)), stop // size)
+            num_full = min(held.hashed.num_blocks(request.num_tokens), stop // size)
             if num_full * size > held.num_published and stop > held.start:
                 calls[0].append(held)
                 calls[1].append(start)

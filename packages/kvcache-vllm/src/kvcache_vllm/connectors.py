@@ -16,6 +16,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
+from kvcache_vllm import private
+
 # The methods with which vLLM passes the manager and its parts to connectors, and these parts.
 _BINDS = {"bind_kv_cache_manager": "", "bind_gpu_block_pool": "block_pool"}
 _STATES = "boundary_state_offloads"
@@ -29,16 +31,16 @@ _ONLY_WITH = {
 
 def what_it_lacks(connector: Any, manager: Any) -> str:
     """Return why a connector cannot be used with kvcache's manager, or "" if it can."""
-    options = connector._kv_transfer_config.kv_connector_extra_config or {}
-    attributes = {name: getattr(connector, name, None) for name in ("_bounding_group_ids",)}
-    return what_connector_lacks(type(connector), {**options, **attributes}, manager)
+    options = private.transfer_config(connector).kv_connector_extra_config or {}
+    bounds = {"_bounding_group_ids": private.bounding_groups(connector)}
+    return what_connector_lacks(type(connector), {**options, **bounds}, manager)
 
 
 def each_connector(connector: Any) -> list[Any]:
     """Return a list of the connector or, for a MultiConnector, of the connectors that it combines."""
     if connector is None:
         return []
-    inner = getattr(connector, "_connectors", None)
+    inner = private.combined_connectors(connector)
     return [connector] if inner is None else [one for each in inner for one in each_connector(each)]
 
 

@@ -9,21 +9,11 @@ from __future__ import annotations
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 
 from kvcache.specs import GroupSpec
+from kvcache_vllm.refusals import REFUSALS, refused
 
 # Names of spec classes, because versions of vLLM have different ones.
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec", "HiddenStateCacheSpec")
 _WINDOWS = ("SlidingWindowSpec", "SlidingWindowMLASpec")
-SUPPORTED = (
-    *(*_FULL, *_WINDOWS, "ChunkedLocalAttentionSpec", "CircularBufferSpec", "MambaSpec"),
-    "CrossAttentionSpec",
-)
-REFUSED = {
-    "RSWASpec": "blocks between the prompt and the window of the answer are freed",
-    "SinkFullAttentionSpec": "the pool's first blocks are kept for the sinks",
-    "HiSparseHotSpec": "its blocks depend on pages in host memory",
-    "HiSparseResidentSpec": "its blocks depend on pages in host memory",
-    "EncoderOnlyAttentionSpec": "it has no KV cache",
-}
 
 
 def group_specs(
@@ -74,11 +64,7 @@ def _group_spec(
         return GroupSpec("circular_window", longest, {"window": 1, "buffer": longest}, cached=False)
     if kind in _WINDOWS:
         if getattr(spec, "bounded_replay", False):
-            raise ValueError(
-                "the model's windows are recomputed after a hit (swa_bounded_replay): kvcache's "
-                "scheduler for vLLM supports only cached windows; use --no-swa-bounded-replay, or "
-                "serve it with vLLM's own scheduler"
-            )
+            raise refused("replayed windows", "bounded_replay is True")
         return GroupSpec("sliding_window", size, {"window": spec.sliding_window}, drafts=drafts)
     if kind == "ChunkedLocalAttentionSpec":
         options = {"chunk_size": spec.attention_chunk_size}
@@ -86,22 +72,15 @@ def _group_spec(
     # Without vLLM's hybrid manager, layers with windows keep all blocks (`spec.sliding_window`).
     if kind in _FULL:
         return GroupSpec("full_attention", size, drafts=drafts)
-    why = f", because {REFUSED[kind]}" if kind in REFUSED else ""
-    raise ValueError(
-        f"the model has a KV cache group of {kind}: kvcache's scheduler for vLLM does not support "
-        f"it{why}, but {', '.join(SUPPORTED)}; serve it with vLLM's own scheduler"
-    )
+    name = kind if kind in REFUSALS else "another group"
+    raise refused(name, f"the model has a KV cache group of {kind}")
 
 
 def _state_group(spec: MambaSpec) -> GroupSpec:
     drafts = spec.num_speculative_blocks
     if spec.mamba_cache_mode == "all":
         if drafts:
-            raise ValueError(
-                "the model keeps states of drafts in mamba_cache_mode 'all': kvcache's scheduler for "
-                "vLLM supports 'align' and 'none'; leave out --speculative-config, or serve it with "
-                "vLLM's own scheduler"
-            )
+            raise refused("drafts in mode all", f"num_speculative_blocks is {drafts}")
         # Each block holds one state, and the next token reads the last state.
         return GroupSpec("sliding_window", spec.block_size, {"window": 2})
     if drafts:

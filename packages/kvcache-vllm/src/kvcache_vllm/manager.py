@@ -20,12 +20,14 @@ from vllm.v1.request import Request, RequestStatus
 from kvcache import allocator
 from kvcache.allocator import Admit, External, KVCacheManager
 from kvcache.step import Status
+from kvcache_vllm import private
 from kvcache_vllm.ahead import Ahead
 from kvcache_vllm.blocks import BlockIds, NoBlocks
 from kvcache_vllm.coordinator import BlockPoolView, Coordinator, KeptBlocks
 from kvcache_vllm.events import VllmEventTranslator
 from kvcache_vllm.groups import group_specs
 from kvcache_vllm.held import HashSpan, HeldRequest
+from kvcache_vllm.refusals import refused
 from kvcache_vllm.states import StateGroups
 
 _NEW = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -67,13 +69,12 @@ class VllmCacheManager:
         hash_bytes: int = 32,
         options: dict[str, Any] | None = None,
     ) -> None:
-        _refuse(
-            {
-                "MTP with several modules": num_prefill_lookahead > 1,
-                "metrics of single blocks (kv_cache_metrics)": metrics_collector is not None,
-                "enable_mamba_shared_prefix_checkpoint": enable_mamba_shared_prefix_checkpoint,
-            }
-        )
+        if num_prefill_lookahead > 1:
+            raise refused("modules of MTP", f"num_prefill_lookahead is {num_prefill_lookahead}")
+        if metrics_collector is not None:
+            raise refused("metrics of blocks", "kv_cache_metrics is True")
+        if enable_mamba_shared_prefix_checkpoint:
+            raise refused("shared checkpoints", "enable_mamba_shared_prefix_checkpoint is True")
         groups = group_specs(
             kv_cache_config,
             use_eagle,
@@ -706,7 +707,7 @@ class VllmCacheManager:
         if ours is None:
             ours = request._kvcache_request = allocator.Request(
                 request.request_id,
-                request._all_token_ids,
+                private.token_ids(request),
                 block_hashes=request.block_hashes if self.enable_caching else None,
                 read_cache=not request.skip_reading_prefix_cache,
                 num_encoder_tokens=num_encoder_tokens,
@@ -721,7 +722,7 @@ class VllmCacheManager:
     @staticmethod
     def _append_known(request: Request, ours: allocator.Request, end: int | None = None) -> None:
         """Append the tokens before `end` (None: all tokens) that the native request lacks."""
-        if tokens := request._all_token_ids[ours.num_tokens : end]:
+        if tokens := request.all_token_ids[ours.num_tokens : end]:
             ours.append_tokens(tokens)
 
 
@@ -729,12 +730,3 @@ def _ids(blocks: KVCacheBlocks) -> Sequence[np.ndarray]:
     if isinstance(blocks, BlockIds):
         return blocks.ids
     return [np.array(ids, np.int32) for ids in blocks.get_block_ids()]
-
-
-def _refuse(unsupported: dict[str, bool]) -> None:
-    found = [name for name, is_there in unsupported.items() if is_there]
-    if found:
-        raise ValueError(
-            f"{', '.join(found)}: kvcache's scheduler for vLLM does not support this; leave it out, or "
-            "serve with vLLM's own scheduler"
-        )

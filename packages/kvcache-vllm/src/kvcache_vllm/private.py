@@ -43,6 +43,11 @@ def combined_connectors(connector: Any) -> Sequence[Any] | None:
     return getattr(connector, "_connectors", None)
 
 
+def transfer_config(connector: Any) -> Any:
+    """`KVConnectorBase_V1._kv_transfer_config`: a MultiConnector gives each connector its own."""
+    return connector._kv_transfer_config
+
+
 def bounding_groups(connector: Any) -> tuple[int, ...]:
     """`OffloadingConnector._bounding_group_ids`: only these connectors ask vLLM's coordinator."""
     return getattr(connector, "_bounding_group_ids", ())

@@ -30,6 +30,7 @@ from kvcache_vllm.hashing import get_request_block_hasher, hash_bytes_of
 from kvcache_vllm.known_sources import has_known_sources
 from kvcache_vllm.manager import VllmCacheManager
 from kvcache_vllm.metrics import add_counts
+from kvcache_vllm.refusals import refused
 from kvcache_vllm.steady import SteadySteps
 
 _OPTIONS = ("eviction", "eviction_options")
@@ -56,11 +57,7 @@ class _WithManager:
                 )
         aux_outputs = getattr(vllm_config, "aux_output_config", None)
         if aux_outputs is not None and aux_outputs.enabled:
-            raise ValueError(
-                "aux_output_config is enabled: kvcache's scheduler for vLLM does not support auxiliary "
-                "outputs, which read vLLM's own block pool; disable them, or serve with vLLM's own "
-                "scheduler"
-            )
+            raise refused("auxiliary outputs", "aux_output_config is enabled")
         accept_new_parameters(VllmCacheManager, KVCacheManager)
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         arguments: dict[str, Any] = {}
@@ -81,10 +78,8 @@ class _WithManager:
         self.mamba_has_prefill_checkpoint_blocks = False
         for connector in each_connector(self.connector):
             if what := what_it_lacks(connector, self.kv_cache_manager):
-                raise ValueError(
-                    f"kv_connector is {type(connector).__name__}, which {what}: kvcache's scheduler for "
-                    "vLLM does not have it; choose another connector, or serve with vLLM's own scheduler"
-                )
+                name = "stored states" if what.startswith("stores") else "connector"
+                raise refused(name, f"kv_connector is {type(connector).__name__}, which {what}")
         self.kv_cache_manager.ask_who_waits(lambda: bool(self.waiting))
         self.steady: SteadySteps | None = None
         if has_known_sources(type(self), _WithManager):

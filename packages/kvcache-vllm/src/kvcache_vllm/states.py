@@ -13,6 +13,7 @@ from kvcache.allocator import KVCacheManager
 from kvcache.kinds import kind_class
 from kvcache.specs import GroupSpec
 from kvcache.step import StepReport
+from kvcache_vllm.refusals import refused
 
 
 class StateGroups:
@@ -60,10 +61,9 @@ class StateGroups:
         self._step_id: int | None = None
         finer = [self._sizes[g] for g in self._copied if self._sizes[g] != hash_block_size]
         if finer and enable_caching:
-            raise ValueError(
-                f"each hash covers {hash_block_size} tokens, but states are kept every {finer[0]} "
-                "tokens: kvcache's scheduler for vLLM keeps no states inside blocks; use "
-                f"--prefix-match-unit {finer[0]}, or serve with vLLM's own scheduler"
+            raise refused(
+                "fine hashes",
+                f"each hash covers {hash_block_size} tokens, but blocks of states {finer[0]}",
             )
 
     def begin_step(self, native: KVCacheManager) -> None:

@@ -446,7 +446,7 @@ class TestRefusals:
         (SlidingWindowMLASpec(**vllm_schedulers.SHAPE, sliding_window=64, bounded_replay=True),
          "use --no-swa-bounded-replay, or serve"),
         (vllm_schedulers.state_spec("align", block_size=64),
-         "use --prefix-match-unit 64, or serve"),
+         "blocks of states 64: .*; use --prefix-match-unit with"),
     ])  # fmt: skip
     def test_unsupported_kinds_of_groups_are_rejected(self, spec, message, models, monkeypatch):
         monkeypatch.setitem(vllm_schedulers.SPECS, "other", lambda: spec)
