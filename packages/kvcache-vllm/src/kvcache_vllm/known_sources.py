@@ -17,7 +17,6 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
 
 # Source digests of vLLM's scheduler and asynchronous scheduler.
 KNOWN_SOURCES = {
@@ -51,7 +50,11 @@ _METHODS = (
     "_update_request_with_output",
 )
 _OTHERS = (
-    *(vllm_scheduler.check_stop, vllm_scheduler.remove_all, StructuredOutputManager.accept_tokens),
+    *(
+        vllm_scheduler.check_stop,
+        vllm_scheduler.remove_all,
+        vllm_scheduler.StructuredOutputManager.accept_tokens,
+    ),
     *(Request, ModelRunnerOutput, SchedulerOutput, CachedRequestData),
     *(EngineCoreOutput, EngineCoreOutputs),
 )

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import async_scheduler
 from vllm.v1.core.sched import scheduler as vllm_scheduler
@@ -34,7 +34,7 @@ from kvcache_vllm.refusals import refused
 from kvcache_vllm.steady import SteadySteps
 
 _OPTIONS = ("eviction", "eviction_options")
-_log = init_logger("vllm.kvcache")
+_log = logging.getLogger("vllm.kvcache")  # a child of vllm's logger, so that messages are shown
 
 
 class _WithManager:

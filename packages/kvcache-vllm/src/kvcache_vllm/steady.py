@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.v1.core.sched import scheduler as vllm_scheduler
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -95,7 +94,7 @@ class SteadySteps:
             scheduler.waiting
             or scheduler.kv_holding_waiting
             or scheduler.deferred_waiting
-            or scheduler._pause_state is not PauseState.UNPAUSED
+            or scheduler._pause_state is not vllm_scheduler.PauseState.UNPAUSED
             or num_running > scheduler.max_num_scheduled_tokens
             or num_running > config.max_num_batched_tokens
             or num_running > scheduler.max_num_running_reqs

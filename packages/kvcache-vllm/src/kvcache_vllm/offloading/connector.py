@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as of_vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -57,9 +58,7 @@ class OffloadingConnector(of_vllm.OffloadingConnector):
             )
 
     @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: VllmConfig, *args: Any, **options: Any
-    ) -> KVConnectorPromMetrics:
+    def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **options: Any) -> Any:
         """Create the metrics of kvcache's spec.
 
         The API server calls this method in a process without a connector, where the configuration

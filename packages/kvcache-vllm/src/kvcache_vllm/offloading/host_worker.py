@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import (
 from kvcache.worker import Pages, SwapEngine, SwapJob
 from kvcache_vllm.offloading.host_manager import HostChunks
 
-_log = init_logger("vllm.kvcache")  # a child of vllm's logger, so that messages are shown
+_log = logging.getLogger("vllm.kvcache")  # a child of vllm's logger, so that messages are shown
 _SECONDS_BETWEEN_LOGS = 5.0
 _NO_PAIRS = np.empty((0, 2), np.int64)
 

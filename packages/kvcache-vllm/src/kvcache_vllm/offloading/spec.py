@@ -8,12 +8,12 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
+    OffloadingConfig,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadingWorker,
 )
-from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvcache_vllm.offloading import metrics
 from kvcache_vllm.offloading.host_manager import HostManager
