@@ -104,7 +104,7 @@ class Worker:
     def _content(self, block):
         found = {}
         for group in range(len(self.contents.specs)):
-            for offset in (None, *range(self.contents.size)):
+            for offset in (None, *range(self.contents.sizes[group])):
                 slot = self._slot(group, block, offset)
                 if slot in self.contents.slots:
                     found[group, offset] = self.contents.slots[slot]

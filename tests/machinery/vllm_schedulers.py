@@ -5,6 +5,7 @@ running a model.
 
 import collections
 import contextlib
+import math
 import os
 import random
 import zlib
@@ -80,7 +81,12 @@ SPECS = {
     "mla window": lambda: SlidingWindowMLASpec(**SHAPE, sliding_window=100),
     "ring": lambda: CircularBufferSpec(**(SHAPE | {"block_size": 8})),
     "hidden states": lambda: HiddenStateCacheSpec(**SHAPE),
-    "chunked": lambda: ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
+    "chunked": lambda: chunked_spec(BLOCK),
+    # vLLM enlarges the blocks of groups with smaller pages.
+    "full32": lambda: FullAttentionSpec(**(SHAPE | {"block_size": 32})),
+    "window32": lambda: SlidingWindowSpec(**(SHAPE | {"block_size": 32}), sliding_window=100),
+    "chunked32": lambda: chunked_spec(32),
+    "chunked48": lambda: chunked_spec(48),
     "mamba align": lambda: state_spec("align"),
     "mamba2 align": lambda: state_spec(
         "align", num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1
@@ -91,6 +97,11 @@ SPECS = {
     "mamba7 align": lambda: state_spec("align", num_speculative_blocks=NUM_DRAFTS),
     "mamba7 none": lambda: state_spec("none", LONGEST, num_speculative_blocks=NUM_DRAFTS),
 }
+
+
+def chunked_spec(block_size):
+    shape = SHAPE | {"block_size": block_size}
+    return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=64)
 
 
 def state_spec(mode, block_size=BLOCK, **options):
@@ -145,7 +156,7 @@ def make_scheduler(
         ],
         prefix_cache_retention_interval=retention,
     )
-    block_size = max(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
+    block_size = math.lcm(*(group.kv_cache_spec.block_size for group in cache.kv_cache_groups))
     is_hashed = config.cache_config.enable_prefix_caching
     with with_drafter(slots, lookahead):
         return cls(
@@ -256,8 +267,11 @@ class Contents:
     def __init__(self, scheduler, lookahead=0):
         self.scheduler, self.lookahead = scheduler, lookahead
         self.is_async = isinstance(scheduler, async_scheduler.AsyncScheduler)
-        self.size = scheduler.hash_block_size  # tokens per hash block
         self.specs = [g.kv_cache_spec for g in scheduler.kv_cache_config.kv_cache_groups]
+        self.sizes = [  # tokens per block of each group
+            spec.block_size * (scheduler.dcp_world_size if spec.dcp_sharded else 1)
+            for spec in self.specs
+        ]
         self.tables = {}  # request id -> block ids of each group
         self.digests = {}  # request id -> digest of each prefix so far
         self.slots = {}  # (group, block, offset) -> digest, or (request id, position)
@@ -296,8 +310,8 @@ class Contents:
             self.computed.pop(request_id, None)
         given = set()  # blocks that are cleared or overwritten by copies at the start of the step
         for each in scheduled.scheduled_new_reqs:
-            own = zip(each.block_ids, self.specs)
-            given.update(*(ids[each.num_computed_tokens // self.size :] for ids, _ in own))
+            own = zip(each.block_ids, self.sizes)
+            given.update(*(ids[each.num_computed_tokens // size :] for ids, size in own))
         for request_id, ids in zip(cached.req_ids, cached.new_block_ids):
             if request_id not in new:
                 given.update(*(ids or ()))
@@ -344,8 +358,8 @@ class Contents:
                 continue
             is_ring = isinstance(spec, CircularBufferSpec)  # one block, which is overwritten
             for position in positions:
-                block = table[0 if is_ring else position // self.size]
-                place = position % (spec.block_size if is_ring else self.size)
+                block = table[0 if is_ring else position // self.sizes[group]]
+                place = position % self.sizes[group]
                 yield group, position, (group, block, place)
 
     def state_tables(self, request):
@@ -433,9 +447,9 @@ class Contents:
             spec = self.specs[group]
             if not getattr(spec, "num_prefill_checkpoint_blocks", 0) or stop - start == 1:
                 continue
-            position = get_mamba_prefill_checkpoint_position(stop, self.size, False)
+            position = get_mamba_prefill_checkpoint_position(stop, BLOCK, False)
             if not is_mamba_prefill_checkpoint_valid(
-                *(start, stop, position, self.size, spec.block_size),
+                *(start, stop, position, BLOCK, spec.block_size),
                 spec.prefill_checkpoint_alignment,
             ):
                 continue
@@ -447,10 +461,11 @@ class Contents:
     def read(self, request, start):
         self.digest(request, 0)  # updates the digests
         _, digests = self.digests[request.request_id]
-        slots, size, known = self.slots, self.size, len(digests) - self.lookahead
+        slots, known = self.slots, len(digests) - self.lookahead
         for group, table in enumerate(self.tables[request.request_id]):
             if isinstance(self.specs[group], MambaSpec | CircularBufferSpec):
                 continue
+            size = self.sizes[group]
             for position in range(self.first_read(self.specs[group], start), start):
                 content = slots.get((group, table[position // size], position % size))
                 if position < known and content == digests[position + self.lookahead]:

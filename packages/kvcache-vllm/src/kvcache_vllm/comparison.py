@@ -11,8 +11,10 @@ identical in each step.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import random
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -70,7 +72,7 @@ def compare_managers(
 
     Raises:
         DecisionsDiffer: The managers make different decisions.
-        ValueError: kvcache's manager fails.
+        ValueError: A manager fails.
     """
     started = time.perf_counter()
     seed = getattr(kv_cache_utils, "NONE_HASH", None)
@@ -86,6 +88,11 @@ def compare_managers(
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            own_file = inspect.getsourcefile(own)
+            if any(each.filename == own_file for each in traceback.extract_tb(error.__traceback__)):
+                raise ValueError(
+                    f"vLLM's own manager fails with this model and configuration ({what})"
+                ) from error
             raise ValueError(
                 f"kvcache's manager fails at startup ({what}); serve with vLLM's own scheduler, and "
                 "report the model and the versions of both"

@@ -102,10 +102,16 @@ DECISIONS = {
         for retention in RETENTIONS for case in alike(groups, 2_000, 60, retention=retention)
     ],
     # vLLM caches every block of these groups, including the last block of a chunk, which no hit reads.
+    # vLLM caches every block of these groups, including the last block of a chunk, which no hit reads.
+    # Hits end at multiples of all groups' block sizes, of which the chunked group's is the largest.
     "chunked local attention": [
-        case for retention in (None, 0)
-        for case in alike("chunked, full", 2_000, 100, events=False, retention=retention)
+        case
+        for groups in ("chunked, full", "chunked32, full", "chunked32, full32", "chunked48, full")
+        for retention in (None, 0)
+        for case in alike(groups, 2_000, 100, modes=BOTH, events=False, retention=retention)
     ],
+    "chunked local attention and windows":
+        alike("chunked32, window, window32, full", 2_000, 100, modes=BOTH, events=False),
     "states and enough space": [
         case
         for groups in (*(f"mamba {mode}, full" for mode in MAMBA_MODES),
@@ -189,7 +195,8 @@ DECISIONS = {
         for case in alike("full", n, 120, is_tight=n == 40, context_parallel_size=2)
     ],
     "no prefix caching": [
-        case for n in (60, 3_000) for groups in ("full", "window, full", "mamba none, full")
+        case for n in (60, 3_000)
+        for groups in ("full", "window, full", "chunked, full32", "mamba none, full")
         for case in alike(groups, n, 100, events=False, config={"enable_prefix_caching": False},
                           wanted={}, is_tight=n == 60)
     ],
@@ -237,7 +244,7 @@ def test_in_a_tight_pool_only_the_order_of_a_requests_blocks_differs(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("groups", ["window", "window full", "chunked full"])
+@pytest.mark.parametrize("groups", ["window", "window full", "chunked full", "chunked32 full"])
 def test_requests_with_windows_complete_in_a_tight_pool(groups, is_async, models):
     """Hits and preemptions differ from vLLM's, because blocks leave windows and are evicted in a
     different order. All requests must finish and release their blocks.
@@ -604,6 +611,10 @@ class TestLaterVersions:
         monkeypatch.setattr(VllmCacheManager, "allocate_slots", fail)
         with pytest.raises(ValueError, match=r"fails at startup \(KeyError: 'r1'\); serve with"):
             make_scheduler(VllmScheduler, engine_config(models["llama"]), ("full",), 99)
+
+    def test_groups_with_which_vllms_own_manager_fails_are_rejected(self, models):
+        with pytest.raises(ValueError, match=r"vLLM's own manager fails .*chunked local attention"):
+            make_scheduler(VllmScheduler, engine_config(models["llama"]), ("chunked", "full32"), 99)
 
 
 def test_eviction_policy_is_an_option(models):
