@@ -6,11 +6,16 @@ import types
 
 
 def register() -> None:
-    """If KVCACHE_TESTS_HICACHE is set, add the parts that HiCache needs on a CPU. SGLang calls this
-    function in each process of an engine.
+    """Add the parts that HiCache needs on a CPU if KVCACHE_TESTS_HICACHE is set, and what fp8
+    KV and MLA need if KVCACHE_TESTS_FP8 or KVCACHE_TESTS_MLA is set. SGLang calls this function in
+    each process of an engine.
     """
     if os.environ.get("KVCACHE_TESTS_HICACHE"):
         add_hicache_copies()
+    if os.environ.get("KVCACHE_TESTS_FP8"):
+        use_fp8_pool_of_gpus()
+    if os.environ.get("KVCACHE_TESTS_MLA"):
+        attend_to_latent_vectors()
 
 
 def add_hicache_copies() -> None:
@@ -26,6 +31,29 @@ def add_hicache_copies() -> None:
 
     mha.transfer_kv_direct = transfer_kv_direct
     common._cuda_host_register = lambda *arguments, **options: None
+
+
+def use_fp8_pool_of_gpus() -> None:
+    """Use SGLang's fp8 pools for GPUs, which the backend `torch_native` writes and reads.
+
+    On CPUs, SGLang requires AMX for fp8 KV, and uses another format.
+    """
+    from sglang.srt.mem_cache import kv_cache_configurator, kv_cache_dtype
+
+    class Platform(type(kv_cache_dtype.current_platform)):
+        def is_cpu(self):
+            return False
+
+    kv_cache_configurator.current_platform = kv_cache_dtype.current_platform = Platform()
+
+
+def attend_to_latent_vectors() -> None:
+    """Use the latent vectors in all phases of MLA, because the backend `torch_native` cannot attend to
+    the K and V of a prompt without writing them to the pool.
+    """
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
+
+    handler.AttentionBackendRegistry.register("torch_native", handler._dispatch_mla_subtype)
 
 
 def read_windows_from_their_pool() -> None:

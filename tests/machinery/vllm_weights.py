@@ -10,11 +10,16 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+_QKV = "q_proj", "k_proj", "v_proj"
+
 
 def write_llama(folder, config, seed=0):
-    """Write the configuration and random weights of a model to a folder that vLLM can load."""
+    """Write the configuration and random weights of a model to a folder that vLLM can load.
+
+    If `config` is that of a DeepSeek model, its layers have MLA and no experts.
+    """
     generator = torch.Generator().manual_seed(seed)
-    hidden, heads = config["hidden_size"], config["head_dim"]
+    hidden, heads = config["hidden_size"], config.get("head_dim") or config["v_head_dim"]
     q, kv = config["num_attention_heads"] * heads, config["num_key_value_heads"] * heads
 
     def weights(*shape, scale=0.2):
@@ -35,13 +40,25 @@ def write_llama(folder, config, seed=0):
             "mlp.up_proj": (config["intermediate_size"], hidden),
             "mlp.down_proj": (hidden, config["intermediate_size"]),
         }
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        if rank := config.get("kv_lora_rank"):
+            shapes = {name: shape for name, shape in shapes.items() if name[10:] not in _QKV}
+            nope, rope, q_rank = (
+                config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "q_lora_rank")
+            )
+            num_heads = config["num_attention_heads"]
+            shapes |= {
+                "self_attn.q_a_proj": (q_rank, hidden),
+                "self_attn.q_b_proj": (num_heads * (nope + rope), q_rank),
+                "self_attn.kv_a_proj_with_mqa": (rank + rope, hidden),
+                "self_attn.kv_b_proj": (num_heads * (nope + heads), rank),
+            }
+            norms |= {"self_attn.q_a_layernorm": q_rank, "self_attn.kv_a_layernorm": rank}
         prefix = f"model.layers.{layer}."
         tensors |= {f"{prefix}{name}.weight": weights(*shape) for name, shape in shapes.items()}
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}{name}.weight"] = torch.ones(hidden)
         if config["model_type"] == "qwen3":
-            for name in ("q_norm", "k_norm"):
-                tensors[f"{prefix}self_attn.{name}.weight"] = torch.ones(heads)
+            norms |= {"self_attn.q_norm": heads, "self_attn.k_norm": heads}
+        tensors |= {f"{prefix}{name}.weight": torch.ones(size) for name, size in norms.items()}
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
 

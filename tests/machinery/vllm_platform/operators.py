@@ -63,13 +63,25 @@ def get_scheduler_metadata(*_args):
 
 
 @operator
-def cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, isa, *_scales):
+def cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, isa, *scales):
     """Write keys and values. A block holds keys as [head size, slots], like vLLM's "vec" kernel."""
+    if key.dtype.is_floating_point and (dtype := fp8_of(scales)):
+        key, value = (each.to(dtype).view(torch.uint8) for each in (key, value))
     is_written = slot_mapping >= 0
     slots, size = slot_mapping[is_written].long(), key_cache.shape[2]
     blocks, offsets = slots // size, slots % size
     by_column(key_cache)[blocks, :, :, offsets] = key[is_written]
     value_cache[blocks, :, offsets] = value[is_written]
+
+
+def fp8_of(scales):
+    """Return the dtype of an fp8 cache, or None, given the arguments k_scale, v_scale and
+    kv_cache_dtype.
+    """
+    names = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+    dtype = (names | {"fp8_e5m2": torch.float8_e5m2}).get(scales[-1] if scales else None)
+    assert dtype is None or scales[:2] == (1.0, 1.0)
+    return dtype
 
 
 def by_column(key_cache):
@@ -97,7 +109,7 @@ def cpu_attention_with_kv_cache(
     scheduler_metadata,
     s_aux,
     dynamic_causal=None,
-    *_more,
+    *scales,
 ):
     """Compute attention request by request. `s_aux` contains an attention sink, i.e. a logit
     without a value, for each head.
@@ -105,7 +117,7 @@ def cpu_attention_with_kv_cache(
     assert alibi_slopes is None and dynamic_causal is None
     num_heads, size = key_cache.shape[1:3]
     repeats = query.shape[1] // num_heads
-    columns = by_column(key_cache)
+    columns, dtype = by_column(key_cache), fp8_of(scales) or key_cache.dtype
     starts = query_start_loc.tolist()
     # vLLM passes a window of w tokens as w or as the pair (w - 1, 0).
     window = sliding_window[0] + 1 if isinstance(sliding_window, (tuple, list)) else sliding_window
@@ -118,8 +130,8 @@ def cpu_attention_with_kv_cache(
             begin = max(length - (last - first) - window + 1, 0) // size
         ids = block_table[row, begin : -(-length // size)].long()
         kept = length - begin * size
-        keys = columns[ids].permute(1, 0, 3, 2).flatten(1, 2)[:, :kept].float()
-        values = value_cache[ids].permute(1, 0, 2, 3).flatten(1, 2)[:, :kept].float()
+        keys = columns[ids].permute(1, 0, 3, 2).flatten(1, 2)[:, :kept].view(dtype).float()
+        values = value_cache[ids].permute(1, 0, 2, 3).flatten(1, 2)[:, :kept].view(dtype).float()
         q = query[first:last].transpose(0, 1).float()
         scores = q @ keys.repeat_interleave(repeats, 0).transpose(1, 2) * scale
         if softcap:

@@ -93,9 +93,18 @@ EXCHANGE: Uses = {
         "evict_to_free_tokens": "self tree_cache num_tokens",
     },
     f"{_MEMORY}.memory_pool:MHATokenToKVPool": dict.fromkeys(
-        ("k_buffer", "v_buffer", "page_size", "dtype", "layer_num")
+        ("k_buffer", "v_buffer", "page_size", "dtype", "store_dtype", "layer_num")
+        + ("is_quantized_kv_cache",)
     ),
-    "sglang.srt.layers.radix_attention:RadixAttention": {"layer_id": None},
+    f"{_MEMORY}.memory_pool:MLATokenToKVPool": dict.fromkeys(
+        ("kv_buffer", "kv_cache_dim", "page_size", "dtype", "store_dtype", "layer_num")
+    ),
+    "sglang.srt.model_executor.model_runner:ModelRunner": dict.fromkeys(
+        ("prefill_attention_backend_str", "decode_attention_backend_str", "model")
+    ),
+    "sglang.srt.layers.radix_attention:RadixAttention": dict.fromkeys(
+        ("layer_id", "k_scale", "v_scale")
+    ),
 }
 HICACHE: Uses = {
     f"{_MEMORY}.hicache_storage:HiCacheStorage": {

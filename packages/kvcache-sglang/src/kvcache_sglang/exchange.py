@@ -28,7 +28,7 @@ from kvcache_exchange.disaggregation.steps import Load, Results, Step, check_ran
 from kvcache_exchange.identity import KVIdentity
 from kvcache_exchange.plugins.moves import CONVERTS
 from kvcache_exchange.plugins.rank import TensorRank
-from kvcache_sglang.layout import layer_names, layout_of_pool, model_of
+from kvcache_sglang.layout import attention_layers, layout_of_pool, model_of, scales_of
 from kvcache_sglang.limits import check_scheduler
 from kvcache_sglang.params import ASK, KEY, offer_in, text_of, value_of
 from kvcache_sglang.weights import check_observed, observe_weight_updates
@@ -78,10 +78,17 @@ class Exchange:
         number = torch.distributed.get_rank(self._group) if self._num_ranks > 1 else 0
         self._engine_id = self._gather(f"sglang-{uuid.uuid4().hex[:12]}")[0]
         self._identity = KVIdentity(model_of(scheduler))
-        pool, model = self._allocator.get_kvcache(), scheduler.tp_worker.model_runner.model
-        names = layer_names(model, pool.layer_num)
-        num_heads = self._identity.model["num_kv_heads"]
-        layout, tensors = layout_of_pool(pool, names, num_heads, self._engine_id, self._num_ranks)
+        pool, runner = self._allocator.get_kvcache(), scheduler.tp_worker.model_runner
+        layers = attention_layers(runner.model, pool.layer_num)
+        backends = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
+        layout, tensors = layout_of_pool(
+            pool,
+            tuple(layers),
+            self._identity.model["num_kv_heads"],
+            self._engine_id,
+            self._num_ranks,
+            scales_of(layers, pool, backends),
+        )
         self._layouts = (layout,)
         self._rank = TensorRank(self._engine_id, number, self._layouts, [tensors], options)
         handshakes = self._gather(self._rank.handshake)

@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvcache_exchange.plugins.model import has_variable_rope
-from kvcache_sglang.layout import POOLS
+from kvcache_sglang.layout import FP8, POOLS
 from kvcache_sglang.prefix_cache import SGLangPrefixCache
 
 
@@ -18,7 +18,7 @@ def check_scheduler(scheduler: Any) -> None:
     arguments, tree = scheduler.server_args, scheduler.tree_cache
     allocator = scheduler.token_to_kv_pool_allocator
     pool = allocator.get_kvcache()
-    sizes = ("pp_size", "dp_size", "attn_cp_size")
+    sizes = ("pp_size", "dp_size", "attn_cp_size", "dcp_size")
     unsupported = {
         f"{name} {getattr(arguments, name)}": getattr(arguments, name) != 1 for name in sizes
     }
@@ -36,7 +36,8 @@ def check_scheduler(scheduler: Any) -> None:
             scheduler.model_config.hf_text_config
         ),
         "--enable-memory-saver": arguments.enable_memory_saver,
-        "fp8 KV, whose scales other engines would have to know": pool.dtype.itemsize == 1,
+        f"KV of {pool.dtype}": pool.dtype.itemsize == 1 and pool.dtype not in FP8,
+        "KV with a quantization method": getattr(pool, "is_quantized_kv_cache", False),
         "the Rust server": scheduler.rust_server is not None,
         "KVCACHE_SANITIZE": hasattr(scheduler, "kvcache_sanitizer"),
         f"radix cache {type(tree).__name__}": type(tree)

@@ -177,10 +177,10 @@ def test_updates_of_the_weights_at_runtime_switch_the_storage_off(fails, stores,
     from sglang.srt.managers.scheduler_components import weight_updater
 
     class Updater:
-        def update(self, request):
+        def update(self, recv_req):
             if fails:
-                raise RuntimeError(request)
-            return request
+                raise RuntimeError(recv_req)
+            return recv_req
 
         update_weights_from_disk = update_weights_from_distributed = update
         update_weights_from_tensor = update_weights_from_ipc = update

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -205,13 +206,16 @@ class Scheduling:
 def model_of(vllm_config: VllmConfig) -> dict[str, Any]:
     """Return, as plain values, the model properties that must be equal in both engines."""
     model, load = vllm_config.model_config, vllm_config.load_config
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    if cache_dtype in ("fp8", "fp8_e4m3"):  # two names of one format, which depends on the platform
+        cache_dtype = "fp8_e4m3fnuz" if current_platform.is_fp8_fnuz() else "fp8_e4m3"
     return model_values(
         model.hf_config,
         model.hf_text_config,
         num_kv_heads=model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
         dtype=model.dtype,
-        cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        cache_dtype=cache_dtype,
         quantization=model.quantization,
         name=model.model,
         revision=model.revision,
