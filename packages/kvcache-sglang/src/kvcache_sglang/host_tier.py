@@ -23,6 +23,12 @@ def page_tensors(pool: Any, page_size: int) -> list[torch.Tensor]:
     if type(pool) not in (MHATokenToKVPool, MLATokenToKVPool):
         raise ValueError(f"KV pool {type(pool).__name__}: not supported by kvcache's host tier")
     is_mla = type(pool) is MLATokenToKVPool
+    if getattr(pool, "k_scale_buffer", None) is not None:
+        raise ValueError("KV pool with scales: not supported by kvcache's host tier")
+    if not is_mla and pool.kv_cache_layout != "nhd":
+        raise ValueError(
+            f"KV pool layout {pool.kv_cache_layout}: expected nhd for kvcache's host tier"
+        )
     tensors = pool.kv_buffer if is_mla else [*pool.k_buffer, *pool.v_buffer]
     counts = [len(each) // page_size for each in tensors]
     return [each[: n * page_size].unflatten(0, (n, page_size)) for each, n in zip(tensors, counts)]

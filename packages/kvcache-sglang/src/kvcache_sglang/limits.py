@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvcache_exchange.plugins.model import has_variable_rope
 from kvcache_sglang.layout import FP8, POOLS
+from kvcache_sglang.options import resolved
 from kvcache_sglang.prefix_cache import SGLangPrefixCache
 
 
@@ -20,7 +21,7 @@ def check_scheduler(scheduler: Any) -> None:
     pool = allocator.get_kvcache()
     sizes = ("pp_size", "dp_size", "attn_cp_size", "dcp_size")
     unsupported = {
-        f"{name} {getattr(arguments, name)}": getattr(arguments, name) != 1 for name in sizes
+        f"{name} {resolved(arguments, name)}": resolved(arguments, name) != 1 for name in sizes
     }
     unsupported |= {
         "--page-size 1": scheduler.page_size == 1,

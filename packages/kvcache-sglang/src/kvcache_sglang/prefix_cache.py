@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,9 +38,10 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from kvcache import BlockPool, hash_blocks
 from kvcache_sglang.compatibility import PREFIX_CACHE, check_version
 from kvcache_sglang.host_tier import HostTier, page_tensors
-from kvcache_sglang.options import BACKEND
+from kvcache_sglang.options import BACKEND, resolved
 
 _OPTIONS = ("eviction", "eviction_options")
+_TOKEN_BITS = 31  # of the token ids that `hash_blocks` takes
 _log = logging.getLogger("kvcache.sglang")
 
 
@@ -55,22 +57,27 @@ def make_cache(context: Any) -> SGLangPrefixCache:
     check_version(PREFIX_CACHE)
     params, arguments = context.params, context.server_args
     allocator = params.token_to_kv_pool_allocator
-    sizes = ("pp_size", "dp_size", "attn_cp_size")
-    unsupported = {
-        f"{name} {getattr(arguments, name)}": getattr(arguments, name) != 1 for name in sizes
-    }
+
+    def given(name: str) -> Any:
+        return resolved(arguments, name)
+
+    sizes = {name: given(name) for name in ("pp_size", "dp_size", "attn_cp_size")}
+    unsupported = {f"{name} {size}": size != 1 for name, size in sizes.items()}
     unsupported |= {
         "--disable-radix-cache": context.disable_radix_cache,
-        "--hicache-storage-backend": arguments.hicache_storage_backend is not None,
+        "--hicache-storage-backend": given("hicache_storage_backend") is not None,
         "sliding windows": context.is_hybrid_swa,
         "states": context.is_hybrid_ssm,
-        "speculative decoding": arguments.speculative_algorithm is not None,
+        "speculative decoding": given("speculative_algorithm") is not None,
         "a page size that depends on parallelism": allocator.page_size != params.page_size,
         "KV events": params.enable_kv_cache_events,
         f"--radix-eviction-policy {params.eviction_policy}": params.eviction_policy != "lru",
-        "--schedule-policy dfs-weight": arguments.schedule_policy == "dfs-weight",
-        "--disaggregation-mode": arguments.disaggregation_mode != "null",
-        "streaming sessions": arguments.enable_streaming_session,
+        "--schedule-policy dfs-weight": given("schedule_policy") == "dfs-weight",
+        "--disaggregation-mode": given("disaggregation_mode") != "null",
+        "streaming sessions": given("enable_streaming_session"),
+        "--strip-thinking-cache": given("strip_thinking_cache"),
+        "--enable-lmcache": given("enable_lmcache"),
+        "--enable-flexkv": given("enable_flexkv"),
         f"allocator {type(allocator).__name__}": type(allocator)
         not in (PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator),
     }
@@ -84,9 +91,9 @@ def make_cache(context: Any) -> SGLangPrefixCache:
         )
     host = None
     if context.enable_hierarchical_cache:
-        if arguments.hicache_write_policy != "write_back":
+        if (policy := given("hicache_write_policy")) != "write_back":
             raise ValueError(
-                f"--hicache-write-policy is {arguments.hicache_write_policy}: expected write_back "
+                f"--hicache-write-policy is {policy}: expected write_back "
                 f"with --radix-cache-backend {BACKEND}, which copies pages when it evicts them"
             )
         host = _host_tier(context)
@@ -104,11 +111,18 @@ def _host_tier(context: Any) -> HostTier:
     arguments, runner = context.server_args, context.tp_worker.model_runner
     allocator, size = context.params.token_to_kv_pool_allocator, context.params.page_size
     tensors = page_tensors(allocator.get_kvcache(), size)
-    if arguments.hicache_size > 0:
-        page_bytes = sum(each[0].nbytes for each in tensors)
-        num_pages = int(arguments.hicache_size * 1e9) // page_bytes
+    num_bytes, ratio = (resolved(arguments, f"hicache_{name}") for name in ("size", "ratio"))
+    if num_bytes > 0:
+        num_pages = int(num_bytes * 1e9) // sum(each[0].nbytes for each in tensors)
     else:
-        num_pages = int(allocator.size * arguments.hicache_ratio) // size
+        num_pages = int(allocator.size * ratio) // size
+    if num_pages < 1:
+        raise ValueError(
+            f"--hicache-size is {num_bytes} and --hicache-ratio {ratio}: expected the size of at "
+            "least one page"
+        )
+    if resolved(arguments, "disable_overlap_schedule"):  # forward passes run on the current stream
+        return HostTier(tensors, num_pages, nullcontext)
     streams = torch.get_device_module(tensors[0].device)
     return HostTier(tensors, num_pages, lambda: streams.StreamContext(runner.forward_stream))
 
@@ -215,6 +229,10 @@ class SGLangPrefixCache(BasePrefixCache):
         hashes, matched = self._hashes(key), req.last_node
         row, kv = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx], req.kv
         end, start = len(hashes) * self.page_size, kv.cache_protected_len
+        if start >= end + self.page_size:
+            raise RuntimeError(
+                f"request {req.rid} has {start} cached tokens: expected at most {end}, as SGLang caches"
+            )
         if matched.num_hits < 0:
             self.pool.hit(matched.pages)
             matched = matched._replace(num_hits=len(matched.pages))
@@ -251,6 +269,9 @@ class SGLangPrefixCache(BasePrefixCache):
 
     def check_hicache_events(self) -> None:
         pass
+
+    def clear_storage_backend(self) -> bool:
+        return False  # there is no storage
 
     def ready_to_load_host_cache(self) -> int:
         return -1  # no layer of the next forward pass has to wait
@@ -302,8 +323,15 @@ class SGLangPrefixCache(BasePrefixCache):
 
     def _hashes(self, key: RadixKey) -> np.ndarray:
         tokens = np.array(key.raw_token_ids(), np.int64)
-        seed = repr((key.extra_key, key.cache_salt))
-        return hash_blocks(tokens, self.page_size, seed=seed)
+        seed, extra_keys = repr((key.extra_key, key.cache_salt)), None
+        if (high := tokens >> _TOKEN_BITS).any():  # SGLang's ids for images have up to 62 bits
+            num_pages = len(tokens) // self.page_size
+            pages = high[: num_pages * self.page_size].reshape(num_pages, self.page_size)
+            extra_keys = [
+                [("high bits", each.tobytes().hex())] if each.any() else None for each in pages
+            ]
+        low = tokens & ((1 << _TOKEN_BITS) - 1)
+        return hash_blocks(low, self.page_size, extra_keys=extra_keys, seed=seed)
 
     def _path(self, hashes: np.ndarray) -> _Path:
         pages = self.pool.lookup(hashes)

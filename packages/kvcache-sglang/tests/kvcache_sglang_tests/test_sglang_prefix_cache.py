@@ -21,12 +21,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from kvcache_sglang.host_tier import HostTier
+from kvcache_sglang.host_tier import HostTier, page_tensors
 from kvcache_sglang.prefix_cache import SGLangPrefixCache, make_cache
 from tests.machinery.sglang_engine import in_a_process
 
@@ -236,7 +237,6 @@ WORKS = [
 HOST = {
     "enable_hierarchical_cache": True,
     "hicache_write_policy": "write_back",
-    "hicache_ratio": 2.0,
 }
 SMALL = {"max_total_tokens": 720, "dtype": "float32"}
 TOKENS = {"page_size": 1, "disable_overlap_schedule": False, "schedule_policy": "lpm"}
@@ -279,6 +279,7 @@ def test_engines_generate_the_same_tokens_as_with_sglangs_tree(name):
         ({"radix_eviction_policy": "slru"}, "does not support --radix-eviction-policy slru"),
         ({"speculative_algorithm": "EAGLE", "pp_size": 2}, "pp_size 2, speculative decoding"),
         ({"schedule_policy": "dfs-weight"}, "does not support --schedule-policy dfs-weight"),
+        ({"strip_thinking_cache": True, "enable_flexkv": True}, "thinking-cache, --enable-flexkv"),
         (
             {"radix_eviction_policy_config": {"policy": "learned"}},
             "-config has policy: expected ev",
@@ -295,7 +296,8 @@ def test_what_is_not_supported_is_refused_by_name(options, message):
         **{"disable_radix_cache": False, "schedule_policy": "fcfs", "disaggregation_mode": "null"},
         **{"enable_streaming_session": False, "hicache_storage_backend": None},
         **{"hicache_write_policy": "write_through", "speculative_algorithm": None},
-        **{"pp_size": 1, "dp_size": 1, "attn_cp_size": 1},
+        **{"pp_size": 1, "dp_size": 1, "attn_cp_size": 1, "strip_thinking_cache": False},
+        **{"enable_lmcache": False, "enable_flexkv": False},
     }
     params = Side(16, "kvcache lru").params
     params.eviction_policy = options.get("radix_eviction_policy", "lru")
@@ -315,3 +317,28 @@ def test_what_is_not_supported_is_refused_by_name(options, message):
     )
     with pytest.raises(ValueError, match=message):
         make_cache(context)
+
+
+def test_ids_of_images_are_tokens_like_others():
+    """SGLang replaces the tokens of an image by ids of up to 62 bits."""
+    wide = [1 << 61, (1 << 61) + 1, -1, 5 + (1 << 31)]
+    for size in (1, 4):
+        side = Side(size, "kvcache lru")
+        for tokens in ([7, 8, 9, 5, *wide], [7, 8, 9, 5, *wide[::-1]], [7, 8, 9, 5, 5, 5, 5, 5]):
+            assert side.match(tokens, None)[0] == (4 if side.cache.total_size() else 0)
+            side.finish(tokens, None, side.begin([*tokens, 1], None))
+            assert side.match(tokens, None)[0] == 8
+
+
+def test_pools_that_are_not_copied_whole_are_refused():
+    tensors = [torch.zeros(32, 2, 4)]
+    pool = MHATokenToKVPool.__new__(MHATokenToKVPool)
+    pool.k_buffer = pool.v_buffer = tensors
+    pool.kv_cache_layout = "nhd"
+    assert [each.shape for each in page_tensors(pool, 8)] == [(4, 8, 2, 4)] * 2
+    pool.kv_cache_layout = "hnd"
+    with pytest.raises(ValueError, match="layout hnd: expected nhd"):
+        page_tensors(pool, 8)
+    pool.k_scale_buffer = tensors
+    with pytest.raises(ValueError, match="KV pool with scales"):
+        page_tensors(pool, 8)
