@@ -535,6 +535,19 @@ class SideBySide:
         read = lookahead if lookahead == 1 and not sessions else 0
         self.contents = [Contents(scheduler, read) for scheduler in self.pair]
         self.is_dense = all(type(spec) is FullAttentionSpec for spec in self.contents[0].specs)
+        # With groups of several block sizes, vLLM caches blocks up to the last common boundary, and
+        # kvcache caches every full block. Requests can therefore hit different copies of a block.
+        self.has_copies = (
+            config.cache_config.enable_prefix_caching
+            and len(
+                {
+                    spec.block_size
+                    for spec in self.contents[0].specs
+                    if not isinstance(spec, CircularBufferSpec)
+                }
+            )
+            > 1
+        )
         self.counts = collections.Counter()
         self.pending = [collections.deque(), collections.deque()]
         self.live = [collections.Counter(), collections.Counter()]
@@ -783,6 +796,8 @@ class SideBySide:
             return
         if not theirs.num_scheduled_tokens and self.pair[0].running:
             # The step is empty, and kvcache has already allocated the blocks for the next step.
+            return
+        if self.has_copies:
             return
         usages = [scheduler.kv_cache_manager.usage for scheduler in self.pair]
         assert abs(usages[0] - usages[1]) < 1e-9, "the usage of the pools differs"

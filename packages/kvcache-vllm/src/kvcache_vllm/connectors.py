@@ -22,11 +22,15 @@ from kvcache_vllm import private
 _BINDS = {"bind_kv_cache_manager": "", "bind_gpu_block_pool": "block_pool"}
 _STATES = "boundary_state_offloads"
 _PARTS = ("", "block_pool", "coordinator")
-# Attributes that a connector reads only if this option is true.
+# Attributes that a connector of vLLM reads only if this option is true.
 _ONLY_WITH = {
-    "block_pool.free_block_queue": "lazy_offload",
-    "coordinator.find_longest_cache_hit_per_group": "_bounding_group_ids",
+    "SimpleCPUOffloadConnector": ("block_pool.free_block_queue", "lazy_offload"),
+    "OffloadingConnector": (
+        "coordinator.find_longest_cache_hit_per_group",
+        "_bounding_group_ids",
+    ),
 }
+_UNREAD = "in a form that this check does not follow"
 
 
 def what_it_lacks(connector: Any, manager: Any) -> str:
@@ -40,8 +44,19 @@ def each_connector(connector: Any) -> list[Any]:
     """Return a list of the connector or, for a MultiConnector, of the connectors that it combines."""
     if connector is None:
         return []
+    if "MultiConnector" not in _of_vllm(type(connector)):
+        return [connector]
     inner = private.combined_connectors(connector)
-    return [connector] if inner is None else [one for each in inner for one in each_connector(each)]
+    is_own = type(connector).__module__.startswith("vllm.")
+    return [
+        *([] if is_own else [connector]),
+        *(one for each in inner for one in each_connector(each)),
+    ]
+
+
+def _of_vllm(connector: type) -> set[str]:
+    """Return the names of vLLM's classes from which a class is derived."""
+    return {each.__name__ for each in connector.__mro__ if each.__module__.startswith("vllm.")}
 
 
 def what_connector_lacks(connector: type, options: Mapping[str, Any], manager: Any) -> str:
@@ -53,11 +68,22 @@ def what_connector_lacks(connector: type, options: Mapping[str, Any], manager: A
         manager: kvcache's manager.
     """
     try:
-        used = {each for module in _modules_of(connector) for each in _Uses(module).found}
+        modules = [*_modules_of(connector)]
+        used = {each for module in modules for each in _Uses(module).found}
     except (OSError, TypeError, SyntaxError):
         return "has no source code, which would show what it reads of vLLM's KV cache manager"
     missing = {_missing(manager, name) for name in used} - {None}
-    missing -= {name for name, option in _ONLY_WITH.items() if not options.get(option)}
+    known = [_ONLY_WITH[name] for name in _of_vllm(connector) & _ONLY_WITH.keys()]
+    missing -= {name for name, option in known if not options.get(option)}
+    for name in _BINDS:
+        method, inherited = getattr(connector, name), getattr(base.KVConnectorBase_V1, name)
+        if method is not inherited and not (
+            inspect.isfunction(method)
+            and method.__name__ == name
+            and method.__code__.co_argcount > 1
+            and sys.modules[method.__module__] in modules
+        ):
+            missing.add(f"{name} {_UNREAD}")
     if missing:
         return f"uses {', '.join(sorted(missing))} of vLLM's own KV cache manager"
     if manager.copies_states and _stores_states(connector):
@@ -87,7 +113,8 @@ def _modules_of(connector: type) -> Iterator[ModuleType]:
     found = {}
     for each in connector.__mro__:
         module = sys.modules[each.__module__]
-        if not issubclass(each, base.KVConnectorBase_V1) or module is base:
+        is_connector = issubclass(each, base.KVConnectorBase_V1)
+        if module is base or not (is_connector or not _BINDS.keys().isdisjoint(vars(each))):
             continue
         found[module] = None
         for other in list(vars(module).values()):
@@ -101,6 +128,8 @@ def _missing(manager: Any, name: str) -> str | None:
     """Return the part of a name, such as "block_pool.blocks[].ref_cnt", up to the first attribute that
     the manager does not have. None: it has all of them.
     """
+    if name.endswith((_UNREAD, "()")):
+        return name
     here, parts = manager, name.split(".")
     for i, part in enumerate(parts):
         if not hasattr(here, attribute := part.removesuffix("[]")):
@@ -115,7 +144,7 @@ class _Uses:
     """The attributes of the manager and its parts that a module reads, relative to the manager.
 
     A part that the module passes to a function, which may read anything, is listed as
-    "PART in FUNCTION()".
+    "PART in FUNCTION()", and any other use of a part, such as an entry of a list, as not followed.
     """
 
     def __init__(self, module: ModuleType) -> None:
@@ -146,6 +175,11 @@ class _Uses:
                 self.found.add(part)
             if isinstance(node, ast.Call):
                 self._note_call(node)
+        followed = {id(each) for node in ast.walk(function) for each in _followed(node)}
+        for node in ast.walk(function):
+            is_read = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
+            if is_read and id(node) not in followed and (part := self._part(node)) in _PARTS:
+                self.found.add(f"{part or 'the manager'} {_UNREAD}")
 
     def _note_target(self, node: ast.AST) -> None:
         if isinstance(node, ast.Assign):
@@ -184,3 +218,23 @@ class _Uses:
         if part is None:
             return self._attributes.get(node.attr)
         return f"{part}.{node.attr}" if part else node.attr
+
+
+def _followed(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the operands of a node whose use `_Uses` understands."""
+    if isinstance(node, ast.Attribute | ast.Subscript):
+        yield node.value
+    elif isinstance(node, ast.Assign):
+        if all(isinstance(each, ast.Name | ast.Attribute) for each in node.targets):
+            yield node.value
+    elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        yield node.value
+    elif isinstance(node, ast.For | ast.comprehension):
+        yield node.iter
+    elif isinstance(node, ast.Call):
+        yield from node.args
+        yield from (each.value for each in node.keywords)
+    elif isinstance(node, ast.Compare):
+        yield from (node.left, *node.comparators)
+    elif isinstance(node, ast.If | ast.IfExp | ast.Assert | ast.While):
+        yield node.test

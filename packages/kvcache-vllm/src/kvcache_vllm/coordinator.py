@@ -59,6 +59,7 @@ class PoolBlock:
     """A block of the pool, with the part of vLLM's `KVCacheBlock` that connectors use."""
 
     __slots__ = ("_pool", "block_id")
+    __hash__ = None  # as in vLLM
 
     block_hash_num_tokens = None  # unknown; vLLM uses it for hits that end inside blocks
 
@@ -89,6 +90,7 @@ class PoolBlocks(Sequence[PoolBlock]):
 
     def __init__(self, pool: BlockPoolView) -> None:
         self._pool = pool
+        self._made: dict[int, PoolBlock] = {}  # one object per block, as in vLLM
 
     def __len__(self) -> int:
         return self._pool.native.pool.num_blocks
@@ -96,7 +98,9 @@ class PoolBlocks(Sequence[PoolBlock]):
     def __getitem__(self, block_id: int) -> PoolBlock:
         if not 0 <= block_id < len(self):
             raise IndexError(f"block_id is {block_id}: expected 0 to {len(self) - 1}")
-        return PoolBlock(self._pool, block_id)
+        if block_id == 0:
+            return self._pool.null_block
+        return self._made.setdefault(block_id, PoolBlock(self._pool, block_id))
 
 
 class BlockPoolView:
@@ -120,13 +124,12 @@ class BlockPoolView:
 
     def free_blocks(self, blocks: Iterable[KeptBlocks | PoolBlock | KVCacheBlock]) -> None:
         """Release blocks that `touch` holds, and the blocks that `pop_blocks_for_free` returned."""
-        held = []
-        for each in blocks:
-            if isinstance(each, KeptBlocks):
-                self.native.release_blocks(each.request)
-            elif not each.is_null:
-                held.append(each.block_id)
-        self.native.release_blocks(held)
+        blocks = list(blocks)
+        kept = [each for each in blocks if isinstance(each, KeptBlocks)]
+        others = [each for each in blocks if not isinstance(each, KeptBlocks)]
+        self.native.release_blocks([each.block_id for each in others if not each.is_null])
+        for each in kept:
+            self.native.release_blocks(each.request)
 
     def get_cached_block(
         self, block_hash: BlockHash, kv_cache_group_ids: list[int]

@@ -196,7 +196,7 @@ DECISIONS = {
     ],
     "no prefix caching": [
         case for n in (60, 3_000)
-        for groups in ("full", "window, full", "chunked, full32", "mamba none, full")
+        for groups in ("full", "window, full", "mamba none, full", *["chunked, full32"] * (n > 60))
         for case in alike(groups, n, 100, events=False, config={"enable_prefix_caching": False},
                           wanted={}, is_tight=n == 60)
     ],

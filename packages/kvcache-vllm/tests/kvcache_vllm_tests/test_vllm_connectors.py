@@ -81,6 +81,19 @@ class Passes(KVConnectorBase_V1):
         self.found = dir(kv_cache_manager)
 
 
+class Lists(KVConnectorBase_V1):
+    """A connector that keeps the pool in a list."""
+
+    def bind_gpu_block_pool(self, gpu_block_pool):
+        self.pools = [gpu_block_pool]
+
+
+class Aliases(KVConnectorBase_V1):
+    """A connector whose method has another name in the source."""
+
+    bind_gpu_block_pool = Asks.save
+
+
 class Unreadable(KVConnectorBase_V1):
     """A connector without source code."""
 
@@ -102,7 +115,8 @@ class TestRefusals:
     def test_what_is_missing_is_named(self, manager, monkeypatch):
         lacks = what_connector_lacks(Asks, {}, manager)
         assert "block_pool.get_new_blocks" in lacks and "the manager in dir()" in lacks
-        assert "touch" not in lacks
+        assert "touch" not in lacks and "block_pool in a form that this check" in lacks
+        assert "bind_gpu_block_pool in a form" in what_connector_lacks(Aliases, {}, manager)
         monkeypatch.setitem(__import__("sys").modules, "unreadable", types.ModuleType("unreadable"))
         assert "has no source code" in what_connector_lacks(Unreadable, {}, manager)
 
@@ -134,3 +148,11 @@ class TestRefusals:
                 getattr(owner, name)
         with pytest.raises(IndexError, match="block_id is 40: expected 0 to 39"):
             pool.blocks[40]
+
+
+def test_blocks_of_the_pool_are_the_same_objects_in_each_call(manager):
+    pool = manager.block_pool
+    assert pool.blocks[0] is pool.null_block and pool.blocks[3] is pool.blocks[3]
+    assert pool.blocks[3] in [pool.blocks[2], pool.blocks[3]]
+    with pytest.raises(TypeError, match="unhashable"):
+        {pool.blocks[3]}
