@@ -111,8 +111,8 @@ class TransferWorker:
 
 
 def interior_of_kernel(isa: str, block_size: int, head_size: int, dtype: torch.dtype) -> str:
-    """Return the order in which a CPU kernel stores a block: `VEC`, or the kernel's name for any
-    other order.
+    """Return the order in which a CPU kernel stores a block: `VEC`, or a text with the
+    kernel's name for any other order.
 
     The order is determined by writing to a small cache, so that changes to the kernel are always
     detected.
@@ -123,12 +123,13 @@ def interior_of_kernel(isa: str, block_size: int, head_size: int, dtype: torch.d
         head_size: Elements of K per head.
         dtype: Dtype of K and V.
     """
+    other = f"kernel {isa}"  # never `VEC`, whatever the kernel's name
     values = (torch.arange(2 * block_size * head_size) % 251).to(dtype)  # exact in bfloat16
     key, value = values.view(2, block_size, 1, head_size)
     cache = torch.zeros(1, 1, 2 * block_size, head_size, dtype=dtype)
     try:
         private.write_to_cpu_cache(key, value, cache, torch.arange(block_size), isa)
     except (RuntimeError, TypeError):
-        return isa
+        return other
     in_vec = torch.cat([key[:, 0].T.flatten(), value.flatten()])
-    return VEC if torch.equal(cache.flatten(), in_vec) else isa
+    return VEC if torch.equal(cache.flatten(), in_vec) else other
