@@ -31,6 +31,7 @@ class Ahead:
         step: Number of the current step.
         busy: Due requests that the scheduler has not served yet, keyed by request ID.
         num_lookahead: Lookahead tokens of the last call.
+        has_sessions: Whether a streaming session has been admitted.
         num_native_calls: Number of `advance` calls that made a native call.
     """
 
@@ -49,6 +50,7 @@ class Ahead:
         self._due: defaultdict[int, list[HeldRequest]] = defaultdict(list)  # requests by due step
         self.step = self.num_lookahead = self.num_native_calls = 0
         self.busy: dict[str, HeldRequest] = {}
+        self.has_sessions = False
 
     def begin_step(self) -> None:
         """Begin a step. Serve the requests that need a block in this step with one native call."""
@@ -80,7 +82,7 @@ class Ahead:
         calls: _Calls = [], [], []
         rows, starts, stops = calls
         step, lookahead, most = self.step, self.num_lookahead, min(self._block_sizes)
-        busy, has_windows = self.busy, self._has_windows
+        busy, may_go_back = self.busy, self._has_windows or self.has_sessions
         for held in due:
             if held.due != step or held.is_receiving:
                 continue
@@ -104,7 +106,7 @@ class Ahead:
                 pass  # an earlier step computes the request's last token
             else:
                 rows.append(held)
-                starts.append(self.start_of(request, held) if has_windows else start)
+                starts.append(self.start_of(request, held) if may_go_back else start)
                 stops.append(stop)
         return calls
 
@@ -129,10 +131,18 @@ class Ahead:
             return True
         token_ids: list[int] = []
         counts = []
-        for held, stop in zip(rows, stops):
+        for held, start, stop in zip(rows, starts, stops):
             request, num_known = held.engine_request, held.num_known
             last = min(request.num_computed_tokens, stop) if is_ahead else stop
             told = request.all_token_ids[num_known : max(last, num_known)]
+            if told and start < (known_stop := min(num_known, held.num_computed)):
+                # A session continues while steps are in flight. Their drafts must not be taken for
+                # the new tokens, so they are rejected first, which needs no blocks.
+                self._native.advance([held.row], [start], [known_stop])
+                held.request.append_tokens(told)
+                held.start, held.num_computed = start, known_stop
+                held.num_known += len(told)
+                told = []
             counts.append(len(told))
             token_ids += told
         self.num_native_calls += 1
@@ -171,15 +181,16 @@ class Ahead:
     def start_of(self, request: Request, held: HeldRequest) -> int:
         """Return the first token of a call, which determines the window of the row.
 
-        Drafts of steps in flight may be rejected, so the first token is at or before the start of
-        these steps, but never before the end of the hits. A request whose load failed keeps its
-        hits while it recomputes the missing tokens.
+        Drafts of steps in flight may be rejected, and a session that stops drops the steps in
+        flight, so the first token is at or before the start of these steps, but never before the
+        end of the hits. A request whose load failed keeps its hits while it recomputes the missing
+        tokens.
         """
         start = request.num_computed_tokens
         if start < held.num_computed and not self._states.are_final:
             start = max(start, held.num_published)
         if (
-            not self._has_windows
+            not (self._has_windows or request.resumable)
             or not request.num_in_flight_tokens
             or self._states.are_final  # models with such states have no drafts
         ):
@@ -238,6 +249,8 @@ class Ahead:
             else:  # not scheduled in this step, or not recorded
                 stop = request.num_computed_tokens - request.num_output_placeholders
                 start = min(held.num_computed, stop - 1)
+                if request.resumable:  # steps in flight that the session drops still read
+                    start = min(start, self.start_of(request, held))
             if self._states.are_final:
                 start = max(start, held.num_computed)
                 if start >= stop:

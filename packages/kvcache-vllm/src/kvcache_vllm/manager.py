@@ -403,6 +403,7 @@ class VllmCacheManager:
         if ids is None:
             return None
         held = self._held[request.request_id] = HeldRequest(request, ours, self._hashed)
+        self._ahead.has_sessions |= request.resumable
         held.row = native.row(ours)
         held.start, held.num_computed = start, stop
         held.stop, held.num_known = held.num_computed, ours.num_tokens

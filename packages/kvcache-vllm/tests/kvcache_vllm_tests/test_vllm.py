@@ -161,6 +161,13 @@ DECISIONS = {
         for case in alike("full", n, 120, seeds=[seed], modes=[mode], wanted={**HITS, "parts": 20},
                           is_tight=n == 60, sessions=True)
     ],
+    # Sessions stop while later steps are in flight, and their parts are computed in several chunks.
+    "asynchronous sessions": [
+        case for groups in ("full", "window, full") for drafts in (False, True)
+        for case in alike(groups, 30_000, 60, seeds=[1102], modes=[True],
+                          config={"max_num_batched_tokens": 64}, wanted={**HITS, "parts": 20},
+                          sessions=True, drafts=drafts)
+    ],
     # Drafters (EAGLE, MTP) also write to the slots after each step's tokens, so blocks are needed
     # earlier.
     "lookahead slots of drafters": [
