@@ -27,7 +27,7 @@ from kvcache import allocator
 class RequestBlocks(Protocol):
     """The blocks that a request holds."""
 
-    num_computed: int
+    request: allocator.Request
 
 
 class ManagerParts(Protocol):
@@ -189,14 +189,14 @@ class GroupView:
             first = num_computed // spec.attention_chunk_size * spec.attention_chunk_size
         return first // self.block_size
 
-    def num_new_blocks(self, num_tokens: int, num_computed: int, *, has_cap: bool) -> int:
-        """Return the number of additional blocks that a request with slots for `num_computed` tokens
-        needs for `num_tokens` tokens. `has_cap`: the request frees blocks that have left its window.
+    def num_new_blocks(self, num_tokens: int, num_held: int, *, has_cap: bool) -> int:
+        """Return the number of additional blocks that a request with `num_held` blocks, null blocks
+        included, needs for `num_tokens` tokens. `has_cap`: it frees blocks that have left its window.
         """
         num_needed = -(-num_tokens // self.block_size)
         if has_cap and self.max_admission_blocks_per_request is not None:
             num_needed = min(num_needed, self.max_admission_blocks_per_request)
-        num_new = max(num_needed - -(-num_computed // self.block_size), 0)
+        num_new = max(num_needed - num_held, 0)
         spec = self.kv_cache_spec
         if isinstance(spec, CrossAttentionSpec):
             return 0
@@ -243,10 +243,13 @@ class Coordinator:
     ) -> int:
         """Return the number of additional blocks that a request needs for `num_tokens` tokens."""
         held = self._manager.held(request_id)
-        num_computed = 0 if held is None else held.num_computed
+        num_held = [0] * len(self.single_type_managers)
+        if held is not None:
+            native = self._manager.native
+            num_held = [len(native.block_ids(held.request, g)) for g in range(len(num_held))]
         return sum(
-            group.num_new_blocks(num_tokens, num_computed, has_cap=apply_admission_cap)
-            for group in self.single_type_managers
+            group.num_new_blocks(num_tokens, count, has_cap=apply_admission_cap)
+            for group, count in zip(self.single_type_managers, num_held)
         )
 
 
