@@ -163,10 +163,12 @@ DECISIONS = {
     ],
     # Sessions stop while later steps are in flight, and their parts are computed in several chunks.
     "asynchronous sessions": [
-        case for groups in ("full", "window, full") for drafts in (False, True)
-        for case in alike(groups, 30_000, 60, seeds=[1102], modes=[True],
-                          config={"max_num_batched_tokens": 64}, wanted={**HITS, "parts": 20},
-                          sessions=True, drafts=drafts)
+        *alike("full", 60, 60, seeds=[1703], modes=[False, True], is_tight=True, sessions=True,
+               drafts=True),
+        *(case for groups in ("full", "window, full") for drafts in (False, True)
+          for case in alike(groups, 30_000, 60, seeds=[1102], modes=[True],
+                            config={"max_num_batched_tokens": 64}, wanted={**HITS, "parts": 20},
+                            sessions=True, drafts=drafts)),
     ],
     # Drafters (EAGLE, MTP) also write to the slots after each step's tokens, so blocks are needed
     # earlier.
