@@ -693,3 +693,13 @@ def test_copies_of_engine_tensors_hold_no_references():
     seen = weakref.ref(pages)
     del pages
     assert seen() is None  # the tensors are freed immediately, without garbage collection
+
+
+def test_a_storage_that_fails_is_not_counted():
+    pages = Pages.allocate(4, [[1024]])
+    with pytest.raises(ValueError, match=r"layers\[0\] is 1: expected 0 to 0"):
+        KVStorage.over(pages, 16, num_kv_heads=2, head_size=8, layers=[1])
+    assert pages.num_storages == 0
+    for number in range(2):
+        assert KVStorage.over(pages, 16, num_kv_heads=2, head_size=8).scale_home == (pages, number)
+    assert KVStorage(1, 4, 16, 2, 8).pages.num_storages == 1

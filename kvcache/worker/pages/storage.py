@@ -123,6 +123,7 @@ class KVStorage:
         for layer in range(num_layers):
             self._add_layer(self.pages.memory, 0, starts, placed.region_bytes, placed, layer)
         self.pages.contents = contents_of(self.pages, [self.parts])
+        self.pages.num_storages = 1
 
     @classmethod
     def over(
@@ -216,6 +217,7 @@ class KVStorage:
             self._add_layer(
                 page, page.storage_offset(), np.zeros(1, np.int64), [page.stride(0)], placed, 0
             )
+        pages.num_storages += 1  # a failed call changes nothing
         return self
 
     @classmethod
@@ -359,6 +361,7 @@ class KVStorage:
         self.memory_order = None  # unknown; the engine determines the strides
         self._use(Pages.over(kv_caches, dims))
         self.pages.contents = contents_of(self.pages, [self.parts])
+        self.pages.num_storages = 1
         return self
 
     def _start(self) -> None:
@@ -375,7 +378,6 @@ class KVStorage:
         self.pages = pages
         # The pages that record this storage's scales, and its number among their storages.
         self.scale_home = pages, pages.num_storages
-        pages.num_storages += 1
 
     def _describe(
         self,
