@@ -702,4 +702,4 @@ def test_a_storage_that_fails_is_not_counted():
     assert pages.num_storages == 0
     for number in range(2):
         assert KVStorage.over(pages, 16, num_kv_heads=2, head_size=8).scale_home == (pages, number)
-    assert KVStorage(1, 4, 16, 2, 8).pages.num_storages == 1
+    assert KVStorage(4, 16, 2, 8).pages.num_storages == 1
