@@ -405,7 +405,8 @@ class PrefixCache:
     @property
     def num_invalidations(self) -> int:
         """Number of calls of `report`, `abort` and `invalidate` so far that found content to be
-        invalid. Who has handed out blocks, for example to other engines, takes them back when it changes.
+        invalid. If blocks are leased to readers, for example to other engines, end the leases when
+        this number changes.
         """
         return self._native.num_invalidations
 

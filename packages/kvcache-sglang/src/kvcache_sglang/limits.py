@@ -19,10 +19,9 @@ def check_scheduler(scheduler: Any) -> None:
     arguments, tree = scheduler.server_args, scheduler.tree_cache
     allocator = scheduler.token_to_kv_pool_allocator
     pool = allocator.get_kvcache()
-    sizes = ("pp_size", "dp_size", "attn_cp_size", "dcp_size")
-    unsupported = {
-        f"{name} {resolved(arguments, name)}": resolved(arguments, name) != 1 for name in sizes
-    }
+    names = ("pp_size", "dp_size", "attn_cp_size", "dcp_size")
+    sizes = {name: resolved(arguments, name) for name in names}
+    unsupported = {f"{name} {size}": size != 1 for name, size in sizes.items()}
     unsupported |= {
         "--page-size 1": scheduler.page_size == 1,
         "--disable-radix-cache": arguments.disable_radix_cache,

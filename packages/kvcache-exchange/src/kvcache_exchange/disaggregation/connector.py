@@ -602,20 +602,17 @@ class Connector:
         the manager has started a new epoch, also end all matches and loads of earlier weights.
         """
         cache = self._manager.cache
-        before = self._epoch, self._num_invalidations
+        is_new_epoch = self._epoch != cache.epoch
+        if not is_new_epoch and self._num_invalidations == cache.num_invalidations:
+            return
         self._epoch, self._num_invalidations = cache.epoch, cache.num_invalidations
-        if before == (self._epoch, self._num_invalidations):
-            return
         step = Step(ends=set(self._numbers))
-        if before[0] == self._epoch:
-            if not step.is_empty:
-                self._begin(step)
-            return
-        step.unread = [load.detail.offer for load in self._loads.forget_all()]
-        for load in self._loads.under_way:
-            if load.state is LoadState.LOADING:
-                load.detail.error = load.detail.error or "the weights have changed"
-                step.cancels.add(load.request.request_id)
+        if is_new_epoch:
+            step.unread = [load.detail.offer for load in self._loads.forget_all()]
+            for load in self._loads.under_way:
+                if load.state is LoadState.LOADING:
+                    load.detail.error = load.detail.error or "the weights have changed"
+                    step.cancels.add(load.request.request_id)
         if not step.is_empty:
             self._begin(step)
 

@@ -93,9 +93,7 @@ def rope_values(config: Any) -> dict[str, Any]:
 def _rope(found: dict[str, Any], config: Any) -> dict[str, Any]:
     values = {name: each for name, each in found.items() if each is not None and name != "type"}
     kind = found.get("rope_type") or found.get("type") or "default"
-    values["rope_type"] = kind.removeprefix(
-        "deepseek_"
-    )  # both engines add this as they load a model
+    values["rope_type"] = kind.removeprefix("deepseek_")  # which engines add when they load a model
     for name in ("rope_theta", "partial_rotary_factor"):
         if (value := values.get(name, getattr(config, name, None))) is not None:
             values[name] = float(value)
