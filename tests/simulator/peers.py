@@ -273,7 +273,10 @@ class Network:
         waits = any(group.held for group in groups)  # for their parents
         for each in filter(node.may_ask, [*node.rows.values(), *node.idle]):
             listed = index.num_tokens(each.request).get(watch.server.address, 0)
-            found = peer.manager.cache.find_prefix(each.request, whole_blocks=True).num_tokens
+            prefix = peer.manager.cache.find_prefix(each.request, whole_blocks=True)
+            if not any(ids.any() for ids in prefix.block_ids):
+                continue  # where a chunk begins, no block is needed, from no peer
+            found = prefix.num_tokens
             self.counts["prefixes that peers have"] += found > 0
             most = min(found, index._prefixes.longest(each.request))
             if listed > most or (listed < most and not waits):
