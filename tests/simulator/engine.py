@@ -567,8 +567,10 @@ class Engine(SlotBytes, Laws, WalkedCalls):
                 raise Wrong(f"{arrived.request} arrives, and is not running")
             each = found[0]
             each.is_receiving, each.external, each.source = False, (0, 0), None
-            if arrived.num_computed_tokens is None:
+            if arrived.num_computed_tokens is None:  # its blocks are in quarantine
                 del self.rows[each.row]
+                each.row = -1
+                self.put_back(each)
                 continue
             at = arrived.num_computed_tokens
             if at != self.computed(each):
