@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from kvcache import Admit, KVCacheManager, Request, StepReport
+from kvcache import Admit, GroupSpec, KVCacheManager, Request, StepReport
 from kvcache.allocator import check_invariants
 from kvcache.sources import LoadStats
 from kvcache.sources.loads import SourceLoads
@@ -224,6 +224,18 @@ def test_hints_that_cannot_be_carried_out_are_refused(options, hint, reason):
     assert (receipt.status, receipt.num_tokens) == ("refused", 0)
     assert receipt.reason.startswith(reason)
     assert engine.hints.num_pending == 0
+
+
+def test_prefetches_are_refused_without_steps():
+    groups = [
+        GroupSpec("full_attention", 16),
+        GroupSpec("recurrent", 16, options={"num_speculative_blocks": 1}),
+    ]
+    options = {"num_host_blocks": 9, "engine_copies_states": True}
+    manager = KVCacheManager.for_groups(groups, 20, 128, **options)
+    hint = Hint(intent="prefetch")
+    receipt = HintExecutor(manager).submit(Request("of", range(64)), hint).receipt
+    assert receipt.reason == "the manager serves no steps"
 
 
 @pytest.mark.usefixtures("whole_pool")

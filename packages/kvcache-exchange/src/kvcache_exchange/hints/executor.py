@@ -94,6 +94,10 @@ class HintExecutor:
             self._cannot = "the manager caches no blocks"
         elif manager.options.hash_algorithm.startswith("engine:"):
             self._cannot = "the hashes of the manager are computed by the engine"
+        self._has_steps = not (
+            manager.options.engine_copies_states
+            and any(group.options.get("num_speculative_blocks") for group in manager.groups)
+        )
 
     # Called by clients ------------------------------------------------------------------------------
 
@@ -134,6 +138,8 @@ class HintExecutor:
             return self._receipts.refuse(pending, "the tokens fill no whole block", count)
         if hint.intent == "pin":
             self._pins.pin(pending, prefix, self._clock())
+        elif not self._has_steps:
+            return self._receipts.refuse(pending, "the manager serves no steps", count)
         else:
             self._prefetch(pending, prefix)
         return pending
