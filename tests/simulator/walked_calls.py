@@ -75,7 +75,7 @@ class WalkedCalls:
             "ids": some_ids,
             "id": lambda r: r.randint(0, manager.pool.num_total),
             "medium": lambda r: r.choice(["gpu", "cpu"]),
-            "hashes": lambda r: manager.cache.hashes(request(r)),
+            "hashes": lambda r: manager.cache.hashes(request(r)) if known else [],
             "session": lambda r: r.choice(SESSIONS),
             "new": lambda r: [],
             "report": lambda r: StepReport(r.randint(0, 99), True),

@@ -62,6 +62,11 @@ class World:
         self.spaces = []
         if rng.random() < 0.2:
             self.spaces = [Sequences("s", random.Random(f"{seed}.s"), self.script.append)]
+        self.served = []
+        if rng.random() < 0.01:
+            from tests.simulator.served import MODELS, EngineRun  # imports transformers
+
+            self.served = [EngineRun(rng.choice(MODELS), seed, log=self.script.append)]
 
     def start(self, number: int, seed: str) -> Node:
         rng = random.Random(seed)
@@ -85,7 +90,8 @@ class World:
                 if rng.random() < self.kill_rate:
                     self.kill(rng, i)
                 awake = [each for each in self.engines if not each.is_stopped]
-                actors = [self.wire, self.network, *(4 * awake), *(24 * self.spaces)]
+                others = [*(24 * self.spaces), *(4 * self.served)]
+                actors = [self.wire, self.network, *(4 * awake), *others]
                 actor = rng.choice(actors)
                 actor.operate(rng)
                 if checks_all and actor in awake:
@@ -95,13 +101,14 @@ class World:
     def counts(self) -> Counter:
         """Return what has happened, to be printed."""
         found = +Counter(self.network.counts)
+        found["answers of a server"] = sum(each.num_compared for each in self.served)
         for engine in self.engines:
             found += engine.counts()
         return found
 
     def end(self, rng: random.Random) -> None:
         self.network.settle(rng)
-        for each in [*self.engines, *self.spaces]:
+        for each in [*self.engines, *self.spaces, *self.served]:
             each.close(rng)
         for _ in range(4):  # canceled loads end, and so do leases
             self.wire.now += 100.0
@@ -112,7 +119,7 @@ class World:
                 for engine in self.engines:
                     for name in [*(engine.mover.loads if engine.mover else ())]:
                         engine.mover.work(name, rng)
-        for each in [*self.engines, *self.spaces]:
+        for each in [*self.engines, *self.spaces, *self.served]:
             each.check_end()
 
 

@@ -21,8 +21,8 @@ from kvcache_serve.engine import Engine, NgramDrafter, SamplingParams
 from kvcache_serve.engine.transformers import attach, layer_specs
 from kvcache_serve.engine.transformers.tiny_models import tiny_model
 from tests.machinery.dense_models import MODELS, VOCAB_SIZE, Float64, dense, greedy, logits_of
-from tests.machinery.engine_driver import EngineRun
 from tests.machinery.shared import sampled
+from tests.simulator.served import EngineRun
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 # Number of sequences per model. With 200, the tests take twenty minutes.

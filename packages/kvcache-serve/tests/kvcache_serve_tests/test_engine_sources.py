@@ -30,9 +30,9 @@ from kvcache_exchange.store import StoreTier
 from kvcache_serve.engine import Engine, SamplingParams, Scheduler, Sequence
 from kvcache_serve.engine.transformers import attach
 from tests.machinery.dense_models import MODELS, dense, greedy
-from tests.machinery.engine_driver import EngineRun, ModelFailed
 from tests.machinery.shared import spread
 from tests.machinery.stores import MemoryStore, patient
+from tests.simulator.served import EngineRun, ModelFailed
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 LONG = np.random.default_rng(3).integers(1, 500, 90).tolist()

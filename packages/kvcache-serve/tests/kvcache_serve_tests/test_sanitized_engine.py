@@ -14,7 +14,7 @@ from kvcache.worker.tables.group_table import GroupTable
 from kvcache_serve.engine import Engine, SamplingParams, sanitizer_of
 from kvcache_serve.engine.transformers import attach, layer_specs
 from tests.machinery.dense_models import MODELS, dense
-from tests.machinery.engine_driver import EngineRun
+from tests.simulator.served import EngineRun
 
 RUNS = int(os.environ.get("KVCACHE_SANITIZER_RUNS", "1"))
 
