@@ -522,7 +522,7 @@ def _simulate(num_operations: int) -> str:
 
 def _judge() -> dict[str, object] | str:
     """Run an engine in the copy. Return the findings, or how the runs ended."""
-    command = [sys.executable, "-m", "tests.simulator.served", "18"]
+    command = [sys.executable, "-m", "tests.simulator.served_models", "18"]
     environment = {
         **os.environ,
         "PYTHONPATH": roots.python_path(TREE),

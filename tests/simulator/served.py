@@ -1,32 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's engine loop over a tiny model, and its clients. The reference is the model itself.
-
-`python -m tests.simulator.served N` performs N runs, and prints as JSON what the comparison and the
-sanitizer found (`Judgement`).
-"""
+"""The server's engine loop and its clients, as one actor of the world."""
 
 import asyncio
 import dataclasses
-import json
-import logging
 import random
-import sys
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
-from kvcache import plan_cache
-from kvcache.allocator import check_invariants
+from kvcache import KVCache, LayerSpec, build, plan_cache
+from kvcache.allocator import Request, check_invariants
 from kvcache.step import StepReport
 from kvcache_exchange.hints import Hint
-from kvcache_exchange.store import StoreTier
 from kvcache_serve.engine import Engine, Generation, SamplingParams
 from kvcache_serve.engine.sampling import Sampler
-from kvcache_serve.engine.transformers import attach, layer_specs
 from kvcache_serve.server.engine_loop import Answer, EngineError, EngineLoop
-from tests.machinery.dense_models import MODELS, VOCAB_SIZE, dense, logits_of
-from tests.machinery.stores import FAULTS, MemoryStore, patient
+from tests.machinery.table_model import VOCAB_SIZE, TableModel, logits_after
 from tests.simulator.row import Wrong
 
 
@@ -62,75 +51,40 @@ class Client:
         self.stopped: set[int] = set()  # samples that the client has stopped
 
 
-class EngineRun:
-    """An engine loop with random settings and its clients, as one actor of the world. The pool is
-    slightly larger than one request.
+class Served:
+    """An engine loop and its clients. A subclass makes the engine, and knows the model's answers.
 
-    `with_store` adds an in-memory store with random faults of every kind, at a random rate.
-    `checks_invariants`: whether to check the manager's invariants occasionally.
+    Args:
+        engine: The engine, whose drafter may be `draft`.
+        cache: Its cache.
+        seed: Determines what clients do if they leave early.
+        failure_rate: How often a step fails.
+        log: Is told what clients ask for.
     """
 
+    vocab_size = VOCAB_SIZE
+    is_too_small = False  # the pool may refuse requests
+    checks_invariants = True
+
     def __init__(
-        self,
-        name: str,
-        seed: int,
-        with_store: bool = False,
-        checks_invariants: bool = True,
-        log: Callable = lambda line: None,
+        self, engine: Engine, cache: KVCache, seed: int, failure_rate: float, log: Callable
     ) -> None:
-        self.name, self.seed, self.checks_invariants, self.log = name, seed, checks_invariants, log
-        self.rng = rng = np.random.default_rng([seed, MODELS.index(name)])
-        self.model = dense(name, 2)
-        block_size = int(rng.choice([4, 8, 16]))
-        max_model_len = int(rng.integers(64, 140))
-        max_num_batched_tokens = int(rng.choice([8, 24, 64, 256]))
-        num_drafts = int(rng.integers(1, 5))
-        sizes = {"block_size": block_size, "num_speculative_tokens": num_drafts}
-        plan = plan_cache(
-            layer_specs(self.model, **sizes),
-            2**30,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
-        pages = int(plan.pages_per_request(max_model_len) * rng.choice([1.0, 1.3, 2.0, 6.0])) + 1
-        host_pages = int(rng.choice([0, 0.3, 3.0]) * pages)
-        options: dict[str, object] = {
-            "eviction": str(rng.choice(["lru", "learned"])),
-            "num_preallocate_tokens": int(rng.choice([0, 64])),
-            "enable_caching": bool(rng.random() < 0.9),
-        }
-        if with_store:
-            options |= {"enable_events": True, "enable_caching": True}
-        if host_pages and rng.random() < 0.7:
-            options["host_write"] = str(rng.choice(["back", "through"]))
-        self.paged = attach(
-            self.model,
-            pages * plan.page_bytes,
-            max_model_len=max_model_len,
-            max_num_seqs=int(rng.integers(1, 9)),
-            max_num_batched_tokens=max_num_batched_tokens,
-            host_budget=host_pages * plan.page_bytes,
-            **sizes,
-            **options,
-        )
-        self.engine = Engine(
-            self.paged,
-            preemption=str(rng.choice(["swap", "recompute"])),
-            drafter=self._draft if rng.random() < 0.5 else None,
-            sources=[self._tier()] if with_store else [],
-        )
-        self.max_model_len = max_model_len
-        self.failure_rate = float(rng.choice([0, 0, 0.03]))
+        self.engine, self.cache, self.seed, self.log = engine, cache, seed, log
+        self.failure_rate, self.max_model_len = failure_rate, cache.plan.max_model_len
         self.generations: list[Generation] = []
         self.clients: list[Client] = []
-        self.num_compared = self.num_turns = 0
-        self.loop, self.events = SteppedLoop(self.engine), asyncio.new_event_loop()
+        self.num_compared = self.num_turns = self.num_refused = 0
+        self.loop, self.events = SteppedLoop(engine), asyncio.new_event_loop()
         self.tasks: list[asyncio.Task] = []
         self._inject_failures()
 
+    def logits(self, prompt: list[int], answer: list[int]) -> list:
+        """Return the model's logits for each token of an answer."""
+        raise NotImplementedError
+
     def run(self, num_requests: int = 12) -> None:
         """Serve some requests until all have ended, and compare the answers."""
-        rng = random.Random(f"{self.name}.{self.seed}")
+        rng = random.Random(self.seed)
         while len(self.clients) < num_requests:
             self.operate(rng)
         self.close(rng)
@@ -152,10 +106,10 @@ class EngineRun:
         else:
             self._turn()
         if self.rng.random() < 0.05 and self.checks_invariants:
-            check_invariants(self.paged.cache.manager)
+            check_invariants(self.cache.manager)
 
     def _turn(self) -> None:
-        self.num_turns += 1
+        self.num_turns += self.engine.is_busy
         self.loop.turn()
         self.events.run_until_complete(asyncio.sleep(0))
         for task in [task for task in self.tasks if task.done()]:
@@ -164,16 +118,26 @@ class EngineRun:
                 task.result()
         # From now on, cached content must come from the store.
         if self.engine.sources and self.num_turns % 16 == 0:
-            self.paged.cache.manager.cache.reset()
+            self.cache.manager.cache.reset()
 
     def close(self, rng: random.Random) -> None:
         """Serve all requests that are left."""
         self.rng, first = np.random.default_rng(rng.getrandbits(64)), self.num_turns
+        idle = 0
         while self.tasks or self.engine.is_busy:
             self._turn()
-            if self.num_turns - first > 20_000:
+            idle = 0 if self.engine.is_busy else idle + 1
+            if self.num_turns - first > self.most_turns or idle > 9:
                 raise Wrong("requests do not end")
         self.loop._look()
+
+    @property
+    def most_turns(self) -> int:
+        """The bound of `kvcache_serve.engine.scheduler.Scheduler` without failures, and one with them."""
+        if self.failure_rate:
+            return 20_000
+        tokens = sum(each.params.n * (each.params.max_tokens + 1) for each in self.generations)
+        return tokens * self.max_model_len * (self.cache.manager.options.max_num_reqs + 2)
 
     def check_end(self) -> None:
         self.events.close()
@@ -182,32 +146,13 @@ class EngineRun:
             for rank in source._ranks:
                 assert rank._staging.num_free == rank._staging.num_values
         self.engine.close()  # pins of hints
-        manager = self.paged.cache.manager
+        manager = self.cache.manager
         check_invariants(manager)
         for pool in filter(None, (manager.pool, manager.host_pool)):
             if pool.num_free != pool.num_total:
                 raise Wrong(f"{pool.num_total - pool.num_free} blocks are held at the end")
-        self.paged.detach()
         for client in self.clients:
             self._compare(client)
-
-    def _tier(self) -> StoreTier:
-        rng = np.random.default_rng([self.seed, 7])
-        rate, cache = float(rng.choice([0, 0.05, 0.2])), self.paged.cache
-        store = MemoryStore(
-            capacity=int(rng.choice([20, 1000])),
-            fault=lambda: str(rng.choice(FAULTS)) if rng.random() < rate else None,
-        )
-        return StoreTier(
-            cache.manager,
-            cache.pages,
-            store,
-            model=self.name,
-            host_pages=cache.host_pages,
-            staging_bytes=int(rng.choice([3, 30])) * (cache.pages.page_bytes + 192),
-            timeout_s=float(rng.choice([0.02, 5])),
-            circuit=patient(),
-        )
 
     def _add(self) -> None:
         rng = self.rng
@@ -220,13 +165,15 @@ class EngineRun:
                 prompt += before.samples[0].token_ids
             elif kind < 0.4:
                 prompt = prompt[: rng.integers(1, len(prompt) + 1)]
-        prompt = prompt[: self.max_model_len - 20]
-        most = max(1, min(60, self.max_model_len - 20 - len(prompt)))
-        count = 0 if prompt and 0.3 < kind < 0.6 else rng.integers(0 if prompt else 1, most)
-        prompt = [*prompt, *rng.integers(1, VOCAB_SIZE, count).tolist()]
+        longest = self.max_model_len - min(20, self.max_model_len // 4)
+        prompt = prompt[:longest]
+        most = max(1, min(60, longest - len(prompt)))
+        count = 0 if prompt and 0.3 < kind < 0.6 else rng.integers(0, most)
+        count += 0 if prompt else 1
+        prompt = [*prompt, *rng.integers(1, self.vocab_size, count).tolist()]
         most = min(24, self.max_model_len - len(prompt))
         options: dict[str, object] = {"max_tokens": int(rng.integers(1, most + 1))}
-        kind, rows = rng.random(), self.engine.scheduler.manager.options.max_num_reqs
+        kind, rows = rng.random(), self.cache.manager.options.max_num_reqs
         if kind < 0.25:
             options["n"] = int(rng.integers(1, rows + 1))
         if rng.random() < 0.3:
@@ -237,8 +184,10 @@ class EngineRun:
                 "top_p": float(rng.choice([1.0, 0.8])),
             }
         if rng.random() < 0.2:
-            options["stop_token_ids"] = tuple(rng.integers(1, VOCAB_SIZE, 40).tolist())
-        self.log(f"{self.name}: a client asks for {prompt}, {options}")
+            options["stop_token_ids"] = tuple(
+                rng.integers(1, self.vocab_size, self.vocab_size // 12 + 1).tolist()
+            )
+        self.log(f"server: a client asks for {prompt}, {options}")
         task = self._serve(
             Client(options.get("n", 1)),
             prompt,
@@ -266,7 +215,7 @@ class EngineRun:
         except EngineError as error:
             client.error = error
 
-    def _draft(self, request) -> list[int]:
+    def draft(self, request) -> list[int]:
         """Draft either random tokens or, with some errors, the tokens that followed the same tokens
         in an earlier answer.
         """
@@ -278,10 +227,10 @@ class EngineRun:
                 if len(whole) > len(tokens) and whole[: len(tokens)] == tokens:
                     drafts = whole[len(tokens) : len(tokens) + count]
                     return [t if rng.random() < 0.8 else 7 for t in drafts]
-        return rng.integers(1, VOCAB_SIZE, count).tolist()
+        return rng.integers(1, self.vocab_size, count).tolist()
 
     def _inject_failures(self) -> None:
-        forward, apply = self.paged.forward, self.paged.cache.worker.apply
+        forward, apply = self.engine.model.forward, self.cache.worker.apply
 
         def failing_forward(batch):
             logits = forward(batch)
@@ -293,13 +242,13 @@ class EngineRun:
             report = apply(plan)
             if len(plan.swap_in) and self.rng.random() < 3 * self.failure_rate:
                 page = int(self.rng.choice(plan.swap_in[:, 1]))
-                for layer in range(self.paged.cache.pages.num_layers):
+                for layer in range(self.cache.pages.num_layers):
                     # Corrupts the page that the plan swapped in.
-                    self.paged.cache.pages.layer(layer)[page] = 255
+                    self.cache.pages.layer(layer)[page] = 255
                 return StepReport(plan.step_id, True, failed_pages=[page])
             return report
 
-        self.paged.forward, self.paged.cache.worker.apply = failing_forward, failing_apply
+        self.engine.model.forward, self.cache.worker.apply = failing_forward, failing_apply
 
     def _compare(self, client: Client) -> None:
         if client.answer is None or client.answer.generation is None:
@@ -308,7 +257,7 @@ class EngineRun:
         prompt, params = generation.prompt.tolist(), generation.params
         for sample, received in zip(generation.samples, client.token_ids):
             answer, reason = sample.token_ids, sample.finish_reason
-            logits = logits_of(self.model, prompt, answer)
+            logits = self.logits(prompt, answer)
             sampler = Sampler(params, sample.index) if params.temperature else None
             wanted = [int(x.argmax()) if sampler is None else sampler.token(x) for x in logits]
             if answer != wanted:
@@ -318,66 +267,77 @@ class EngineRun:
                 raise Wrong(f"{generation.request_id}.{sample.index} receives {received}: {answer}")
             is_stopped = bool(answer) and answer[-1] in params.stop_token_ids
             is_stopped |= sample.index in client.stopped and reason == "stop"
+            if reason == "refused" and self.is_too_small:
+                self.num_refused += 1
+                assert str(self.cache.manager.pool.num_total) in str(sample.error)
+                continue
             assert reason == "abort" or is_stopped == (reason == "stop")
             assert reason != "length" or len(answer) == params.max_tokens
             assert not set(answer[:-1]) & set(params.stop_token_ids)
             self.num_compared += 1
 
 
-@dataclasses.dataclass
-class Judgement:
-    """The findings from several runs of an engine that may be defective.
-
-    A run is wrong if any of its answers differs from the model's own. `reported`: number of runs
-    with sanitizer reports, keyed by the kind of the first report. `failures`: number of runs that
-    ended with an error, keyed by the error's text.
+class TableServer(Served):
+    """A server of a model that costs nothing. Its pool holds one request of the maximum length or, in
+    some runs, not even that.
     """
 
-    runs: int = 0
-    wrong: int = 0
-    wrong_and_reported: int = 0
-    reported: dict[str, int] = dataclasses.field(default_factory=dict)
-    failures: dict[str, int] = dataclasses.field(default_factory=dict)
+    def __init__(
+        self, seed: int, failure_rate: float = 0.0, log: Callable = lambda line: None
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        block = int(rng.choice([1, 2, 4]))
+        max_model_len = int(rng.integers(6, 25))
+        budget = int(rng.choice([1, 2, 3, 8, 64]))
+        num_drafts = int(rng.choice([0, 0, 1, 3]))
+        layers = [LayerSpec("a", "full_attention", block, 1, 1, dtype="float32")]
+        kind = rng.random()
+        if kind < 0.2:
+            layers.append(
+                LayerSpec(
+                    "b", "sliding_window", block, 1, 1, dtype="float32", options={"window": 3}
+                )
+            )
+        elif kind < 0.35:
+            options = {"num_speculative_blocks": num_drafts}
+            size = 8 * block
+            layers.append(
+                LayerSpec(
+                    "b", "recurrent", block, state_bytes=size, dtype="float32", options=options
+                )
+            )
+        sizes = {"max_model_len": max_model_len, "max_num_batched_tokens": max(budget, 1)}
+        plan = plan_cache(layers, 2**24, **sizes)
+        enough = plan.pages_per_request(max_model_len)
+        self.is_too_small = bool(rng.random() < 0.1)
+        pages = max(1, enough - int(rng.integers(1, 4))) if self.is_too_small else enough
+        pages += 0 if self.is_too_small else int(rng.choice([0, 0, 0, 1, 2, enough]))
+        host = int(rng.choice([0, 0, 1, 2, enough, 4 * enough]))
+        host_options = {}
+        if host and rng.random() < 0.5:
+            host_options["host_write"] = str(rng.choice(["back", "through"]))
+        num_rows = int(rng.integers(1, 7))
+        cache = build(
+            dataclasses.replace(plan, num_pages=pages + 1),
+            max_num_reqs=num_rows,
+            num_host_blocks=host + 1 if host else 0,
+            num_speculative_tokens=num_drafts,
+            enable_caching=bool(rng.random() < 0.6),
+            num_preallocate_tokens=int(rng.choice([0, 0, 8])),
+            watermark=float(rng.choice([0, 0, 0, 0.2, 0.5])),
+            **host_options,
+        )
+        engine = Engine(
+            TableModel(cache),
+            preemption=str(rng.choice(["swap", "recompute"])),
+            max_num_batched_tokens=budget,
+            drafter=self.draft if num_drafts else None,
+        )
+        self.num_drafts = num_drafts
+        super().__init__(engine, cache, seed, failure_rate, log)
 
-    def judge(self, name: str, seed: int) -> None:
-        """Perform one run. The environment must enable the sanitizer (KVCACHE_SANITIZE=report)."""
-        run = EngineRun(name, seed, checks_invariants=False)
-        is_wrong = False
-        try:
-            run.run()
-        except Wrong:
-            is_wrong = True
-        except Exception as failure:
-            _count(self.failures, f"{type(failure).__name__}: {failure}"[:120])
-            is_wrong = self._has_wrong_answers(run)
-        reports = run.engine.sanitizer.reports
-        self.runs += 1
-        self.wrong += is_wrong
-        self.wrong_and_reported += is_wrong and bool(reports)
-        if reports:
-            _count(self.reported, reports[0].kind)
+    def logits(self, prompt: list[int], answer: list[int]) -> list:
+        return [logits_after([*prompt, *answer[:i]]) for i in range(len(answer))]
 
-    def _has_wrong_answers(self, run: EngineRun) -> bool:
-        for client in run.clients:
-            try:
-                run._compare(client)
-            except Wrong:
-                return True
-        return False
-
-
-def _count(counts: dict[str, int], name: str) -> None:
-    counts[name] = counts.get(name, 0) + 1
-
-
-def main() -> None:
-    logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)
-    judgement = Judgement()
-    for seed in range(int(sys.argv[1])):
-        judgement.judge(MODELS[seed % len(MODELS)], seed)
-    print(json.dumps(dataclasses.asdict(judgement)))
-
-
-if __name__ == "__main__":
-    main()
+    def draft(self, request: Request) -> list[int]:
+        return super().draft(request)[: self.num_drafts]

@@ -14,6 +14,7 @@ from tests.simulator.exchange import Wire
 from tests.simulator.node import Node
 from tests.simulator.peers import Network
 from tests.simulator.sequences import Sequences
+from tests.simulator.served import TableServer
 
 OPERATIONS_PER_SEED = 500
 MOST_TRIALS = 400  # runs with fewer operations
@@ -63,10 +64,8 @@ class World:
         if rng.random() < 0.2:
             self.spaces = [Sequences("s", random.Random(f"{seed}.s"), self.script.append)]
         self.served = []
-        if rng.random() < 0.01:
-            from tests.simulator.served import MODELS, EngineRun  # imports transformers
-
-            self.served = [EngineRun(rng.choice(MODELS), seed, log=self.script.append)]
+        if rng.random() < 0.2:
+            self.served = [TableServer(seed, rng.choice([0.0, 0.0, 0.03]), self.script.append)]
 
     def start(self, number: int, seed: str) -> Node:
         rng = random.Random(seed)

@@ -22,7 +22,7 @@ from kvcache_serve.engine.transformers import attach, layer_specs
 from kvcache_serve.engine.transformers.tiny_models import tiny_model
 from tests.machinery.dense_models import MODELS, VOCAB_SIZE, Float64, dense, greedy, logits_of
 from tests.machinery.shared import sampled
-from tests.simulator.served import EngineRun
+from tests.simulator.served_models import ModelServer
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 # Number of sequences per model. With 200, the tests take twenty minutes.
@@ -167,14 +167,14 @@ def test_answers_of_many_sequences_equal_those_of_the_dense_cache(name, paged):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", sampled([3, 0, 6, 1, 2, 4, 5, 7, 8]))
 def test_answers_of_random_runs_equal_those_of_the_dense_cache(seed):
-    EngineRun(MODELS[seed % len(MODELS)], seed).run()
+    ModelServer(MODELS[seed % len(MODELS)], seed).run()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("first", range(100, 130, 10))
 def test_answers_of_many_random_runs_equal_those_of_the_dense_cache(first):
     for seed in range(first, first + 10):
-        EngineRun(MODELS[seed % len(MODELS)], seed).run()
+        ModelServer(MODELS[seed % len(MODELS)], seed).run()
 
 
 @pytest.mark.slow

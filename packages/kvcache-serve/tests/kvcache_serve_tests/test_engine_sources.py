@@ -32,7 +32,8 @@ from kvcache_serve.engine.transformers import attach
 from tests.machinery.dense_models import MODELS, dense, greedy
 from tests.machinery.shared import spread
 from tests.machinery.stores import MemoryStore, patient
-from tests.simulator.served import EngineRun, ModelFailed
+from tests.simulator.served import ModelFailed
+from tests.simulator.served_models import ModelServer
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 LONG = np.random.default_rng(3).integers(1, 500, 90).tolist()
@@ -176,7 +177,7 @@ def test_other_requests_are_served_while_a_source_lookup_is_pending(filled):
     ("seed", "name"), spread([(i, MODELS[i % len(MODELS)]) for i in range(27)], 4)
 )
 def test_random_runs_with_a_failing_store_give_the_models_answers(name, seed):
-    run = EngineRun(name, seed, with_store=True)
+    run = ModelServer(name, seed, with_store=True)
     run.run()
     assert run.num_compared > 0
 

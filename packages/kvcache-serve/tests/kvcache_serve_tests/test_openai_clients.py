@@ -25,7 +25,7 @@ from kvcache import LayerSpec, build, plan_cache
 from kvcache_serve.engine import Engine
 from kvcache_serve.server import ByteTexts, EngineLoop, Limits, Server, TokenizerTexts, make_app
 from kvcache_serve.server.texts import AnswerText
-from tests.machinery.progress import TableModel
+from tests.machinery.table_model import TableModel
 from tests.machinery.tokenizers import chat_tokenizer, sentencepiece_tokenizer
 
 SPACE = "\u2581"

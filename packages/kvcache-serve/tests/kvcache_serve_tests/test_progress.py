@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every request ends: the number of steps is bounded, however small the pool is."""
 
+import asyncio
 import dataclasses
 import os
 
@@ -8,7 +9,8 @@ import pytest
 
 from kvcache import KVCacheManager, LayerSpec, Request, build, plan_cache
 from kvcache_serve.engine import Engine, SamplingParams, Scheduler, Sequence, State
-from tests.machinery.progress import ProgressRun, TableModel
+from tests.machinery.table_model import TableModel
+from tests.simulator.served import SteppedLoop, TableServer
 
 # KVCACHE_TEST_SEED=<number> selects other runs.
 SEED = 1_000_000 * int(os.environ.get("KVCACHE_TEST_SEED", 0))
@@ -39,11 +41,10 @@ def finish(engine, most):
 
 def check_runs(first, count):
     for seed in range(SEED + first, SEED + first + count):
-        run = ProgressRun(seed)
         try:
-            run.run()
+            TableServer(seed).run(4)
         except Exception as error:
-            raise AssertionError(f"seed {seed}: {error}, {run.settings}") from error
+            raise AssertionError(f"seed {seed}: {error}") from error
 
 
 @pytest.mark.parametrize("first", range(0, 300, 10))
@@ -72,6 +73,24 @@ class TestNeverFits:
         assert {sample.finish_reason for sample in generation.samples} == {"refused"}
         assert other.samples[0].finish_reason == "length"
         assert engine.cache.manager.pool.num_free == 2
+
+    def test_answer_ends_if_the_request_is_refused_before_its_samples_are_forked(self):
+        loop, reasons = SteppedLoop(engine_of(2, 16)), []
+
+        async def read():
+            params = SamplingParams(max_tokens=5, n=2, temperature=1.0)
+            async with loop.serving([1, 2, 3, 4, 5, 6, 7, 8, 9], params) as answer:
+                reasons.extend([delta.finish_reason async for delta in answer])
+
+        async def serve():
+            reading = asyncio.create_task(read())
+            for _ in range(100):
+                loop.turn()
+                await asyncio.sleep(0)
+            assert reading.done() and await reading is None
+
+        asyncio.run(serve())
+        assert reasons == ["refused"]
 
     def test_chunk_that_exceeds_the_pool_without_the_watermark_is_computed_in_parts(self):
         manager = KVCacheManager(4, 5, 16, watermark=0.5, num_preallocate_tokens=0)

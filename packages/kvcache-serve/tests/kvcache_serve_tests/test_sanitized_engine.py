@@ -14,7 +14,7 @@ from kvcache.worker.tables.group_table import GroupTable
 from kvcache_serve.engine import Engine, SamplingParams, sanitizer_of
 from kvcache_serve.engine.transformers import attach, layer_specs
 from tests.machinery.dense_models import MODELS, dense
-from tests.simulator.served import EngineRun
+from tests.simulator.served_models import ModelServer
 
 RUNS = int(os.environ.get("KVCACHE_SANITIZER_RUNS", "1"))
 
@@ -26,7 +26,7 @@ def test_random_workloads_have_no_reports(name, with_store, monkeypatch):
     monkeypatch.setenv("KVCACHE_SANITIZE", "stop")
     for seed in range(RUNS):
         print(f"seed {seed}")
-        run = EngineRun(name, 3000 + seed, with_store)
+        run = ModelServer(name, 3000 + seed, with_store)
         run.run()
         sanitizer = run.engine.sanitizer
         assert (

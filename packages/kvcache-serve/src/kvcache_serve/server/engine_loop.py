@@ -58,7 +58,10 @@ class Answer:
             delta = await self._deltas.get()
             if isinstance(delta, Exception):
                 raise delta
-            self._num_running -= delta.finish_reason is not None
+            if delta.finish_reason is not None:
+                # If the first sample ends before its first token, there are no other samples.
+                is_only = self.generation is not None and len(self.generation.samples) == 1
+                self._num_running -= self._num_running if is_only else 1
             yield delta
 
     def stop(self, index: int) -> None:
