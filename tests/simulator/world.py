@@ -64,7 +64,7 @@ class World:
         if rng.random() < 0.2:
             self.spaces = [Sequences("s", random.Random(f"{seed}.s"), self.script.append)]
         self.served = []
-        if rng.random() < 0.2:
+        if rng.random() < 0.05:
             self.served = [TableServer(seed, rng.choice([0.0, 0.0, 0.03]), self.script.append)]
 
     def start(self, number: int, seed: str) -> Node:
