@@ -65,10 +65,6 @@ void in_child(const Variables& variables, Body&& body) {
   const Ended ended = run_child(variables, body);
   if (!ended.normally) throw Failure("in a child process: " + ended.output);
 }
-template <class Body>
-void in_child(Body&& body) {
-  in_child({}, body);
-}
 
 // Checks that the process dies after it has printed `text`.
 template <class Body>
@@ -80,3 +76,9 @@ void dies_saying(const char* text, Body&& body) {
 }
 
 }  // namespace kvcache::test
+
+// A test in a child process, with these environment variables.
+#define CHILD_TEST(name, ...)                                            \
+  static void child_##name();                                            \
+  TEST(name) { ::kvcache::test::in_child({__VA_ARGS__}, child_##name); } \
+  static void child_##name()

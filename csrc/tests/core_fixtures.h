@@ -28,29 +28,19 @@ inline std::vector<Hash> hashes_from(uint32_t first, size_t n) {
   return hashes;
 }
 
-inline std::vector<Hash> hashes_of(const HashList& list) { return {list.begin(), list.end()}; }
-
-inline CacheGroup group_of(std::shared_ptr<const AttentionKind> kind, int64_t block_size,
-                           uint8_t id = 0, int64_t hash_block_size = 0) {
+// One group of full attention.
+inline std::vector<CacheGroup> full_groups(int64_t block_size) {
+  const auto kind = std::make_shared<FullAttention>();
   CacheGroup group{};
   group.rules = &kind->rules();
   group.keeps_all = kind->keeps_all();
-  group.num_speculative = kind->num_speculative_blocks();
-  group.is_cached = group.rules->traits.has_hits;
-  group.is_transferred = true;
-  group.kind = std::move(kind);
-  group.id = id;
-  group.block_size = block_size;
-  group.num_hashes = hash_block_size == 0 ? 1 : block_size / hash_block_size;
-  group.hit_unit = hash_block_size == 0 ? block_size : hash_block_size;
-  group.retained_every = group.hit_unit;
+  group.is_cached = group.is_transferred = true;
+  group.kind = kind;
+  group.block_size = group.hit_unit = group.retained_every = block_size;
+  group.num_hashes = 1;
   group.max_blocks = 1000;
   group.num_places = kUnbounded;
-  return group;
-}
-
-inline std::vector<CacheGroup> full_groups(int64_t block_size) {
-  return {group_of(std::make_shared<FullAttention>(), block_size)};
+  return {group};
 }
 
 // `take` allocates blocks. `publish_chain` publishes blocks as a chain with these hashes.

@@ -94,28 +94,17 @@ class ManagerDriver {
     const auto state = std::make_shared<RecurrentState>();
     const auto cross = std::make_shared<CrossAttention>();
     ManagerOptions options{};
-    switch (below(6)) {
-      case 0:
-        options.groups = {{full, 4}};
-        break;
-      case 1:
-        options.groups = {{full, 4}, {window, 4}};
-        break;
-      case 2:
-        options.groups = {{window, 2}, {full, 4}, {chunked, 4}};
-        break;
-      case 3:
-        options.groups = {{full, 4}, {state, 4}};
-        has_state_ = true;
-        break;
-      case 4:
-        options.groups = {{full, 8}, {window, 4}};
-        options.hash_block_size = 2;
-        break;
-      default:
-        options.groups = {{full, 4}, {cross, 2}};
-        has_encoder_ = true;
-    }
+    const std::vector<std::vector<GroupOptions>> mixes = {{{full, 4}},
+                                                          {{full, 4}, {window, 4}},
+                                                          {{window, 2}, {full, 4}, {chunked, 4}},
+                                                          {{full, 4}, {state, 4}},
+                                                          {{full, 8}, {window, 4}},
+                                                          {{full, 4}, {cross, 2}}};
+    const int mix = below(6);
+    options.groups = mixes[mix];
+    has_state_ = mix == 3;
+    if (mix == 4) options.hash_block_size = 2;
+    has_encoder_ = mix == 5;
     options.num_blocks = 3 + below(40) * static_cast<int64_t>(options.groups.size());
     options.max_model_len = 1 + below(100);
     options.enable_caching = below(8) != 0;
@@ -354,53 +343,48 @@ class ManagerDriver {
     rows_[plan.rows[0]] = {request, true};
   }
 
-  // Makes calls that are rejected in every state.
+  // Makes calls that are rejected in every state. `tests/hostile` makes more.
   void wrong() {
-    StepRequest request;
     const int32_t rows[] = {1000, -1}, counts[] = {1, 1}, ids[] = {5, -5};
-    request.rows = rows;
-    request.num_tokens = counts;
-    request.num_rows = 1;
-    CHECK_THROWS(manager_.step(request), "row 1000 is not in use");
-    request.num_rows = 0;
-    request.token_ids = ids;
-    request.num_ids = 1;
-    CHECK_THROWS(manager_.step(request), "token_ids has 1 entries: expected 0");
-    request.num_ids = 0;
-    NewRow greedy{new_request().chain, 1};
-    greedy.num_reserved_blocks = -1;
-    CHECK_THROWS(manager_.would_fit(greedy, false), "num_reserved_blocks is -1");
+    const auto step = [&](const int32_t* asked, int64_t num_rows, const int32_t* tokens) {
+      StepRequest request;
+      request.rows = asked;
+      request.num_tokens = counts;
+      request.num_rows = num_rows;
+      request.token_ids = tokens;
+      request.num_ids = tokens == nullptr ? 0 : 1;
+      manager_.step(request);
+    };
+    CHECK_THROWS(step(rows, 1, nullptr), "row 1000 is not in use");
+    CHECK_THROWS(step(rows, 0, ids), "token_ids has 1 entries: expected 0");
     const BlockId beyond = static_cast<BlockId>(options_.num_blocks);
     CHECK_THROWS(manager_.invalidate(&beyond, 1), "expected 1 to ");
-    CHECK_THROWS(manager_.report(manager_.reads().steps().num_steps, true, {}, {}), "step_id is ");
-    CHECK_THROWS(manager_.report(manager_.reads().steps().num_steps, false, {}, {}), "step_id is ");
+    for (const bool completed : {true, false}) {
+      const int64_t next = manager_.reads().steps().num_steps;
+      CHECK_THROWS(manager_.report(next, completed, {}, {}), "step_id is ");
+    }
     CHECK_THROWS(manager_.free(-1), "row -1 is not in use");
-    const RowAsk ask{1000, 1};
     (void)manager_.take_copies();
-    CHECK_THROWS(manager_.advance({ask}), "row 1000 is not in use");
-    CHECK_THROWS(manager_.reads().num_common_prefix_blocks(1000, 1, 0), "row 1000 is not in use");
-    CHECK_THROWS(manager_.reads().blocks(1000, 0), "row 1000 is not in use");
+    CHECK_THROWS(manager_.advance({RowAsk{1000, 1}}), "row 1000 is not in use");
     const Request mine = make_request(1, 0, manager_.reads().hash_block_size());
     CHECK_THROWS(manager_.admit({mine.chain, 0}, {}), "num_tokens is 0");
     if (!has_state_) CHECK_THROWS(manager_.admit({mine.chain, 1}, {}), "has 0 groups");
     const Request other = make_request(1, 0, manager_.reads().hash_block_size() + 1);
     CHECK_THROWS(manager_.would_fit({other.chain, 1}, false),
                  "passed to a manager with block_size");
+    NewRow greedy{mine.chain, 1};
+    greedy.num_reserved_blocks = -1;
+    CHECK_THROWS(manager_.would_fit(greedy, false), "num_reserved_blocks is -1");
+    CHECK_THROWS(manager_.reads().num_common_prefix_blocks(1000, 1, 0), "row 1000 is not in use");
+    CHECK_THROWS(manager_.reads().blocks(1000, 0), "row 1000 is not in use");
     if (rows_.empty() || !rows_.begin()->second.by_step) return;
     const int32_t row = rows_.begin()->first;
     if (room(row) == 0) return;
     const int32_t twice[] = {row, row};
-    request = {};
-    request.rows = twice;
-    request.num_tokens = counts;
-    request.num_rows = 2;
-    CHECK_THROWS(manager_.step(request), "twice");
+    CHECK_THROWS(step(twice, 2, nullptr), "twice");
     CHECK_THROWS(manager_.free(twice, 2), "would be freed twice");
-    request.num_rows = 1;
-    request.token_ids = ids + 1;
-    request.num_ids = 1;
     if (rows_.begin()->second.request.tokens->size() <= options_.max_model_len) {
-      CHECK_THROWS(manager_.step(request), "token_ids[0] is -5");
+      CHECK_THROWS(step(twice, 1, ids + 1), "token_ids[0] is -5");
     }
   }
 

@@ -98,13 +98,11 @@ TEST(an_unset_or_empty_variable_keeps_the_default) {
   unsetenv("KVCACHE_A_SWITCH");
   CHECK(!kvcache::switched_on("KVCACHE_A_SWITCH"));
   CHECK(kvcache::switched_on("KVCACHE_A_SWITCH", true));
-  setenv("KVCACHE_A_SWITCH", "", 1);
-  CHECK(!kvcache::switched_on("KVCACHE_A_SWITCH"));
-  setenv("KVCACHE_A_SWITCH", "no", 1);
-  CHECK(!kvcache::switched_on("KVCACHE_A_SWITCH"));
-  setenv("KVCACHE_A_SWITCH", "1", 1);
-  CHECK(kvcache::switched_on("KVCACHE_A_SWITCH"));
-  unsetenv("KVCACHE_A_SWITCH");
+  for (const auto& [value, is_on] :
+       {std::pair("", false), std::pair("no", false), std::pair("1", true)}) {
+    setenv("KVCACHE_A_SWITCH", value, 1);
+    CHECK_EQ(kvcache::switched_on("KVCACHE_A_SWITCH"), is_on);
+  }
 }
 
 TEST(the_default_stream_captures_and_mapped_addresses_prevent_batches) {
@@ -125,28 +123,16 @@ TEST(copies_of_a_rejected_batch_are_launched_one_by_one) {
                             cudaErrorCallRequiresNewerDriver, cudaErrorStreamCaptureUnsupported}) {
     script = {};
     script.batch_answer = error;
-    Memory memory;
-    carry(memory);
-    CHECK(memory.has_arrived());
-    CHECK_EQ(script.num_batches, 1);
-    CHECK_EQ(script.num_singles, kCopies);
-    CHECK_EQ(int{cudaGetLastError()}, int{cudaSuccess});  // a later launch must not report it
-    kvcache::driver_has_no_batches() = false;
-  }
-}
-
-TEST(an_unsupported_batch_call_is_not_retried) {
-  for (cudaError_t error : {cudaErrorInvalidValue, cudaErrorNotSupported,
-                            cudaErrorCallRequiresNewerDriver, cudaErrorStreamCaptureUnsupported}) {
-    script = {};
-    script.batch_answer = error;
-    Memory first, second;
-    carry(first);
-    carry(second);
-    CHECK(first.has_arrived() && second.has_arrived());
     const bool for_good =
         error == cudaErrorNotSupported || error == cudaErrorCallRequiresNewerDriver;
-    CHECK_EQ(script.num_batches, for_good ? 1 : 2);
+    for (const int round : {1, 2}) {  // an unsupported call is not retried
+      Memory memory;
+      carry(memory);
+      CHECK(memory.has_arrived());
+      CHECK_EQ(script.num_batches, for_good ? 1 : round);
+      CHECK_EQ(script.num_singles, round * kCopies);
+      CHECK_EQ(int{cudaGetLastError()}, int{cudaSuccess});  // a later launch must not report it
+    }
     kvcache::driver_has_no_batches() = false;
   }
 }

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tests that a block copy takes few launches, because the parameters of each launch hold as many
-// regions and pairs as possible.
+// regions and pairs as possible. `tests/ops` checks what the launches copy.
 
-#include <cstring>
 #include <vector>
 
 #include "check.h"
@@ -10,11 +9,7 @@
 
 namespace {
 
-using kvcache::BlockCopy;
-using kvcache::CopyLaunch;
-using kvcache::CopyRegion;
-using kvcache::CopyShare;
-using kvcache::VectorRegion;
+using namespace kvcache;
 
 constexpr size_t kSmall = 4096, kLarge = 32760;
 
@@ -41,14 +36,14 @@ struct Copy {
 template <size_t kBytes>
 std::vector<CopyShare> shares_of(const Copy& copy, const std::vector<VectorRegion>& regions) {
   std::vector<CopyShare> shares;
-  kvcache::for_each_share<kBytes>(copy.data, regions,
-                                  [&](const CopyShare& share) { shares.push_back(share); });
+  for_each_share<kBytes>(copy.data, regions,
+                         [&](const CopyShare& share) { shares.push_back(share); });
   return shares;
 }
 
 template <size_t kBytes>
 size_t num_launches(const Copy& copy) {
-  return shares_of<kBytes>(copy, kvcache::vector_regions(copy.data)).size();
+  return shares_of<kBytes>(copy, vector_regions(copy.data)).size();
 }
 
 }  // namespace
@@ -84,24 +79,9 @@ TEST(holds_is_consistent_with_the_shares) {
   }
 }
 
-TEST(shares_cover_each_region_of_each_pair_once) {
-  const Copy copy(100, 700);
-  const std::vector<VectorRegion> regions = kvcache::vector_regions(copy.data);
-  std::vector<int> covered(100 * 700);
-  for (const CopyShare& share : shares_of<kSmall>(copy, regions)) {
-    CHECK(CopyLaunch<kSmall>::holds(share.num_regions, share.num_pairs));
-    for (int64_t r = 0; r < share.num_regions; ++r) {
-      for (int64_t p = 0; p < share.num_pairs; ++p) {
-        ++covered[size_t((share.regions - regions.data() + r) * 700 + share.first_pair + p)];
-      }
-    }
-  }
-  for (int times : covered) CHECK_EQ(times, 1);
-}
-
 TEST(tasks_of_a_launch_stay_below_2_to_the_31) {
   Copy copy(1, 100, int64_t{1} << 38);  // 2^26 chunks of 4 KiB
-  for (const CopyShare& share : shares_of<kSmall>(copy, kvcache::vector_regions(copy.data))) {
+  for (const CopyShare& share : shares_of<kSmall>(copy, vector_regions(copy.data))) {
     CHECK(share.num_pairs * share.page_chunks <= INT32_MAX);
   }
   copy.data.pairs_on_cpu = false;
@@ -112,54 +92,13 @@ TEST(each_region_has_its_own_vector_size) {
   Copy copy(3, 1);
   copy.regions[1].num_bytes = 20;
   copy.regions[2].source_stride = 24;
-  const std::vector<VectorRegion> regions = kvcache::vector_regions(copy.data);
+  const std::vector<VectorRegion> regions = vector_regions(copy.data);
   CHECK_EQ(regions[0].vector_bytes, 16);
   CHECK_EQ(regions[1].vector_bytes, 4);
   CHECK_EQ(regions[2].vector_bytes, 8);
   const std::vector<CopyShare> shares = shares_of<kSmall>(copy, regions);
   CHECK_EQ(shares.size(), 1u);
   CHECK(!shares[0].is_wide());
-}
-
-TEST(empty_regions_are_skipped) {
-  Copy copy(3, 1);
-  copy.regions[1].num_bytes = 0;
-  CHECK_EQ(kvcache::vector_regions(copy.data).size(), 2u);
-}
-
-TEST(pairs_regions_and_chunks_round_trip_through_a_launch) {
-  for (const bool alike : {true, false}) {
-    Copy copy(5, 9, 3 * 4096);
-    if (!alike) copy.regions[2].num_bytes = 20;  // one chunk of 4-byte vectors
-    const std::vector<VectorRegion> regions = kvcache::vector_regions(copy.data);
-    const std::vector<CopyShare> shares = shares_of<kSmall>(copy, regions);
-    CHECK_EQ(shares.size(), 1u);
-    CopyLaunch<kSmall> launch;
-    kvcache::fill(launch, copy.data, shares[0]);
-    CHECK_EQ(launch.head.num_tasks, alike ? 9u * 15 : 9u * 13);
-    for (uint32_t i = 0; i < 9; ++i) {
-      CHECK_EQ(launch.pair(i).source, copy.pairs[2 * i]);
-      CHECK_EQ(launch.pair(i).destination, copy.pairs[2 * i + 1]);
-    }
-    uint32_t chunk = 0;
-    for (uint32_t r = 0; r < 5; ++r) {
-      const CopyRegion found = launch.region(r);
-      CHECK_EQ(std::memcmp(&found, &copy.regions[r], sizeof(found)), 0);
-      CHECK_EQ(launch.vector_bytes(r), int(regions[r].vector_bytes));
-      CHECK_EQ(launch.first_chunk(r), chunk);
-      for (int64_t i = 0; i < regions[r].num_chunks(); ++i) CHECK_EQ(launch.region_of(chunk++), r);
-    }
-  }
-}
-
-TEST(device_ids_are_read_on_the_device) {
-  Copy copy(1, 3);
-  copy.data.pairs_on_cpu = false;
-  const std::vector<VectorRegion> regions = kvcache::vector_regions(copy.data);
-  CopyLaunch<kSmall> launch;
-  kvcache::fill(launch, copy.data, shares_of<kSmall>(copy, regions)[0]);
-  copy.pairs[4] = 77;
-  CHECK_EQ(launch.pair(2).source, 77);
 }
 
 TEST_MAIN()

@@ -2,6 +2,7 @@
 // Tests that the emulator behaves like CUDA. Each test covers one behavior on which kernels rely.
 
 #include <cstdlib>
+#include <functional>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -84,33 +85,54 @@ std::vector<int> iota(int n) {
 
 }  // namespace
 
+// Sets the seed of the order of threads and blocks while the object exists.
+struct Seed {
+  explicit Seed(const std::string& seed) { setenv("KVCACHE_EMUL_SEED", seed.c_str(), 1); }
+  ~Seed() { unsetenv("KVCACHE_EMUL_SEED"); }
+};
+
+// Returns the number of seeds from 1 to 20 for which a predicate is true.
+template <class F>
+int num_seeds(F&& holds) {
+  int count = 0;
+  for (int n = 1; n <= 20; ++n) {
+    const Seed seed(std::to_string(n));
+    count += int(holds());
+  }
+  return count;
+}
+
+template <class F>
+void in_any_order(F&& body) {
+  body();
+  num_seeds([&] { return body(), true; });
+}
+
 TEST(every_thread_of_a_3d_grid_runs_once_with_its_own_index) {
-  const dim3 grid(3, 2, 4), block(5, 3, 2);
-  const int num_threads = 3 * 2 * 4 * 5 * 3 * 2;
-  std::vector<int> out(num_threads, 0);
-  emul::launch(grid, block, 0, [&] { record_position(out.data()); });
-  for (int i = 0; i < num_threads; ++i) CHECK_EQ(out[i], i + 1);
+  in_any_order([] {
+    std::vector<int> out(3 * 2 * 4 * 5 * 3 * 4, 0);
+    emul::launch(dim3(3, 2, 4), dim3(5, 3, 4), 0, [&] { record_position(out.data()); });
+    for (int i = 0; i < int(out.size()); ++i) CHECK_EQ(out[i], i + 1);
+  });
 }
 
-TEST(a_block_reduction_works_in_static_shared_memory) {
-  const std::vector<int> in = iota(4 * 128);
-  std::vector<int> out(4);
-  emul::launch(dim3(4), dim3(128), 0, [&] { block_sum(in.data(), out.data()); });
-  for (int b = 0; b < 4; ++b) CHECK_EQ(out[b], 128 * 128 * b + 127 * 128 / 2);
-}
-
-TEST(a_block_may_have_1024_threads) {
-  const std::vector<int> in = iota(1024);
-  int out = 0;
-  run_block(1024, [&] { block_sum(in.data(), &out); });
-  CHECK_EQ(out, 1023 * 1024 / 2);
+TEST(blocks_of_up_to_1024_threads_reduce_in_static_shared_memory) {
+  const std::vector<int> in = iota(4 * 128), most = iota(1024);
+  in_any_order([&] {
+    std::vector<int> out(4);
+    emul::launch(dim3(4), dim3(128), 0, [&] { block_sum(in.data(), out.data()); });
+    for (int b = 0; b < 4; ++b) CHECK_EQ(out[b], 128 * 128 * b + 127 * 128 / 2);
+    run_block(1024, [&] { block_sum(most.data(), out.data()); });
+    CHECK_EQ(out[0], 1023 * 1024 / 2);
+  });
 }
 
 TEST(dynamic_shared_memory_is_shared_by_the_block) {
-  std::vector<int> data = iota(100);
-  emul::launch(dim3(1), dim3(100), 100 * sizeof(int),
-               [&] { reverse_in_dynamic_shared(data.data()); });
-  for (int i = 0; i < 100; ++i) CHECK_EQ(data[i], 99 - i);
+  in_any_order([] {
+    std::vector<int> data = iota(100);
+    emul::launch(dim3(1), dim3(100), 400, [&] { reverse_in_dynamic_shared(data.data()); });
+    for (int i = 0; i < 100; ++i) CHECK_EQ(data[i], 99 - i);
+  });
 }
 
 TEST(dynamic_shared_memory_is_aligned_and_poisoned_for_every_block) {
@@ -144,34 +166,26 @@ TEST(shuffle_reads_any_lane) {
 TEST(shuffle_up_down_xor_keep_the_own_value_past_the_edge) {
   run_block(32, [] {
     const int lane = int(threadIdx.x);
-    CHECK_EQ(__shfl_up_sync(kFull, lane, 3), lane >= 3 ? lane - 3 : lane);
-    CHECK_EQ(__shfl_down_sync(kFull, lane, 5), lane + 5 < 32 ? lane + 5 : lane);
+    for (const int width : {32, 16}) {
+      const int first = lane / width * width;  // shuffles stay in their half
+      CHECK_EQ(__shfl_sync(kFull, lane, 18, width), first + 18 % width);
+      CHECK_EQ(__shfl_up_sync(kFull, lane, 4, width), lane - first >= 4 ? lane - 4 : lane);
+      CHECK_EQ(__shfl_down_sync(kFull, lane, 5, width), lane - first + 5 < width ? lane + 5 : lane);
+      CHECK_EQ(__shfl_xor_sync(kFull, lane, 8, width), lane ^ 8);
+    }
     CHECK_EQ(__shfl_xor_sync(kFull, lane, 16), lane ^ 16);
-  });
-}
-
-TEST(shuffles_of_width_16_stay_in_their_half) {
-  run_block(32, [] {
-    const int lane = int(threadIdx.x), half = lane / 16 * 16;
-    CHECK_EQ(__shfl_sync(kFull, lane, 18, 16), half + 2);
-    CHECK_EQ(__shfl_up_sync(kFull, lane, 4, 16), lane - half >= 4 ? lane - 4 : lane);
-    CHECK_EQ(__shfl_down_sync(kFull, lane, 4, 16), lane - half < 12 ? lane + 4 : lane);
-    CHECK_EQ(__shfl_xor_sync(kFull, lane, 8, 16), lane ^ 8);
-  });
-}
-
-TEST(shuffle_xor_of_width_16_reaches_the_earlier_half_only) {
-  run_block(32, [] {
-    const int lane = int(threadIdx.x);
+    // With width 16, only the earlier half is reached.
     CHECK_EQ(__shfl_xor_sync(kFull, lane, 16, 16), lane < 16 ? lane : lane - 16);
   });
 }
 
 TEST(back_to_back_shuffles_do_not_mix) {
-  run_block(64, [] {
-    int sum = int(threadIdx.x);
-    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFull, sum, offset);
-    CHECK_EQ(sum, threadIdx.x < 32 ? 31 * 16 : 31 * 16 + 32 * 32);
+  in_any_order([] {
+    run_block(64, [] {
+      int sum = int(threadIdx.x);
+      for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFull, sum, offset);
+      CHECK_EQ(sum, threadIdx.x < 32 ? 31 * 16 : 31 * 16 + 32 * 32);
+    });
   });
 }
 
@@ -272,29 +286,26 @@ TEST(exited_threads_do_not_take_part_in_later_barriers) {
 }
 
 TEST(divergent_barrier_is_reported_with_block_counts_and_lines) {
-  const auto launch = [] { emul::launch(dim3(3), dim3(32), 0, barrier_only_for_first_half); };
-  CHECK_THROWS(launch(), "barrier deadlock in block (0,0,0), 32 threads: 16 waiting at");
-  CHECK_THROWS(launch(), "16 waiting at __syncwarp of 32 lanes (");
-  CHECK_THROWS(launch(), "test_emul.cpp:");
+  in_any_order([] {
+    const auto launch = [] { emul::launch(dim3(3), dim3(32), 0, barrier_only_for_first_half); };
+    CHECK_THROWS(launch(), ",0,0), 32 threads: 16 waiting at");
+    CHECK_THROWS(launch(), "16 waiting at __syncwarp of 32 lanes (");
+    CHECK_THROWS(launch(), "test_emul.cpp:");
+  });
+  CHECK_THROWS(run_block(32, barrier_only_for_first_half), "barrier deadlock in block (0,0,0)");
 }
 
-TEST(barriers_on_different_lines_do_not_match) {
-  const auto kernel = [] {
+TEST(barriers_that_do_not_match_are_reported) {
+  const auto on_different_lines = [] {
     if (threadIdx.x < 16) __syncthreads();
     __syncthreads();
   };
-  CHECK_THROWS(run_block(32, kernel), "barrier deadlock");
-}
-
-TEST(mask_with_a_lane_that_never_arrives_is_reported) {
-  const auto kernel = [] {
+  CHECK_THROWS(run_block(32, on_different_lines), "barrier deadlock");
+  const auto lanes_that_never_arrive = [] {
     if (threadIdx.x < 4) __shfl_sync(0xffu, 1, 0);
     __syncthreads();
   };
-  CHECK_THROWS(run_block(32, kernel), "4 waiting at __shfl_*sync of 8 lanes");
-}
-
-TEST(lane_outside_its_own_mask_is_reported) {
+  CHECK_THROWS(run_block(32, lanes_that_never_arrive), "4 waiting at __shfl_*sync of 8 lanes");
   CHECK_THROWS(run_block(32, [] { __syncwarp(1); }), "lane 1 is not in its own mask");
 }
 
@@ -464,53 +475,6 @@ TEST(misaligned_access_ends_the_launch_and_the_next_one_works) {
 
 // --- the order of threads and blocks
 
-// Sets the seed while the object exists.
-struct Seed {
-  explicit Seed(const std::string& seed) { setenv("KVCACHE_EMUL_SEED", seed.c_str(), 1); }
-  ~Seed() { unsetenv("KVCACHE_EMUL_SEED"); }
-};
-
-// Returns the number of seeds from 1 to 20 for which a predicate is true.
-template <class F>
-int num_seeds(F&& holds) {
-  int count = 0;
-  for (int n = 1; n <= 20; ++n) {
-    const Seed seed(std::to_string(n));
-    count += int(holds());
-  }
-  return count;
-}
-
-TEST(every_thread_runs_once_in_any_order) {
-  const int num_seeds_right = num_seeds([] {
-    const dim3 grid(3, 2, 4), block(5, 3, 4);
-    std::vector<int> out(3 * 2 * 4 * 5 * 3 * 4, 0);
-    emul::launch(grid, block, 0, [&] { record_position(out.data()); });
-    for (int i = 0; i < int(out.size()); ++i) CHECK_EQ(out[i], i + 1);
-    return true;
-  });
-  CHECK_EQ(num_seeds_right, 20);
-}
-
-TEST(correct_kernels_pass_in_any_order) {
-  const std::vector<int> in = iota(4 * 128);
-  CHECK_EQ(num_seeds([&] {
-             std::vector<int> out(4), reversed = iota(100), sums(4);
-             emul::launch(dim3(4), dim3(128), 0, [&] { block_sum(in.data(), out.data()); });
-             emul::launch(dim3(1), dim3(100), 400,
-                          [&] { reverse_in_dynamic_shared(reversed.data()); });
-             run_block(128, [&] {
-               int sum = int(threadIdx.x);
-               for (int n = 16; n > 0; n /= 2) sum += __shfl_xor_sync(kFull, sum, n);
-               if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-             });
-             for (int b = 0; b < 4; ++b) CHECK_EQ(out[b], 128 * 128 * b + 127 * 128 / 2);
-             for (int w = 0; w < 4; ++w) CHECK_EQ(sums[w], 32 * 32 * w + 31 * 16);
-             return reversed[0] == 99 && reversed[99] == 0;
-           }),
-           20);
-}
-
 TEST(the_order_depends_only_on_the_seed) {
   const auto order = [](const char* text) {
     const Seed seed(text);
@@ -528,54 +492,32 @@ TEST(the_order_depends_only_on_the_seed) {
   CHECK_THROWS(order("one"), "KVCACHE_EMUL_SEED is one: expected a number");
 }
 
-TEST(a_deadlock_is_found_in_any_order) {
-  CHECK_EQ(num_seeds([] {
-             CHECK_THROWS(emul::launch(dim3(3), dim3(32), 0, barrier_only_for_first_half),
-                          "barrier deadlock");
-             return true;
-           }),
-           20);
-}
-
-TEST(seeds_reveal_a_missing_barrier) {
-  const auto is_right = [] {
-    std::vector<int> data = iota(64);
-    emul::launch(dim3(1), dim3(64), 64 * sizeof(int),
-                 [&] { previous_without_barrier(data.data()); });
-    for (int i = 1; i < 64; ++i) {
-      if (data[i] != i - 1) return false;
+// Checks that the kernel writes the wanted entries in the default order. Returns for how many seeds
+// it does.
+template <class F>
+int num_right(unsigned num_threads, const std::vector<int>& data, int first, int last, F&& kernel,
+              const std::function<int(int)>& wanted) {
+  const auto is_right = [&] {
+    std::vector<int> found = data;
+    emul::launch(dim3(1), dim3(num_threads), num_threads * sizeof(int),
+                 [&] { kernel(found.data()); });
+    for (int i = first; i < last; ++i) {
+      if (found[i] != wanted(i)) return false;
     }
     return true;
   };
   CHECK(is_right());
-  CHECK_EQ(num_seeds(is_right), 0);
+  return num_seeds(is_right);
 }
 
-TEST(seeds_reveal_a_buffer_reused_without_a_barrier) {
-  const auto is_right = [] {
-    std::vector<int> data(64, 0);
-    emul::launch(dim3(1), dim3(64), 64 * sizeof(int), [&] { next_in_rounds(data.data()); });
-    for (int i = 0; i < 63; ++i) {
-      if (data[i] != 2 * i + 2 + 100) return false;
-    }
-    return true;
-  };
-  CHECK(is_right());
-  CHECK_EQ(num_seeds(is_right), 0);
-}
-
-TEST(seeds_reveal_a_warp_barrier_used_instead_of_a_block_barrier) {
-  const auto is_right = [] {
-    std::vector<int> data(128, -1);
-    emul::launch(dim3(1), dim3(128), 128 * sizeof(int),
-                 [&] { next_warp_after_syncwarp(data.data()); });
-    for (int i = 0; i < 128; ++i) {
-      if (data[i] != (i + 32) % 128) return false;
-    }
-    return true;
-  };
-  CHECK(is_right());
-  CHECK(num_seeds(is_right) < 10);
+TEST(seeds_reveal_missing_barriers) {
+  const auto previous = [](int i) { return i - 1; };
+  CHECK_EQ(num_right(64, iota(64), 1, 64, previous_without_barrier, previous), 0);
+  const std::vector<int> zeros(128);
+  const auto in_rounds = [](int i) { return 2 * i + 2 + 100; };
+  CHECK_EQ(num_right(64, zeros, 0, 63, next_in_rounds, in_rounds), 0);
+  const auto next_warp = [](int i) { return (i + 32) % 128; };
+  CHECK(num_right(128, zeros, 0, 128, next_warp_after_syncwarp, next_warp) < 10);
 }
 
 TEST(seeds_reveal_a_block_that_depends_on_an_earlier_block) {

@@ -48,15 +48,6 @@ TEST(the_array_holds_the_same_values_as_a_vector) {
   }
 }
 
-TEST(values_are_zero_after_shrinking_and_growing) {
-  GrowingArray<int64_t> array;
-  array.resize(3);
-  array[2] = 5;
-  array.resize(1);
-  array.resize(4);
-  CHECK(array == std::vector<int64_t>(4));
-}
-
 TEST(growth_copies_at_most_the_bound) {
   GrowingArray<int64_t> array;
   array.resize(kMostValues + 1);

@@ -3,25 +3,20 @@
 #include "core/pool/hash_index.h"
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <random>
 #include <vector>
 
 #include "tests/check.h"
+#include "tests/core_fixtures.h"
 
 using namespace kvcache;
+using namespace kvcache::test;
 
 namespace {
 
 // The key under which these tests insert all hashes, so that all entries have one home bucket.
 constexpr uint64_t kKey = 0x0123456789ABCDEF;
-
-Hash hash_of(uint32_t number) {
-  Hash hash{};
-  std::memcpy(hash.bytes, &number, sizeof(number));
-  return hash;
-}
 
 struct Indexed {
   explicit Indexed(int num_blocks) : blocks(num_blocks), index(blocks.data(), num_blocks) {}
@@ -37,33 +32,6 @@ struct Indexed {
   std::vector<Block> blocks;
   HashIndex index;
 };
-
-TEST(hashes_with_equal_keys_are_distinguished) {
-  constexpr int kNum = 500;
-  Indexed all(kNum + 1);
-  for (BlockId id = 1; id <= kNum; ++id) CHECK(all.insert(id, id));
-  for (BlockId id = 1; id <= kNum; ++id) CHECK_EQ(all.find(id), id);
-  CHECK_EQ(all.find(kNum + 1), kNullBlock);
-  CHECK_EQ(all.find(1, /*group=*/1), kNullBlock);
-  for (BlockId id = 1; id <= kNum; ++id) CHECK(all.erase(id));
-  CHECK_EQ(all.find(1), kNullBlock);
-}
-
-TEST(the_next_oldest_duplicate_takes_over) {
-  constexpr int kNum = 200;
-  Indexed all(2 * kNum + 1);
-  for (BlockId id = 1; id <= kNum; ++id) {
-    all.insert(id, id);
-    CHECK(!all.insert(kNum + id, id));
-  }
-  for (BlockId id = 1; id <= kNum; ++id) {
-    CHECK_EQ(all.find(id), id);
-    CHECK(!all.erase(id));
-    CHECK_EQ(all.find(id), kNum + id);
-    CHECK(all.erase(kNum + id));
-    CHECK_EQ(all.find(id), kNullBlock);
-  }
-}
 
 TEST(a_block_is_found_by_its_key_alone) {
   constexpr int kNum = 1'000;

@@ -14,14 +14,8 @@
 
 namespace {
 
-using kvcache::BlockId;
-using kvcache::Duel;
-using kvcache::Hazards;
-using kvcache::kNullBlock;
-using kvcache::ReuseClass;
-using kvcache::Segments;
-using kvcache::SimulatedPool;
-namespace learned = kvcache::learned;
+using namespace kvcache;
+namespace learned = learned;
 
 constexpr int kShort = 0, kLong = 1;  // two classes of first turns
 
@@ -35,36 +29,6 @@ void train(Hazards* hazards, int64_t age) {
     now += 100;
   }
   hazards->learn(now + 100'000);
-}
-
-TEST(without_samples_older_blocks_are_worth_less) {
-  const Hazards hazards;
-  double before = hazards.value(kShort, 0);
-  for (int64_t age = 100; age < 30'000'000; age = age * 3 / 2) {
-    const double value = hazards.value(kShort, age);
-    CHECK(value <= before && value > 0);
-    before = value;
-  }
-}
-
-TEST(a_class_that_is_reused_is_worth_more_until_its_reuse_age) {
-  Hazards hazards;
-  train(&hazards, 20'000);
-  CHECK(hazards.value(kShort, 1'000) > 5 * hazards.value(kLong, 1'000));
-  CHECK(hazards.value(kShort, 15'000) > hazards.value(kShort, 1'000));
-  CHECK(hazards.value(kShort, 100'000) < hazards.value(kShort, 1'000) / 5);
-  // A class without samples resembles the classes with the same features.
-  const int like_short = ReuseClass::own(-1, 3'000, 0, std::nullopt),
-            like_long = ReuseClass::own(-1, 3'000, 100, std::nullopt);
-  CHECK(hazards.value(like_short, 1'000) > 2 * hazards.value(like_long, 1'000));
-}
-
-TEST(the_gain_of_a_block_is_its_expected_hits_minus_the_price_of_its_space) {
-  Hazards hazards;
-  train(&hazards, 20'000);
-  CHECK(hazards.gain(kShort, 1'000, 0) > 0.8);
-  CHECK(hazards.gain(kLong, 1'000, 0) < 0.5);
-  CHECK_EQ(hazards.gain(kShort, 1'000, 1), 0.0);
 }
 
 TEST(records_are_found_until_the_ring_overwrites_them) {
@@ -242,41 +206,6 @@ TEST(a_policy_that_loses_all_hits_loses_at_most_the_bound) {
     }
   }
   CHECK(num_trials > 5);
-}
-
-TEST(a_policy_whose_own_order_gains_hits_stops_following_lru) {
-  Hazards hazards;
-  train(&hazards, 20'000);
-  Duel duel(100, &hazards, Duel::By::kSimulation);
-  CHECK(duel.follows_lru());
-  Segments::Segment segment{};
-  uint32_t fresh = 1'000;
-  const auto use = [&](uint32_t key, int reuse_class) {
-    duel.use(key, false);
-    ++segment.number;
-    segment.reuse_class = static_cast<uint8_t>(reuse_class);
-    segment.time += 10;
-    duel.idle(key, segment);
-  };
-  for (int i = 0; i < 10; ++i) {
-    for (uint32_t key = 1; key <= 50; ++key) use(key, kShort);
-    for (int k = 0; k < 100; ++k) use(++fresh, kLong);
-  }
-  CHECK(!duel.follows_lru());
-}
-
-TEST(a_simulated_pool_evicts_when_its_capacity_shrinks) {
-  SimulatedPool pool(20, nullptr);
-  for (uint32_t key = 1; key <= 20; ++key) {
-    pool.hold(key);
-    pool.idle(key, segment_of(key, kShort, key));
-  }
-  pool.set_capacity(10);
-  CHECK(!pool.hold(21));
-  CHECK(!pool.hold(1));
-  CHECK(pool.hold(20) && pool.hold(13));
-  pool.set_capacity(1'000);
-  CHECK_EQ(pool.capacity(), 20);
 }
 
 // After a trial has lost its stake, the pool misses one of many hits of the simulated LRU, as a

@@ -10,7 +10,6 @@
 #include <memory>
 #include <numeric>
 #include <random>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -20,31 +19,16 @@
 #include "core/groups/kinds.h"
 #include "tests/check.h"
 #include "tests/manager_driver.h"
+#include "tests/recorder.h"
 
-using kvcache::AttentionKind;
-using kvcache::BlockId;
-using kvcache::ExtraKeys;
-using kvcache::Hash;
-using kvcache::Manager;
-using kvcache::ManagerOptions;
-using kvcache::NewRow;
-using kvcache::RowAsk;
-using kvcache::Slots;
-using kvcache::Status;
-using kvcache::StepPlan;
-using kvcache::StepRequest;
-using kvcache::TokenChain;
-using kvcache::TokenIds;
-using kvcache::test::make_request;
-using kvcache::test::ManagerDriver;
-using kvcache::test::Request;
-using kvcache::test::WhileHashing;
+using namespace kvcache;
+using namespace kvcache::test;
 
 namespace {
 
 ManagerOptions make_options(int64_t block_size, int64_t num_blocks, int64_t max_model_len) {
   ManagerOptions options{};
-  options.groups = {{std::make_shared<kvcache::FullAttention>(), block_size}};
+  options.groups = {{std::make_shared<FullAttention>(), block_size}};
   options.num_blocks = num_blocks;
   options.max_model_len = max_model_len;
   return options;
@@ -62,7 +46,7 @@ TEST(random_calls_of_both_drivers_keep_tables_and_invariants) {
     try {
       ManagerDriver(seed).run(500);
     } catch (const std::exception& error) {
-      kvcache::test::fail(__FILE__, __LINE__, "seed " + std::to_string(seed) + ": " + error.what());
+      fail(__FILE__, __LINE__, "seed " + std::to_string(seed) + ": " + error.what());
     }
   }
 }
@@ -106,32 +90,6 @@ TEST(sizes_beyond_32_bits_are_rejected_and_the_largest_do_not_overflow) {
   more.num_rows = 1;
   more.num_lookahead = kLargest;
   CHECK_EQ(manager.step(more).status[0], static_cast<uint8_t>(Status::kNever));
-  manager.check_invariants();
-}
-
-TEST(a_manager_belongs_to_the_thread_that_first_used_it) {
-  Manager manager(make_options(4, 9, 100));
-  std::thread([&] { manager.guard().check_caller(); }).join();
-  CHECK_THROWS(manager.reset_prefix_cache(), "but the manager belongs to thread ");
-  CHECK_THROWS(step_new(&manager, {}), "called from thread ");
-}
-
-TEST(calls_made_while_hashing_are_rejected) {
-  Manager manager(make_options(4, 9, 100));
-  const Request request = make_request(10);
-  int num_calls = 0;
-  {
-    const WhileHashing hashing([&] {
-      ++num_calls;
-      const int32_t more = 1;
-      CHECK_THROWS(manager.free(0), "is in progress");
-      CHECK_THROWS(request.tokens->append(&more, 1), "token_ids were appended while");
-      CHECK_THROWS(request.chain->hashes(), "has not returned");
-    });
-    step_new(&manager, {{request.chain, 100}});
-  }
-  CHECK_EQ(num_calls, 2);
-  manager.free(0);
   manager.check_invariants();
 }
 
@@ -246,7 +204,7 @@ TEST(groups_swapped_in_outside_of_a_step_are_published_when_all_are_loaded) {
   std::iota(all.begin(), all.end(), 1);
   manager.evict(all.data(), 19);
   CHECK(manager.swap_in({0}).has_value());
-  const kvcache::PrefixHit hit = manager.lookup(*later.chain);
+  const PrefixHit hit = manager.lookup(*later.chain);
   CHECK_EQ(hit.num_tokens, 12);
   for (const int64_t group : {0, 1}) {
     std::vector<BlockId> held = manager.reads().blocks(0, group);
@@ -254,61 +212,6 @@ TEST(groups_swapped_in_outside_of_a_step_are_published_when_all_are_loaded) {
     CHECK(hit.blocks[static_cast<size_t>(group)] == held);
   }
 }
-
-// An order that records its notifications, and evicts in release order.
-class Recorder : public kvcache::EvictionOrder, public kvcache::BlockListener {
- public:
-  explicit Recorder(std::vector<std::string>* log) : log_(log) {}
-  void insert(BlockId id) override { candidates_.push_back(id); }
-  void remove(BlockId id) override {
-    candidates_.erase(std::find(candidates_.begin(), candidates_.end(), id));
-  }
-  BlockId victim() override {
-    return candidates_.empty() ? kvcache::kNullBlock : candidates_.front();
-  }
-  void on_hit(const kvcache::Hit& hit) override {
-    if (hit.by == kvcache::Hit::By::kRequest) write("hit", hit.ids, hit.n);
-    if (hit.by == kvcache::Hit::By::kExpected && notes_ends) write("retain", hit.ids, hit.n);
-  }
-  void on_release(const kvcache::Released& released) override {
-    if (released.access.number > 0) return write("access", released.ids, released.n);
-    if (released.hit_ends != nullptr) return write_ends(released);
-    if (released.features == nullptr) return;
-    const kvcache::ReleaseFeatures& f = *released.features;
-    write("release", released.ids, released.n);
-    std::ostringstream text;
-    text << "  tokens";
-    for (int64_t i = 0; i < released.n; ++i) text << " " << released.prefix_tokens[i];
-    text << ", prefix " << f.num_prefix_tokens << ", new " << f.num_new_blocks << ", output "
-         << f.num_output_tokens << ", time " << f.logical_time << " " << f.wall_ms << ", of "
-         << f.tokens_per_block << ", retention " << f.num_retention
-         << (f.is_swapped_out ? ", swapped" : "");
-    log_->push_back(text.str());
-  }
-  void on_idle(const kvcache::Blocks& blocks) override {
-    for (const BlockId id : blocks) write("idle", &id, 1);
-  }
-  bool notes_ends = false;
-
- private:
-  void write_ends(const kvcache::Released& released) {
-    if (!notes_ends) return;
-    std::ostringstream text;
-    text << "ends";
-    for (int64_t i = 0; i < released.n; ++i) {
-      text << " " << released.ids[i] << " of " << released.hit_ends[i];
-    }
-    log_->push_back(text.str());
-  }
-  void write(const char* what, const BlockId* ids, int64_t n) {
-    std::ostringstream text;
-    text << what;
-    for (int64_t i = 0; i < n; ++i) text << " " << ids[i];
-    log_->push_back(text.str());
-  }
-  std::vector<std::string>* log_;
-  std::vector<BlockId> candidates_;
-};
 
 StepPlan serve(Manager* manager, int32_t row, int32_t num_tokens, int32_t token) {
   StepRequest request;
@@ -320,10 +223,17 @@ StepPlan serve(Manager* manager, int32_t row, int32_t num_tokens, int32_t token)
   return manager->step(request);
 }
 
+// Options of a manager whose policy records these kinds of notifications.
+ManagerOptions recorded(ManagerOptions options, std::vector<std::string>* log,
+                        const std::vector<std::string>& kinds) {
+  options.eviction.make = [=](int64_t) { return std::make_unique<Recorder>(log, kinds); };
+  return options;
+}
+
 TEST(a_policy_is_notified_of_hits_releases_and_accesses) {
   std::vector<std::string> log;
-  ManagerOptions options = make_options(4, 9, 100);
-  options.eviction.make = [&](int64_t) { return std::make_unique<Recorder>(&log); };
+  ManagerOptions options =
+      recorded(make_options(4, 9, 100), &log, {"hit", "release", "retention", "access", "idle"});
   options.num_host_blocks = 9;
   options.fence_frees = true;
   Manager manager(options);
@@ -343,13 +253,13 @@ TEST(a_policy_is_notified_of_hits_releases_and_accesses) {
   step_new(&manager, {{first.chain, 6}}, /*lookahead=*/4);
   serve(&manager, 0, 4, 0);  // serves the remaining tokens
   notified({});
-  kvcache::ReleaseFeatures features;
-  const kvcache::Retention retention[] = {{0, 4, 90, -1}};
+  ReleaseFeatures features;
+  const Retention retention[] = {{0, 4, 90, -1}};
   features.retention = retention;
   features.num_retention = 1;
   manager.free(0, features);
-  notified(
-      {"release 3 2 1", "  tokens 12 8 4, prefix 0, new 3, output 1, time 1 7, of 4, retention 1"});
+  notified({"release 3 2 1, tokens 12 8 4, prefix 0, new 3, output 1, time 1 7, of 4",
+            "retention 0 4 90 -1"});
   // Releases the fence; the last block is not cached.
   manager.report(1, /*completed=*/true, {}, {});
   notified({"idle 2", "idle 1"});
@@ -367,16 +277,12 @@ TEST(a_policy_is_notified_of_hits_releases_and_accesses) {
   leave.swap_out_rows = &row;
   leave.num_swap_out_rows = 1;
   manager.step(leave);
-  notified({"release 4 2 1",
-            "  tokens 12 8 4, prefix 9, new 0, output 0, time 2 7, of 4, retention 0"
-            ", swapped"});
+  notified({"release 4 2 1, tokens 12 8 4, prefix 9, new 0, output 0, time 2 7, of 4, swapped"});
   manager.free(1);  // frees a row on the host, so no device block is released
   notified({});
   manager.free(0);
-  notified({"release 4 2 1",
-            "  tokens 12 8 4, prefix 8, new 1, output 0, time 3 7, of 4, retention "
-            "0",
-            "access 4 2 1"});
+  notified({"release 4 2 1, tokens 12 8 4, prefix 8, new 1, output 0, time 3 7, of 4",
+            "access 4 2 1, time 11 1"});
   manager.report(3, /*completed=*/true, {}, {});
   notified({"idle 2", "idle 1"});
   manager.check_invariants();
@@ -384,16 +290,14 @@ TEST(a_policy_is_notified_of_hits_releases_and_accesses) {
 
 TEST(a_policy_is_notified_of_partial_hits_and_of_every_group) {
   std::vector<std::string> log;
-  ManagerOptions options = make_options(8, 20, 100);
-  options.groups.push_back({std::make_shared<kvcache::SlidingWindow>(9), 4});
+  ManagerOptions options = recorded(make_options(8, 20, 100), &log, {"hit", "idle"});
+  options.groups.push_back({std::make_shared<SlidingWindow>(9), 4});
   options.hash_block_size = 2;
-  options.eviction.make = [&](int64_t) { return std::make_unique<Recorder>(&log); };
   Manager manager(options);
-  const Request first = make_request(14, 0, 2);
+  const Request first = make_request(14, 0, 2), second = make_request(13, 0, 2);
   step_new(&manager, {{first.chain, 100}});
   manager.free(0);
   log.clear();
-  const Request second = make_request(13, 0, 2);
   // The hit has 12 tokens: one and a half blocks of the chain, and the blocks of the window.
   step_new(&manager, {{second.chain, 100}});
   // The block whose first half was copied is idle again.
@@ -405,39 +309,27 @@ TEST(a_policy_is_notified_of_partial_hits_and_of_every_group) {
 TEST(a_policy_is_notified_of_window_blocks_that_likely_hits_read) {
   for (const int64_t interval : {-1, 0}) {
     std::vector<std::string> log;
-    ManagerOptions options = make_options(4, 40, 100);
-    options.groups.push_back({std::make_shared<kvcache::SlidingWindow>(4), 4});
+    ManagerOptions options =
+        recorded(make_options(4, 40, 100), &log, {"hit", "retain", "ends", "release"});
+    options.groups.push_back({std::make_shared<SlidingWindow>(4), 4});
     options.retention_interval = interval;
-    options.eviction.make = [&](int64_t) {
-      auto recorder = std::make_unique<Recorder>(&log);
-      recorder->notes_ends = true;
-      return recorder;
-    };
     Manager manager(options);
-    const auto notified = [&] {
-      std::vector<std::string> found;
-      for (const std::string& line : log) {
-        if (line[0] != ' ' && line.rfind("idle", 0) != 0) found.push_back(line);
-      }
-      log.clear();
-      return found;
-    };
     const Request first = make_request(22);
     step_new(&manager, {{first.chain, 12}});
-    CHECK(notified().empty());  // a repeated prompt hits 20 tokens
+    CHECK(log.empty());  // a repeated prompt hits 20 tokens
     serve(&manager, 0, 10, 0);
-    const std::vector<std::string> retained = notified();
-    CHECK_EQ(retained.size(), 1);
-    CHECK_EQ(retained[0].rfind("retain ", 0), 0);
-    const std::string id = retained[0].substr(7);
+    CHECK_EQ(log.size(), 1);
+    CHECK_EQ(log[0].rfind("retain ", 0), 0);
+    const std::string id = log[0].substr(7);
+    log.clear();
     manager.free(0);
     // The window's blocks are reported before the chain, although their group comes later.
-    const std::vector<std::string> lines = notified();
-    CHECK_EQ(lines.size(), 3);
-    CHECK_EQ(lines[0], "ends " + id + " of 20");
-    CHECK(lines[1].rfind("release ", 0) == 0 && lines[2].rfind("release ", 0) == 0);
-    CHECK((lines[1] + " ").find(" " + id + " ") != std::string::npos);
-    CHECK(lines[2].substr(lines[2].size() - 5) == "3 2 1");
+    CHECK_EQ(log.size(), 3);
+    CHECK_EQ(log[0], "ends " + id + " of 20");
+    const auto ids_of = [&](int i) { return log[i].substr(0, log[i].find(',')) + " "; };
+    CHECK(ids_of(1).rfind("release ", 0) == 0 &&
+          ids_of(1).find(" " + id + " ") != std::string::npos);
+    CHECK(ids_of(2).rfind("release ", 0) == 0 && ids_of(2).find(" 3 2 1 ") != std::string::npos);
     manager.check_invariants();
   }
 }

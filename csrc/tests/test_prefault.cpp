@@ -14,8 +14,7 @@
 #include "core/zeroed_array.h"
 #include "tests/check.h"
 
-using kvcache::Prefault;
-using kvcache::ZeroedArray;
+using namespace kvcache;
 
 namespace {
 
@@ -30,37 +29,26 @@ size_t num_resident(const ZeroedArray<char>& array) {
   return n * page;
 }
 
-TEST(arrays_created_during_a_prefault_are_committed) {
-  Prefault prefault(/*is_enabled=*/true);
-  ZeroedArray<char> array(kNumBytes);
-  CHECK_EQ(num_resident(array), 0);
-  prefault.commit();
-  ZeroedArray<char> later(kNumBytes);
-  CHECK_EQ(num_resident(array), kNumBytes);
-  CHECK_EQ(num_resident(later), 0);
-  for (size_t i = 0; i < kNumBytes; ++i) CHECK_EQ(array[i], 0);
-}
-
-TEST(a_prefault_keeps_the_content_of_an_array) {
-  Prefault prefault(/*is_enabled=*/true);
-  ZeroedArray<char> array(kNumBytes);
-  array[5] = 7;
-  prefault.commit();
-  CHECK_EQ(array[5], 7);
-}
-
-TEST(a_disabled_prefault_commits_nothing) {
-  Prefault prefault(/*is_enabled=*/false);
-  ZeroedArray<char> array(kNumBytes);
-  prefault.commit();
-  CHECK_EQ(num_resident(array), 0);
+TEST(arrays_created_during_an_enabled_prefault_are_committed) {
+  for (const bool is_enabled : {false, true}) {
+    Prefault prefault(is_enabled);
+    ZeroedArray<char> array(kNumBytes), written(kNumBytes);
+    CHECK_EQ(num_resident(array), 0);
+    written[5] = 7;
+    prefault.commit();
+    ZeroedArray<char> later(kNumBytes);
+    CHECK_EQ(num_resident(array), is_enabled ? kNumBytes : 0);
+    CHECK_EQ(num_resident(later), 0);
+    for (size_t i = 0; i < kNumBytes; ++i) CHECK_EQ(array[i], 0);
+    CHECK_EQ(written[5], 7);
+  }
 }
 
 TEST(arrays_above_half_of_the_available_memory_are_not_committed) {
-  CHECK(kvcache::available_memory() > 0);
+  CHECK(available_memory() > 0);
   Prefault prefault(/*is_enabled=*/true);
   ZeroedArray<char> small(kNumBytes);
-  ZeroedArray<char> large(static_cast<size_t>(kvcache::available_memory()));
+  ZeroedArray<char> large(static_cast<size_t>(available_memory()));
   prefault.commit();
   CHECK_EQ(num_resident(small), 0);
 }
@@ -76,7 +64,7 @@ class System {
     std::filesystem::create_directories(std::filesystem::path(root_ + path).parent_path());
     std::ofstream(root_ + path) << text;
   }
-  int64_t num_kib() const { return kvcache::available_memory(root_) / 1024; }
+  int64_t num_kib() const { return available_memory(root_) / 1024; }
 
  private:
   static std::string made() {
@@ -87,49 +75,38 @@ class System {
   std::string root_ = made();
 };
 
-TEST(without_control_groups_the_memory_of_the_machine_is_available) {
-  const System system;
-  CHECK_EQ(system.num_kib(), 1000);
-  system.put("/proc/self/cgroup", "0::/\n");
-  CHECK_EQ(system.num_kib(), 1000);
-}
-
 TEST(the_smallest_limit_of_nested_control_groups_applies) {
   const System system;
-  system.put("/proc/self/cgroup", "0::/outer/inner\n");
-  system.put("/sys/fs/cgroup/outer/inner/memory.max", "max\n");
-  system.put("/sys/fs/cgroup/outer/inner/memory.current", "1024\n");
+  CHECK_EQ(system.num_kib(), 1000);  // of the machine
+  system.put("/proc/self/cgroup", "0::/\n");
   CHECK_EQ(system.num_kib(), 1000);
-  system.put("/sys/fs/cgroup/outer/memory.max", "819200\n");
-  system.put("/sys/fs/cgroup/outer/memory.current", "409600\n");
-  CHECK_EQ(system.num_kib(), 400);
+  system.put("/proc/self/cgroup", "0::/outer/inner\n");
+  const auto limit = [&](const std::string& group, const char* most, const char* now) {
+    system.put("/sys/fs/cgroup" + group + "/memory.max", most);
+    system.put("/sys/fs/cgroup" + group + "/memory.current", now);
+    return system.num_kib();
+  };
+  CHECK_EQ(limit("/outer/inner", "max\n", "1024\n"), 1000);
+  CHECK_EQ(limit("/outer", "819200\n", "819200\n"), 0);
+  system.put("/sys/fs/cgroup/outer/memory.stat",
+             "anon 409600\nfile 409600\ninactive_file 307200\n");
+  CHECK_EQ(system.num_kib(), 300);  // cached files are available
   // The limit is at the root, as in a container with its own cgroup namespace.
-  system.put("/sys/fs/cgroup/memory.max", "102400\n");
-  system.put("/sys/fs/cgroup/memory.current", "92160\n");
-  CHECK_EQ(system.num_kib(), 10);
-  system.put("/sys/fs/cgroup/memory.current", "112640\n");
-  CHECK_EQ(system.num_kib(), 0);
-}
-
-TEST(cached_files_of_a_group_are_available) {
-  const System system;
-  system.put("/proc/self/cgroup", "0::/g\n");
-  system.put("/sys/fs/cgroup/g/memory.max", "819200\n");
-  system.put("/sys/fs/cgroup/g/memory.current", "819200\n");
-  system.put("/sys/fs/cgroup/g/memory.stat", "anon 409600\nfile 409600\ninactive_file 307200\n");
-  CHECK_EQ(system.num_kib(), 300);
+  CHECK_EQ(limit("", "102400\n", "92160\n"), 10);
+  CHECK_EQ(limit("", "102400\n", "112640\n"), 0);
 }
 
 TEST(cgroup_v1_limits_apply_if_they_limit_memory) {
   const System system;
+  const std::string group = "/sys/fs/cgroup/memory/g:/h/memory.";
   system.put("/proc/self/cgroup", "5:cpu:/g\n4:hugetlb,memory:/g:/h\n1:name=memory:/\n0::/\n");
-  system.put("/sys/fs/cgroup/memory/g:/h/memory.limit_in_bytes", "9223372036854771712\n");
+  system.put(group + "limit_in_bytes", "9223372036854771712\n");
   CHECK_EQ(system.num_kib(), 0);  // the usage is unknown
-  system.put("/sys/fs/cgroup/memory/g:/h/memory.usage_in_bytes", "409600\n");
+  system.put(group + "usage_in_bytes", "409600\n");
   CHECK_EQ(system.num_kib(), 1000);
-  system.put("/sys/fs/cgroup/memory/g:/h/memory.limit_in_bytes", "512000\n");
+  system.put(group + "limit_in_bytes", "512000\n");
   CHECK_EQ(system.num_kib(), 100);
-  system.put("/sys/fs/cgroup/memory/g:/h/memory.stat", "total_inactive_file 102400\n");
+  system.put(group + "stat", "total_inactive_file 102400\n");
   CHECK_EQ(system.num_kib(), 200);
 }
 

@@ -13,13 +13,7 @@
 
 namespace {
 
-using kvcache::test::count;
-using kvcache::test::in_child;
-using kvcache::test::new_stream;
-using kvcache::test::note;
-using kvcache::test::ran;
-using kvcache::test::recorded;
-using kvcache::test::Variables;
+using namespace kvcache::test;
 
 // Returns the values of `ran` after `body` for several seeds.
 template <class Body>
@@ -96,26 +90,24 @@ TEST(the_null_stream_waits_for_blocking_streams_and_they_for_it) {
   CHECK_EQ(not_blocking.size(), 3);
 }
 
-TEST(events_are_queried_waited_for_and_timed) {
-  in_child([] {
-    cudaStream_t a = new_stream();
-    cudaEvent_t unrecorded = nullptr, untimed = nullptr;
-    CHECK_EQ(cudaEventCreate(&unrecorded), cudaSuccess);
-    CHECK_EQ(cudaEventQuery(unrecorded), cudaSuccess);
-    cudaEvent_t first = recorded(a);
-    note(a, "a");
-    cudaEvent_t second = recorded(a);
-    float ms = -1;
-    CHECK_EQ(cudaEventSynchronize(second), cudaSuccess);
-    CHECK_EQ(ran, "a");
-    CHECK_EQ(cudaEventQuery(second), cudaSuccess);
-    CHECK_EQ(cudaEventElapsedTime(&ms, first, second), cudaSuccess);
-    CHECK(ms >= 0);
-    CHECK_EQ(cudaEventElapsedTime(&ms, unrecorded, second), cudaErrorInvalidResourceHandle);
-    CHECK_EQ(cudaEventCreateWithFlags(&untimed, cudaEventDisableTiming), cudaSuccess);
-    CHECK_EQ(cudaEventRecord(untimed, a), cudaSuccess);
-    CHECK_EQ(cudaEventElapsedTime(&ms, first, untimed), cudaErrorInvalidResourceHandle);
-  });
+CHILD_TEST(events_are_queried_waited_for_and_timed) {
+  cudaStream_t a = new_stream();
+  cudaEvent_t unrecorded = nullptr, untimed = nullptr;
+  CHECK_EQ(cudaEventCreate(&unrecorded), cudaSuccess);
+  CHECK_EQ(cudaEventQuery(unrecorded), cudaSuccess);
+  cudaEvent_t first = recorded(a);
+  note(a, "a");
+  cudaEvent_t second = recorded(a);
+  float ms = -1;
+  CHECK_EQ(cudaEventSynchronize(second), cudaSuccess);
+  CHECK_EQ(ran, "a");
+  CHECK_EQ(cudaEventQuery(second), cudaSuccess);
+  CHECK_EQ(cudaEventElapsedTime(&ms, first, second), cudaSuccess);
+  CHECK(ms >= 0);
+  CHECK_EQ(cudaEventElapsedTime(&ms, unrecorded, second), cudaErrorInvalidResourceHandle);
+  CHECK_EQ(cudaEventCreateWithFlags(&untimed, cudaEventDisableTiming), cudaSuccess);
+  CHECK_EQ(cudaEventRecord(untimed, a), cudaSuccess);
+  CHECK_EQ(cudaEventElapsedTime(&ms, first, untimed), cudaErrorInvalidResourceHandle);
 }
 
 TEST(work_is_not_ready_until_it_ran) {
@@ -129,14 +121,12 @@ TEST(work_is_not_ready_until_it_ran) {
   CHECK(seen == (std::set<std::string>{"", "a"}));
 }
 
-TEST(streams_proceed_without_runtime_calls) {
-  in_child([] {
-    note(new_stream(), "a");
-    for (int i = 0; i < 500 && ran.empty(); ++i) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    }
-    CHECK_EQ(ran, "a");
-  });
+CHILD_TEST(streams_proceed_without_runtime_calls) {
+  note(new_stream(), "a");
+  for (int i = 0; i < 500 && ran.empty(); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  CHECK_EQ(ran, "a");
 }
 
 TEST(a_seed_repeats_its_order_and_late_0_runs_work_immediately) {
@@ -155,54 +145,48 @@ TEST(a_seed_repeats_its_order_and_late_0_runs_work_immediately) {
   CHECK_EQ(kvcache::test::run_child({{"KVCACHE_GPULESS_LATE", "0"}}, body).output, "1b2b3b");
 }
 
-TEST(priorities_are_clamped_and_destroyed_streams_are_rejected) {
-  in_child([] {
-    cudaStream_t stream = nullptr;
-    int least = 1, greatest = 1, priority = 1;
-    CHECK_EQ(cudaDeviceGetStreamPriorityRange(&least, &greatest), cudaSuccess);
-    CHECK(greatest < least);
-    CHECK_EQ(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, -100), cudaSuccess);
-    CHECK_EQ(cudaStreamGetPriority(stream, &priority), cudaSuccess);
-    CHECK_EQ(priority, greatest);
-    note(stream, "a");
-    CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
-    CHECK_EQ(ran, "a");
-    CHECK_EQ(cudaStreamSynchronize(stream), cudaErrorInvalidResourceHandle);
-  });
+CHILD_TEST(priorities_are_clamped_and_destroyed_streams_are_rejected) {
+  cudaStream_t stream = nullptr;
+  int least = 1, greatest = 1, priority = 1;
+  CHECK_EQ(cudaDeviceGetStreamPriorityRange(&least, &greatest), cudaSuccess);
+  CHECK(greatest < least);
+  CHECK_EQ(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, -100), cudaSuccess);
+  CHECK_EQ(cudaStreamGetPriority(stream, &priority), cudaSuccess);
+  CHECK_EQ(priority, greatest);
+  note(stream, "a");
+  CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
+  CHECK_EQ(ran, "a");
+  CHECK_EQ(cudaStreamSynchronize(stream), cudaErrorInvalidResourceHandle);
 }
 
-TEST(a_graph_launched_on_the_legacy_stream_is_work_there) {
-  in_child([] {
-    const cudaStream_t stream = new_stream();
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t executable = nullptr;
-    CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
-    note(stream, "a");
-    CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-    CHECK_EQ(cudaGraphInstantiateWithFlags(&executable, graph, 0), cudaSuccess);
-    CHECK_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
-    CHECK_EQ(count("legacy_work"), 0);
-    CHECK_EQ(cudaGraphLaunch(executable, nullptr), cudaSuccess);
-    CHECK_EQ(count("legacy_work"), 1);
-  });
+CHILD_TEST(a_graph_launched_on_the_legacy_stream_is_work_there) {
+  const cudaStream_t stream = new_stream();
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
+  note(stream, "a");
+  CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  CHECK_EQ(cudaGraphInstantiateWithFlags(&executable, graph, 0), cudaSuccess);
+  CHECK_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
+  CHECK_EQ(count("legacy_work"), 0);
+  CHECK_EQ(cudaGraphLaunch(executable, nullptr), cudaSuccess);
+  CHECK_EQ(count("legacy_work"), 1);
 }
 
-TEST(waits_and_queries_of_the_host_are_counted) {
-  in_child([] {
-    const cudaStream_t stream = new_stream();
-    const cudaEvent_t event = recorded(stream);
-    (void)cudaEventQuery(event);
-    (void)cudaStreamQuery(stream);
-    CHECK_EQ(count("event_queries"), 2);
-    cudaStreamCaptureStatus status{};
-    CHECK_EQ(cudaStreamIsCapturing(stream, &status), cudaSuccess);
-    CHECK_EQ(count("capture_queries"), 1);
-    CHECK_EQ(count("waits"), 0);
-    CHECK_EQ(cudaEventSynchronize(event), cudaSuccess);
-    CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    CHECK_EQ(count("waits"), 3);
-  });
+CHILD_TEST(waits_and_queries_of_the_host_are_counted) {
+  const cudaStream_t stream = new_stream();
+  const cudaEvent_t event = recorded(stream);
+  (void)cudaEventQuery(event);
+  (void)cudaStreamQuery(stream);
+  CHECK_EQ(count("event_queries"), 2);
+  cudaStreamCaptureStatus status{};
+  CHECK_EQ(cudaStreamIsCapturing(stream, &status), cudaSuccess);
+  CHECK_EQ(count("capture_queries"), 1);
+  CHECK_EQ(count("waits"), 0);
+  CHECK_EQ(cudaEventSynchronize(event), cudaSuccess);
+  CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  CHECK_EQ(count("waits"), 3);
 }
 
 TEST_MAIN()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests the block pool through its Python binding.
 
-`csrc/tests/test_block_pool.cpp` compares the pool with a reference model.
+`test_eviction.py` compares the pool with a reference model.
 """
 
 import subprocess

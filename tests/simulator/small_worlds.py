@@ -6,22 +6,19 @@
 
 A world is a manager with 5 or 6 blocks, at most three requests, and a set of calls. States are visited
 breadth first. The native manager cannot be copied, so a state is the sequence of calls that leads to
-it, and each new call is made to a fresh manager after this sequence. A simulated worker carries out
-the plans. The content of a token is the number of what its KV depends on: its adapter, all tokens up
-to it, and the weights that computed them. After each call, all that rows and later hits can read must
-hold the content of their tokens, events must add up to what is cached, and all blocks must be free
-once every request is freed. Where `docs/kernel_in_200_lines.py` has the group and the calls, it makes
-the same calls, and all ids and answers are compared as well.
+it, which a fresh manager repeats. A simulated worker carries out the plans. The content of a token is
+the number of what its KV depends on: its adapter, all tokens up to it, and the weights that computed
+them. After each call, all that rows and later hits can read must hold the content of their tokens,
+events must add up to what is cached, and all blocks must be free once every request is freed. Where
+`docs/kernel_in_200_lines.py` has the group and the calls, all ids and answers are compared with it.
 
-Two sequences lead to equal states if their keys (`Run.key`) are equal. A key contains, for rows in
+Two sequences lead to equal states if their keys (`Run.parts`) are equal. A key contains, for rows in
 their order, what the caller knows of them and their blocks; the reference count, hash and content of
-each block; the order in which free blocks are taken, found by taking them; the worker's tables; and,
-for each step in flight, rows and pages before and after it, which decide what an abort undoes.
-Blocks are named in the order in which they occur in the key, and requests by their content, because
-ids and names decide nothing, with two exceptions: the order of rows decides, and so do the ids of
-blocks that move between the tiers. References that no row holds are known by the step since when.
-To test keys, one in 100 states that are reached again is expanded from both sequences, and the calls
-must lead to equal states.
+each block; the order in which free blocks are taken; the worker's tables; and, for each step in
+flight, what an abort undoes. Blocks are named in the order in which they occur in the key, because ids
+decide nothing, except those of blocks that move between the tiers. References that no row holds are
+known by the step since when. To test keys, one in 100 states that are reached again is expanded from
+both sequences, and the calls must lead to equal states.
 """
 
 from __future__ import annotations
@@ -30,9 +27,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 from kvcache import Admit, KVCacheManager, Request, Status, StepReport
@@ -46,7 +44,6 @@ from tests.machinery.group_mixes import (
     RECURRENT_1,
     STATE,
     TOKENS,
-    Kind,
     ModelGroup,
     chunked_of,
     state_column,
@@ -95,56 +92,29 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True)
 class World:
-    kinds: tuple[str, ...]
-    calls: str  # a name in CALLS
-    size: int = SIZE
-    hash_size: int | None = None
-    prefixes: dict[bytes, tuple] = field(default_factory=dict)  # hash -> (adapter, tokens)
-    hashed: set[tuple] = field(default_factory=set)  # (adapter, tokens) whose hashes are known
-    numbers: dict[tuple, int] = field(default_factory=dict)  # content -> its number
+    """A manager of these kinds of groups, and a set of calls, with a name in CALLS."""
 
-    @property
-    def name(self) -> str:
-        return "+".join(self.kinds) + (f"/{self.size}" * bool(self.hash_size)) + f"/{self.calls}"
-
-    def kind(self, name: str) -> Kind:
-        return RECURRENT_1 if name == "recurrent" and self.calls == "drafts" else KINDS[name]
-
-    @property
-    def groups(self) -> list[ModelGroup]:
-        return [self.kind(name).model(self.size) for name in self.kinds]
-
-    @property
-    def has_state(self) -> bool:
-        return "recurrent" in self.kinds
-
-    @property
-    def num_host(self) -> int:
-        return NUM_HOST if self.calls in ("swap", "torn") else 0
-
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        names = ("long", "short") + ("encoder",) * ("cross" in self.kinds)
-        return names + ("adapter", "private", "computed") * (self.calls == "cache")
-
-    @property
-    def num_blocks(self) -> int:  # including the null block
-        return 6 if len(self.kinds) == 1 else 7
-
-    @property
-    def reports(self) -> bool:  # otherwise, each step is reported at once
-        return "report" in CALLS[self.calls].split()
-
-    @property
-    def can_abort(self) -> bool:
-        return self.calls in ("fail", "torn")
-
-    @property
-    def has_kernel(self) -> bool:
-        of_kernel = self.kinds in (("full",), ("window",)) and self.hash_size is None
-        return of_kernel and self.calls in ("share", "swap")
+    def __init__(
+        self, kinds: tuple[str, ...], calls: str, size: int = SIZE, hash_size: int | None = None
+    ) -> None:
+        self.kinds, self.calls, self.size, self.hash_size = kinds, calls, size, hash_size
+        self.name = "+".join(kinds) + (f"/{size}" * bool(hash_size)) + f"/{calls}"
+        of_kind = {**KINDS, "recurrent": RECURRENT_1 if calls == "drafts" else RECURRENT}
+        self.specs = [of_kind[name].spec(size) for name in kinds]
+        self.groups = [of_kind[name].model(size) for name in kinds]
+        self.has_state = "recurrent" in kinds
+        self.num_host = NUM_HOST if calls in ("swap", "torn") else 0
+        self.prompts = ["long", "short"] + ["encoder"] * ("cross" in kinds)
+        self.prompts += ["adapter", "private", "computed"] * (calls == "cache")
+        self.num_blocks = 6 if len(kinds) == 1 else 7  # including the null block
+        self.reports = "report" in CALLS[calls].split()  # otherwise, each step is reported at once
+        self.can_abort = calls in ("fail", "torn")
+        of_kernel = kinds in (("full",), ("window",)) and hash_size is None
+        self.has_kernel = of_kernel and calls in ("share", "swap")
+        self.prefixes: dict[bytes, tuple] = {}  # hash -> (adapter, tokens)
+        self.hashed: set[tuple] = set()  # (adapter, tokens) whose hashes are known
+        self.numbers: dict[tuple, int] = {}  # content -> its number
 
     def caller(self) -> Plain | Comparison:
         if self.has_kernel:
@@ -178,17 +148,11 @@ class Plain:
     """Makes calls to a manager, with the names and arguments of `Comparison`."""
 
     def __init__(self, world: World) -> None:
-        self.manager = KVCacheManager.for_groups(
-            [world.kind(name).spec(world.size) for name in world.kinds],
-            world.num_blocks,
-            LONGEST,
-            num_host_blocks=world.num_host,
-            num_preallocate_tokens=0,
-            hash_block_size=world.hash_size,
-            fence_frees=world.can_abort,
-            enable_events=True,
-            prefault=False,
-        )
+        fixed = {"num_preallocate_tokens": 0, "enable_events": True, "prefault": False}
+        sizes = world.num_blocks, LONGEST
+        of_world = {"num_host_blocks": world.num_host, "hash_block_size": world.hash_size}
+        of_world["fence_frees"] = world.can_abort
+        self.manager = KVCacheManager.for_groups(world.specs, *sizes, **of_world, **fixed)
         self.requests: dict[int, Request] = {}
 
     def step(self, rows=(), counts=(), ids=(), new=(), limits=(), leaving=(), rejected=0, ahead=0):
@@ -232,7 +196,7 @@ class Plain:
 class Running:
     """What the caller knows of a request."""
 
-    name: str
+    name: str = field(repr=False)  # keys do not contain it
     prompt: str  # a name in PROMPTS, whose options the request has
     tokens: tuple[int, ...]  # all that it will have, unless a draft is rejected
     known: int  # number of tokens that the manager knows
@@ -258,6 +222,13 @@ def copied(tables: dict[int, list[list[int]]]) -> dict[int, list[list[int]]]:
     return {row: [[*each] for each in table] for row, table in tables.items()}
 
 
+def place(group: ModelGroup, i: int, num_sure: int) -> tuple[int, int]:
+    """Return the column and the slot of the KV of token i, or of the state after it."""
+    if group.pages == STATE:
+        return state_column(group, i + 1, num_sure), 0
+    return divmod(i, group.block_size)
+
+
 @dataclass
 class Flight:
     """A step in flight: what there was before it, and what it did."""
@@ -269,6 +240,21 @@ class Flight:
     rows_after: list[tuple] = field(default_factory=list)
     moves: list[list] = field(default_factory=list)  # copies, swap-ins, swap-outs
     reads: set[int] = field(default_factory=set)
+
+
+# Calls of `Run.step`: name -> its arguments.
+STEPS = {
+    "new": lambda run, *new: {"new": new},
+    "run": lambda run, row: {"rows": [row]},
+    "all": lambda run: {"rows": sorted(run.rows)},
+    "mix": lambda run, prompt: {"rows": run.runnable(), "new": (prompt, ALL)},
+    "draft": lambda run, row: {"rows": [row], "draft": 1},
+    "reject": lambda run, row: {"rows": [row], "rejected": 1},
+    "ahead": lambda run, row: {"rows": [row], "ahead": 2},
+    "idle": lambda run, row: {"rows": [row], "idle": True},
+    "leave": lambda run, row: {"leaving": [row]},
+    "exchange": lambda run, row, prompt: {"leaving": [row], "new": (prompt, ALL)},
+}
 
 
 @dataclass
@@ -293,18 +279,10 @@ class Run:
         caller = self.world.caller()
         for call in self.calls:
             call(caller)
-        return replace(
-            self,
-            caller=caller,
-            calls=[*self.calls],
-            pages={**self.pages},
-            host={**self.host},
-            tables=copied(self.tables),
-            rows={row: replace(each) for row, each in self.rows.items()},
-            flight={**self.flight},
-            fences={**self.fences},
-            is_aborted={**self.is_aborted},
-        )
+        names = "calls", "pages", "host", "flight", "fences", "is_aborted"
+        copies = {name: copy(getattr(self, name)) for name in names}
+        rows = {row: replace(each) for row, each in self.rows.items()}
+        return replace(self, caller=caller, tables=copied(self.tables), rows=rows, **copies)
 
     @property
     def manager(self) -> KVCacheManager:
@@ -321,40 +299,40 @@ class Run:
         """List the calls that are valid now."""
         rows = dict(sorted(self.rows.items()))
         here = [row for row in rows if not rows[row].is_out]
-        can_run = [row for row in rows if self.next_tokens(row)[1]]
-        prompts = self.world.prompts if len(rows) < 2 else ()
+        can_run, can_leave = self.runnable(), [row for row in here if self.can_leave(row)]
+        prompts = self.world.prompts if len(rows) < 2 else []
         can_all = len(can_run) > 1 and len(rows) - len(here) <= 1
-        can_leave = [row for row in here if self.can_leave(row)]
         drafting = [row for row in can_run if self.next_tokens(row, draft=1)[1]]
+        drafted = [row for row in rows if rows[row].drafts]
         tellable = [r for r in here if not rows[r].drafts and rows[r].computed <= rows[r].known]
         limits = (ALL,) if self.world.can_abort else (ALL, 2)
         ends = ["first", "last"][: len(self.flight)]  # of the steps in flight
         arguments = {
             "new": [(p, n) for p in prompts for n in limits[: 1 + (p == "long")]],
-            "run": [(row,) for row in can_run],
+            **{name: [(row,) for row in can_run] for name in ("run", "ahead")},
+            **{name: [(row,) for row in rows] for name in ("idle", "free")},
             "all": [()] * can_all,
             "mix": [(p,) for p in prompts if can_run],
             "draft": [(row,) for row in drafting],
             "reject": [(row,) for row in can_run if rows[row].drafts],
-            "ahead": [(row,) for row in can_run],
-            "idle": [(row,) for row in rows],
             "fork": [(row,) for row in tellable if len(rows) < 3 and rows[row].computed < LONGEST],
-            "free": [(row,) for row in rows],
             "leave": [(row,) for row in can_leave],
-            "exchange": [(row, p) for row in can_leave for p in prompts],
+            "exchange": [*product(can_leave, prompts)],
             "report": [(end,) for end in ends],
-            "abort": [(end, how) for end in ends for how in ("lost", "torn")],
+            "abort": [*product(ends, ("lost", "torn"))],
             "lose": [(row, *each) for row in here for each in self.ends_of(row)],
             "evict": [(0,), (1,)],
             "reset": [()],
             "epoch": [()] * (self.epoch < 2),
             "admit": [(p,) for p in prompts],
-            "extend": [(row, 0, ahead) for row in can_run for ahead in (0, 2)]
-            + [(row, 1, 0) for row in drafting],
-            "reject_alone": [(row,) for row in rows if rows[row].drafts],
+            "extend": [*product(can_run, (0,), (0, 2)), *product(drafting, (1,), (0,))],
+            "reject_alone": [(row,) for row in drafted],
         }
         for name in CALLS[self.world.calls].split():
             yield from ((name, *each) for each in arguments[name])
+
+    def runnable(self) -> list[int]:
+        return [row for row in sorted(self.rows) if self.next_tokens(row)[1]]
 
     def held_rows(self) -> list[tuple]:
         """List (row, what the caller knows, blocks)."""
@@ -399,7 +377,11 @@ class Run:
         return not self.world.has_kernel or self.caller.can_leave(self.caller.requests[row])
 
     def do(self, move: Move) -> None:
-        getattr(self, f"do_{move[0]}")(*move[1:])
+        name, *arguments = move
+        if name in STEPS:
+            self.step(**STEPS[name](self, *arguments))
+        else:
+            getattr(self, f"do_{name}")(*arguments)
         self.note_fences()
         if self.world.calls == "direct" and not self.world.hash_size:
             # Without plans, nothing says when a page is fresh.
@@ -408,36 +390,6 @@ class Run:
             for page, is_held, g in zip(ids, refs, groups):
                 if not is_held and g < 0:
                     self.pages.pop(page, None)
-
-    def do_new(self, prompt: str, limit: int) -> None:
-        self.step(new=(prompt, limit))
-
-    def do_run(self, row: int) -> None:
-        self.step([row])
-
-    def do_all(self) -> None:
-        self.step(sorted(self.rows))
-
-    def do_mix(self, prompt: str) -> None:
-        self.step([row for row in sorted(self.rows) if self.next_tokens(row)[1]], new=(prompt, ALL))
-
-    def do_draft(self, row: int) -> None:
-        self.step([row], draft=1)
-
-    def do_reject(self, row: int) -> None:
-        self.step([row], rejected=1)
-
-    def do_ahead(self, row: int) -> None:
-        self.step([row], ahead=2)
-
-    def do_idle(self, row: int) -> None:
-        self.step([row], idle=True)
-
-    def do_leave(self, row: int) -> None:
-        self.step(leaving=[row])
-
-    def do_exchange(self, row: int, prompt: str) -> None:
-        self.step(leaving=[row], new=(prompt, ALL))
 
     def do_fork(self, row: int) -> None:
         parent, name = self.rows[row], self.next_name()
@@ -609,11 +561,7 @@ class Run:
                 self.write(*cell)
             for group, blocks in zip(self.world.groups, self.blocks(row)):
                 for i in range(start, start + n) if group.pages != ENCODER else ():
-                    is_state = group.pages == STATE
-                    column = (
-                        state_column(group, i + 1, each.sure) if is_state else i // group.block_size
-                    )
-                    slot = 0 if is_state else i % group.block_size
+                    column, slot = place(group, i, each.sure)
                     assert blocks[column], f"row {row} writes token {i} to the null page"
                     self.write(blocks[column], slot, self.content(each, i))
         for row, start, n in jobs:
@@ -677,27 +625,23 @@ class Run:
         for group, blocks in zip(self.world.groups, self.blocks(row)):
             if group.pages == ENCODER and each.encoder:
                 for i in range(PROMPTS[each.prompt].options["num_encoder_tokens"]):
-                    size = group.block_size
-                    yield (
-                        blocks[i // size],
-                        i % size,
-                        self.world.number(("encoder", each.encoder, i)),
-                    )
+                    content = self.world.number(("encoder", each.encoder, i))
+                    yield blocks[i // group.block_size], i % group.block_size, content
 
     def check_reads(self, row: int, start: int, stop: int) -> None:
         """Check what token `start` reads, up to token `stop`, and the row's states."""
         each = self.rows[row]
         for group, blocks in zip(self.world.groups, self.blocks(row)):
+            tokens = range(0)
             if group.pages == TOKENS:
-                for i in range(group.reads_from(start), stop):
-                    page, slot = blocks[i // group.block_size], i % group.block_size
-                    is_right = page and self.slots(page)[slot] == self.content(each, i)
-                    assert is_right, f"row {row} reads wrong KV of token {i} in page {page}"
+                tokens = range(group.reads_from(start), stop)
             if group.pages == STATE:
-                for n in range(max(start, stop - each.drafts, 1), stop + 1):
-                    page = blocks[state_column(group, n, max(each.sure, 1))]
-                    is_right = page and self.slots(page)[0] == self.content(each, n - 1)
-                    assert is_right, f"row {row} has a wrong state after {n} tokens in page {page}"
+                tokens = range(max(start, stop - each.drafts, 1) - 1, stop)
+            for i in tokens:
+                column, slot = place(group, i, max(each.sure, 1))
+                page, want = blocks[column], self.content(each, i)
+                is_right = page and self.slots(page)[slot] == want
+                assert is_right, f"row {row} reads wrong KV of token {i} in page {page}"
         for page, slot, content in self.encoder_cells(row) if stop else ():
             assert page and self.slots(page)[slot] == content, f"row {row}: encoder"
 
@@ -733,10 +677,10 @@ class Run:
     def check_cached(self, group: ModelGroup, g: int, found: bytes, slots: tuple) -> None:
         adapter, tokens = self.world.prefixes[found]
         n, epochs = len(tokens), (self.epoch,) * len(tokens)
-        first = n - 1 if group.pages == STATE else (n - 1) // group.block_size * group.block_size
-        for i in range(first, n):
+        is_state = group.pages == STATE
+        for i in range(n - 1 if is_state else (n - 1) // group.block_size * group.block_size, n):
             want = self.world.number((adapter, tokens[: i + 1], epochs[: i + 1]))
-            slot = 0 if group.pages == STATE else i % group.block_size
+            slot = 0 if is_state else i % group.block_size
             assert slots[slot] == want, f"group {g} caches wrong KV of token {i} of {tokens}"
 
     def cached_by_events(self) -> set[tuple]:
@@ -755,11 +699,10 @@ class Run:
     # Keys ------------------------------------------------------------------------------------------
 
     def key(self, moves: tuple[Move, ...]) -> bytes:
-        """Return the digest of the state. Ends the run."""
+        """Return the digest of the state, or the moves if no others lead to it. Ends the run."""
         value = self.parts()
-        if value is None:  # not visible: no other sequence leads to it
-            return UNIQUE + repr(moves).encode()
-        return blake2b(repr(value).encode(), digest_size=16).digest()
+        digest = blake2b(repr(value).encode(), digest_size=16).digest()
+        return digest if value is not None else UNIQUE + repr(moves).encode()
 
     def parts(self) -> tuple | None:
         """Return what decides later calls, or None if it is not visible. Ends the run."""
@@ -773,11 +716,9 @@ class Run:
             return [[names.setdefault(page, len(names)) for page in each] for each in table]
 
         rows = []
-        for row, each in sorted(self.rows.items()):
-            request, blocks = self.caller.requests[row], [] if each.is_out else self.blocks(row)
-            rows.append(
-                (row, replace(each, name=""), manager.cache.is_stale(request), named(blocks))
-            )
+        for row, each, blocks in self.held_rows():
+            is_stale = manager.cache.is_stale(self.caller.requests[row])
+            rows.append((row, each, is_stale, named(blocks)))
         found = [self.epoch, min(len(self.flight), 2), rows, manager.quiet_until.tolist()]
         found += [*self.is_aborted.values()] * self.world.can_abort
         found += [self.count % 3] * ("cross" in self.world.kinds)
@@ -805,24 +746,20 @@ class Run:
 
     def shown(self, step: Flight, names: dict[int, int], on_host: dict[int, int]) -> tuple:
         """Return what an abort of the step would undo, with the names of pages."""
+
+        def named(table: list[list[int]]) -> list[list[int]]:
+            return [[names[page] for page in group] for group in table]
+
         sides = (names, names), (on_host, names), (names, on_host)
-        moves = [
-            [(a[x], b[y]) for x, y in pairs]
-            for (a, b), pairs in zip(sides, step.moves, strict=True)
-        ]
-        rows = [
-            (row, row in self.rows and self.rows[row].name == each.name, replace(each, name=""),
-             [[names[page] for page in group] for group in table])
-            for rows in (step.rows_before, step.rows_after) for row, each, table in rows
-        ]  # fmt: skip
-        tables = [
-            (row, [[names[page] for page in group] for group in table])
-            for row, table in sorted(step.tables.items())
-        ]
-        contents = [
-            sorted((known[page], slots) for page, slots in pages.items())
-            for known, pages in ((names, step.pages), (on_host, step.host))
-        ]
+        both = zip(sides, step.moves, strict=True)
+        moves = [[(a[x], b[y]) for x, y in pairs] for (a, b), pairs in both]
+        rows = []
+        for row, each, table in (*step.rows_before, *step.rows_after):
+            is_same = row in self.rows and self.rows[row].name == each.name
+            rows.append((row, is_same, each, named(table)))
+        tables = [(row, named(table)) for row, table in sorted(step.tables.items())]
+        known = (names, step.pages), (on_host, step.host)
+        contents = [sorted((name[x], slots) for x, slots in pages.items()) for name, pages in known]
         return moves, rows, tables, contents, len(step.rows_before)
 
     def described(self, medium: str, pool: Any, pages: dict) -> dict[int, tuple] | None:
