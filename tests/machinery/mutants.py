@@ -727,7 +727,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         SERVE + "engine_loop.py",
-        "serve",
+        "serve serving_refusals",
         [
             ("self.engine.abort(generation.request_id)", "pass"),
             ("Answer.put_all([(answer, error) for answer in answers])", "pass"),

@@ -146,20 +146,6 @@ def test_remote_device_memory_moves_directly_from_8_kib(monkeypatch, size):
         assert type(move) is (DirectTransfer if size >= 8 << 10 else StagedTransfer)
 
 
-def test_one_transfer_can_move_host_and_device_memory():
-    with Sides("nixl", ("cuda", "cuda"), 300 << 10) as both:
-        (side, mine, _), (_, theirs, _) = both.sides
-        ends = [
-            np.array([pages.base, words.ctypes.data])
-            for pages, words in zip((mine, theirs), both.beside)
-        ]
-        move = side.read(both.peer, *ends, np.array([300 << 10, 512]))
-        move.wait(20)
-        assert type(move) is StagedTransfer
-        assert torch.equal(both.contents(0)[0, 0], both.contents(1)[0, 0])
-        assert (both.beside[0] == both.beside[1]).all()
-
-
 def test_device_memory_is_not_registered_as_host_memory():
     with Sides("tcp", ("cuda", "cuda"), 4096) as both:
         side, pages, _ = both.sides[0]
@@ -289,9 +275,6 @@ def test_transport_threads_set_the_current_device(name, entered):
         assert threading.current_thread().name not in entered
 
 
-# Fetching -----------------------------------------------------------------------------------------------
-
-
 def caches():
     """Return (storage, description) of both sides."""
     found = []
@@ -368,9 +351,6 @@ def closing(transport):
         transport.close()
 
 
-# Disaggregation -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kinds", [["full"], ["full", "window", "state"]], ids=["full", "all"])
 def test_load_waits_for_pending_writes_to_its_blocks(name, kinds):
@@ -426,9 +406,6 @@ def test_loads_cannot_start_during_capture(entered):
         assert receiver.loaded(again).error is None
         assert receiver.wrong(again, 40) is None
         assert {"kvcache loads", "kvcache call"} <= entered
-
-
-# Stores -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 90])

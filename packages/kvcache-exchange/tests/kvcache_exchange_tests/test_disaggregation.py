@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from kvcache import Admit, External, GroupSpec, KVCacheManager, Request
-from kvcache.allocator import RequestState
 from kvcache.sources import Arrived, LoadStats
 from kvcache.step import StepReport
 from kvcache.transfer import CacheDescription
@@ -29,10 +28,10 @@ from kvcache_exchange.disaggregation import (
     RemotePrefill,
 )
 from kvcache_exchange.disaggregation import rank as rank_module
+from kvcache_exchange.disaggregation.leases import Lease, Leases, done_message, is_lease_over
 from kvcache_exchange.disaggregation.offer import RankAddress, digest_of, sealed
-from kvcache_exchange.disaggregation.offer_calls import OfferCalls, OfferServer
 from kvcache_exchange.disaggregation.options import secret_from_environment
-from kvcache_exchange.disaggregation.steps import RankHandshake, Results, Step
+from kvcache_exchange.disaggregation.steps import RankHandshake, Results
 from kvcache_exchange.transport import make_transport
 from tests.machinery.disaggregation_engine import Engine, EngineProcess
 from tests.machinery.disaggregation_faults import Faults
@@ -86,22 +85,6 @@ def check_load(receiver, request, offer, end):
     receiver.manager.free(request)
 
 
-# Correct bytes -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_transfers_between_processes_with_different_tp_block_size_and_layout(transport, engines):
-    rng, common = random.Random(1), {"kinds": STATES, "options": {"transport": transport}}
-    receiver = engines("decode", block=32, layout="NHD", **common)
-    with EngineProcess("prefill", tp=2, block=16, layout="HND", **common) as sender:
-        for number, count in enumerate((1, 16, 100, 333)):
-            tokens = tokens_of(rng, count)
-            offer = sender.ask("prefill", id=f"r{number}", tokens=tokens)["offer"]
-            check_load(receiver, Request(f"r{number}", [*tokens, 7]), offer, count)
-        assert sender.ask("drained")["drained"] and receiver.drained()
-
-
 SIDES = [
     {"tp": 1, "block": 16},
     {"tp": 2, "block": 32, "layout": "HND"},
@@ -133,18 +116,6 @@ def test_transfers_between_different_engines(pair, kinds, engines):
             assert sender.drained() and receiver.drained()
 
 
-def test_loaded_blocks_are_hits_for_later_requests(engines):
-    sender, receiver = engines("p"), engines("d", block=32)
-    tokens = list(range(100))
-    check_load(receiver, Request("a", [*tokens, 7]), send(sender, "a", tokens), 100)
-    again = Request("b", [*tokens, 8])
-    assert receiver.manager.cache.find_prefix(again).num_tokens == 96
-    offer = send(sender, "b", tokens)
-    assert receiver.connector.match(again, offer) == 4
-    receiver.connector.cancel(again)
-    assert sender.drained() and receiver.drained()
-
-
 def test_block_that_the_sender_holds_partially_is_never_a_hit(engines):
     """The sender's window covers the last 48 tokens, in blocks of 16.
 
@@ -164,20 +135,6 @@ def test_block_that_the_sender_holds_partially_is_never_a_hit(engines):
     # and later.
     assert receiver.manager.cache.find_prefix(Request("b", tokens[:140])).num_tokens == 0
     assert sender.drained() and receiver.drained()
-
-
-def test_nothing_is_read_if_the_receiver_has_all_blocks(engines):
-    sender, receiver = engines("p"), engines("d")
-    tokens = list(range(64))
-    own = Request("own", tokens)
-    receiver.prefill(own)
-    receiver.manager.free(own)
-    offer = send(sender, "a", tokens)
-    assert not receiver.admit(Request("a", [*tokens, 1]), offer)
-    assert sender.drained()  # the sender was notified that no blocks will be read
-
-
-# Rejections --------------------------------------------------------------------------------------------
 
 
 def layout(**changes):
@@ -349,12 +306,22 @@ def test_any_changed_value_of_an_offer_is_detected():
             lone()[0].match(asked(), changed(an_offer(), path, another))
 
 
-@pytest.mark.parametrize("value", [[], "offer", {}, {"version": 5}])
+@pytest.mark.parametrize("value", [[], {}, {"version": 5}])
 def test_non_offers_are_rejected(value):
     receiver = lone()[0]
     with pytest.raises(ValueError, match=r"version of the offer|not an offer"):
         receiver.match(asked(), value)
     assert receiver.stats.refused_requests == 1
+
+
+def test_sender_is_notified_if_nothing_is_loaded():
+    receiver, manager, (rank,) = lone()
+    assert receiver.match(asked(read_cache=False), an_offer()) == 0
+    manager.free(computed(manager, "own", range(64)))
+    sender, theirs, _ = lone("p")
+    offer = offered(sender, computed(theirs, tokens=range(64)))
+    assert receiver.match(Request("r", range(65)), offer) == 0
+    assert [len(step.unread) for step in rank.steps] == [1, 1]
 
 
 def test_match_without_an_offer_uses_the_last_offer():
@@ -384,24 +351,6 @@ def test_loads_and_quarantined_blocks_are_counted():
     rank.results = Results(released={"b"})
     assert receiver.poll() == [] and receiver.stats == expected
     assert receiver.num_quarantined_blocks == manager.pool.num_kept == 0 and not receiver.is_busy
-
-
-def test_other_hashes_kinds_and_models_are_rejected():
-    model = {"name": "m"}
-    assert lone(model=model)[0].match(asked(), an_offer(model=model)) == 70
-    for other, message in (
-        ({"model": {"name": "n"}}, "name of the model is 'm' here, but 'n' in engine 'p'"),
-        ({"hash_seed": "other"}, "set hash_seed to the same in both"),
-        ({"sliding_window": 32}, "groups of the model is"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            lone(model=model)[0].match(asked(), an_offer(**{"model": model, **other}))
-
-
-def test_request_that_does_not_read_the_cache_loads_nothing():
-    receiver, _, (rank,) = lone()
-    assert receiver.match(asked(read_cache=False), an_offer()) == 0
-    assert [len(step.unread) for step in rank.steps] == [1]
 
 
 def test_requests_with_inputs_that_a_server_does_not_receive_are_not_sent_to_it():
@@ -490,26 +439,16 @@ def test_invalid_option_is_rejected_by_name(options, message):
         ConnectorOptions(**options)
 
 
-# Leases and quarantine ---------------------------------------------------------------------------------
-
-
-def test_leased_blocks_are_not_reused():
-    sender, manager, (rank,) = lone("p", num_blocks=11)
+def test_leased_blocks_are_reused_once_the_last_rank_has_ended_its_lease():
+    sender, manager, ranks = lone("p", num_ranks=2, num_blocks=11)
     assert sender.publish(computed(manager)) is not None
     assert manager.pool.num_free == 5 and sender.num_leased_requests == 1
     assert manager.step(new=[Request("s", range(1000, 1096))]).status.tolist() == [1]
-    rank.results.sent.add("r")
-    assert sender.poll() == []
-    assert manager.pool.num_free == 10 and sender.num_leased_requests == 0
-
-
-def test_leased_blocks_are_reused_after_the_last_rank_ends_its_lease():
-    sender, manager, ranks = lone("p", num_ranks=2)
-    sender.publish(computed(manager))
-    for rank, free in zip(ranks, (44, 49)):
+    for rank, free in zip(ranks, (5, 10)):
         rank.results.sent.add("r")
-        sender.poll()
+        assert sender.poll() == []
         assert manager.pool.num_free == free
+    assert sender.num_leased_requests == 0
 
 
 def test_no_offer_is_made_without_a_free_lease_slot_or_for_a_leased_name():
@@ -532,46 +471,6 @@ def test_lease_of_zero_seconds_is_rejected_and_holds_nothing(lease_s):
     assert sender.publish(request) is not None
 
 
-def test_tokens_of_a_failed_load_are_computed_after_the_hit_in_the_same_blocks():
-    receiver, manager, (rank,) = lone()
-    request = begun(receiver, manager)
-    rank.results = Results(failed={"r": "why"}, released={"r"})
-    (loaded,) = receiver.poll()
-    assert (loaded.request, loaded.num_computed_tokens, loaded.error) == (request, 0, "why")
-    assert manager.state(request) is not RequestState.RECEIVING
-    manager.free(request)
-    assert manager.pool.num_free == 49 and manager.pool.num_cached == 0
-
-
-def test_pages_still_written_by_a_transport_are_quarantined():
-    receiver, manager, (rank,) = lone(num_blocks=11)
-    request = begun(receiver, manager)
-    held = set(manager.block_ids(request).tolist())
-    rank.results = Results(failed={"r": "why"})
-    (loaded,) = receiver.poll()
-    assert (loaded.num_computed_tokens, loaded.error) == (None, "why")
-    assert manager.pool.num_free == 5 and receiver.num_loading_requests == 1
-    manager.step(new=[request])  # the request is computed in other blocks
-    assert not held & set(manager.block_ids(request).tolist())
-    with pytest.raises(ValueError, match="an earlier load may still write to"):
-        receiver.match(request, an_offer())
-    rank.results = Results(released={"r"})
-    assert receiver.poll() == []
-    manager.free(request)
-    assert manager.pool.num_free == 10 and receiver.num_loading_requests == 0
-
-
-def test_failure_of_one_rank_cancels_the_others():
-    receiver, manager, ranks = lone(num_ranks=2)
-    begun(receiver, manager)
-    ranks[0].results = Results(failed={"r": "why"}, released={"r"})
-    assert [each.num_computed_tokens for each in receiver.poll()] == [None]
-    assert all(rank.steps[-1] == Step(cancels={"r"}) for rank in ranks)
-    # This rank finished its load before it received the cancellation.
-    ranks[1].results = Results(received={"r"})
-    assert receiver.poll() == [] and manager.pool.num_free == 49
-
-
 def test_unresponsive_rank_does_not_block_its_request():
     now = [0.0]
     receiver, manager, _ = lone(clock=lambda: now[0])
@@ -582,17 +481,6 @@ def test_unresponsive_rank_does_not_block_its_request():
     assert loaded.num_computed_tokens is None and "did not answer in time" in loaded.error
     # The blocks stay in quarantine, because the rank may still write to them.
     assert manager.pool.num_kept == 5
-
-
-def test_abandoned_request_keeps_its_blocks_until_they_are_released():
-    receiver, manager, (rank,) = lone()
-    request = begun(receiver, manager)
-    receiver.cancel(request)
-    receiver.cancel(request)
-    assert manager.pool.num_free == 44 and rank.steps[-1] == Step(cancels={"r"})
-    rank.results = Results(failed={"r": "it was given up"}, released={"r"})
-    assert receiver.poll() == []
-    assert manager.pool.num_free == 49 and receiver.num_loading_requests == 0
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -635,26 +523,6 @@ def test_cancel_before_the_first_connection_frees_the_senders_blocks(
     assert sender.drained(60) and receiver.drained(60)
 
 
-def test_offer_from_a_server_that_does_not_fit_is_declined():
-    receiver, _, (rank,) = lone()
-    calls, request = OfferCalls(receiver, "test"), Request("r", range(500, 571))
-    calls.ask(request, [OfferServer("localhost:1", timeout_s=60)], lambda server: an_offer())
-    with pytest.raises(ValueError, match="the offer is for other tokens"):
-        while calls.match(request) is None:
-            time.sleep(0.001)
-    assert calls.has_late and calls.poll() == [] and not calls.has_late
-    assert [each.request_id for step in rank.steps for each in step.unread] == ["r"]
-
-
-def test_load_is_begun_once_and_only_after_admission():
-    receiver, request = lone()[0], asked()
-    for matched in (False, True):
-        with pytest.raises(ValueError, match="request 'r' has no load to begin: call match"):
-            receiver.begin(request)
-        if not matched:
-            receiver.match(request, an_offer())
-
-
 def test_returning_request_is_matched_again():
     receiver, manager, (rank,) = lone()
     offer = an_offer()
@@ -691,9 +559,6 @@ def test_load_does_not_begin_if_the_hit_grew_before_the_step():
     assert receiver.match(request, an_offer()) == 38
 
 
-# Faults, with real transports --------------------------------------------------------------------------
-
-
 def check_failed_load(receiver, request, offer):
     """Begin a load that fails, check that the tokens are computed instead, and return the error."""
     assert receiver.admit(request, offer)
@@ -705,9 +570,14 @@ def check_failed_load(receiver, request, offer):
     return loaded.error
 
 
-def test_expired_lease_fails_the_load_but_not_the_answer(engines):
+@pytest.mark.parametrize("how", ["expired", "withdrawn"])
+def test_lease_that_has_ended_fails_the_load_but_not_the_answer(engines, how):
     sender, receiver = engines("p"), engines("d", block=32)
-    offer = send(sender, "r", range(100), lease_s=0.05)
+    request = Request("r", range(100))
+    sender.prefill(request)
+    offer = offered(sender.connector, request, lease_s=0.05 if how == "expired" else None)
+    if how == "withdrawn":
+        sender.connector.withdraw(request)
     assert sender.drained()
     for first in range(5000, 9000, 1000):  # this request overwrites the offered blocks
         other = Request(f"from {first}", range(first, first + 900))
@@ -718,17 +588,7 @@ def test_expired_lease_fails_the_load_but_not_the_answer(engines):
     assert receiver.drained()
 
 
-def test_withdrawn_lease_fails_the_load(engines):
-    sender, receiver = engines("p"), engines("d")
-    request = Request("r", range(50))
-    sender.prefill(request)
-    offer = offered(sender.connector, request)
-    sender.connector.withdraw(request)
-    assert sender.drained()
-    assert "has ended" in check_failed_load(receiver, Request("r", range(51)), offer)
-
-
-@pytest.mark.parametrize("found", ["invalidate", "report", "abort"])
+@pytest.mark.parametrize("found", ["invalidate", "report", "abort", "new weights"])
 def test_content_found_to_be_invalid_ends_all_leases(found):
     sender, manager, (rank,) = lone("p")
     page = manager.block_ids(request := computed(manager), 0)[0]
@@ -740,6 +600,8 @@ def test_content_found_to_be_invalid_ends_all_leases(found):
         manager.invalidate([page])
     elif found == "report":
         manager.report(StepReport(manager.last_step_id, True, failed_pages=[page]))
+    elif found == "new weights":
+        manager.cache.start_epoch("step 1")
     else:
         manager.abort(manager.last_step_id)
     sender.poll()
@@ -765,12 +627,6 @@ def test_offer_with_foreign_addresses_reads_nothing(change, message, engines):
     assert receiver.drained()
 
 
-def test_transport_digest_is_an_option(engines):
-    sender, receiver = (engines(name, options={"digest": True}) for name in "pd")
-    assert all(each.ranks[0]._reader.transport.digest for each in (sender, receiver))
-    check_load(receiver, Request("r", range(51)), send(sender, "r", range(50)), 50)
-
-
 @pytest.mark.parametrize("value", ["", " \n"])
 def test_blank_secret_in_the_environment_is_rejected(value, monkeypatch):
     monkeypatch.delenv("KVCACHE_TRANSFER_SECRET", raising=False)
@@ -784,19 +640,6 @@ def test_peer_without_the_secret_is_rejected(engines):
     sender, receiver = engines("p", secret="a"), engines("d", secret="b")
     check_failed_load(receiver, Request("r", range(51)), send(sender, "r", range(50)))
     assert receiver.drained()
-
-
-@pytest.mark.slow
-def test_stopped_sender_delays_a_load_only_until_the_deadline(engines):
-    receiver = engines("decode", options={"timeout_s": 1.0})
-    with EngineProcess("prefill") as sender:
-        offer = sender.ask("prefill", id="r", tokens=[*range(60)])["offer"]
-        sender.signal(signal.SIGSTOP)
-        begun = time.monotonic()
-        check_failed_load(receiver, Request("r", range(61)), offer)
-        assert time.monotonic() - begun < 30  # other engines have 60 s
-        sender.signal(signal.SIGCONT)
-        assert receiver.drained()
 
 
 def test_new_sender_can_use_the_name_of_a_stopped_one(engines):
@@ -844,9 +687,6 @@ def test_killed_stopped_and_restarted_engines_change_no_answer(transport):
     print(found)
     assert found["wrong"] == found["hanging"] == found["leaked"] == 0
     assert found["loaded"] > 0
-
-
-# Misbehaving peers and ranks ---------------------------------------------------------------------------
 
 
 def until(condition, timeout_s=30):
@@ -911,7 +751,30 @@ def test_load_that_cannot_begin_fails_only_its_own_request(engines, monkeypatch)
     assert receiver.drained()
 
 
-def test_request_name_may_begin_with_nul(engines):
-    sender, receiver = engines("p"), engines("d")
+def test_transfer_with_digests_and_a_request_name_that_begins_with_nul(engines):
+    sender, receiver = (engines(name, options={"digest": True}) for name in "pd")
+    assert all(each.ranks[0]._reader.transport.digest for each in (sender, receiver))
     check_load(receiver, Request("\0r", range(51)), send(sender, "\0r", range(50)), 50)
     assert sender.drained() and receiver.drained()
+
+
+def test_a_lease_ends_when_all_readers_are_done():
+    leases, lease = Leases(), Lease(3, 100, 0.0)
+    assert is_lease_over(leases.slots[3], 100) is None
+    leases.begin("r", lease, 60)
+    assert is_lease_over(leases.slots[3], 100) is False
+    message = done_message("r", 100, 2)
+    assert json.loads(message) == {"done": "r", "generation": 100, "readers": 2}
+    for peer in ("a", "a"):  # repeated messages from the same reader are counted once
+        leases.note(message, peer)
+    leases.note(done_message("r", 99, 1), "b")
+    for garbage in (
+        *(b"{", b"[]", b'{"done": [], "generation": 100, "readers": 1}', b"\xff", b"[" * 100_000),
+        *(b'{"done": "r", "generation": 100, "readers": %s}' % each for each in (b"true", b"1.0")),
+        b'{"done": "r", "generation": Infinity, "readers": 1}',
+    ):
+        leases.note(garbage, "b")
+    assert leases.ended() == set() and len(leases) == 1
+    leases.note(message, "b")
+    assert leases.ended() == {"r"} and len(leases) == 0
+    assert is_lease_over(leases.slots[3], 100) is True

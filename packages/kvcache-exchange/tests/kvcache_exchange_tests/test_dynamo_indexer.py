@@ -18,7 +18,6 @@ import zmq
 
 from kvcache import KVCacheManager, Request, StepReport
 from kvcache_exchange.router_events import EventPublisher
-from kvcache_exchange_tests.test_router_events import OWN, restarted
 from tests.machinery.cache_user import cached
 from tests.machinery.dynamo_indexer import BLOCK, Indexer, needs_dynamo, wait_for
 
@@ -135,36 +134,6 @@ def test_dynamos_index_equals_the_caches_after_loss_replay_and_restart(
         assert all(each.publisher.counts.replays > 5 for each in workers)
         num_snapshots = sum(each.publisher.counts.snapshots for each in workers)
         assert (num_snapshots > 0) == (buffer_steps == 20)
-
-
-@needs_dynamo
-def test_dynamos_index_follows_a_worker_that_restarts_on_its_ports(tmp_path):
-    """The restarted worker has an empty cache."""
-    publisher, indexer = EventPublisher(OWN, OWN), Indexer(tmp_path)
-    indexer.register(1, publisher.endpoint, publisher.replay_endpoint)
-    try:
-        for life in range(3):
-            if life > 0:
-                publisher = restarted(publisher, None)
-            manager = KVCacheManager(
-                BLOCK, num_gpu_blocks=60, max_model_len=2048, enable_events=True
-            )
-
-            def is_followed(life=life, manager=manager, publisher=publisher):
-                """Serve another prompt, because only a live batch reveals that others were lost."""
-                tokens = [10_000 * life + random.randrange(10_000) for _ in range(40)]
-                manager.step(new=[request := Request("r", tokens)])
-                manager.free(request)
-                publisher.publish(manager.cache.drain_events())
-                expected = {(medium, each) for medium, _, each in cached(manager)}
-                with contextlib.suppress(AssertionError):
-                    wait_for(lambda: indexer.blocks(1) == expected, 1)
-                return indexer.blocks(1) == expected
-
-            wait_for(is_followed)
-    finally:
-        indexer.close()
-        publisher.close()
 
 
 def expect_equal(indexer, worker):

@@ -57,9 +57,6 @@ class Reader:
         return events
 
 
-# --- the wire format ------------------------------------------------------------------------------
-
-
 def test_a_batch_is_an_array_and_events_are_maps_with_all_required_keys():
     manager = make()
     manager.step(new=[Request("a", range(9))])
@@ -89,20 +86,6 @@ def test_a_batch_is_an_array_and_events_are_maps_with_all_required_keys():
         {"type": "BlockRemoved", "block_hashes": [7], "medium": "CPU", "group_idx": 1},
         {"type": "AllBlocksCleared"},
     ]
-
-
-def test_events_are_arrays_of_the_fields_in_order_in_the_older_encoding():
-    event = WireStored([7], None, [1, 2], 2, None, "GPU", "adapter", session_id="s")
-    batch = WireBatch(0.5, [event, WireRemoved([7], "CPU", 1), WireCleared()], 3)
-    payload = encode_batch(batch, "array")
-    stored = ["BlockStored", [7], None, [1, 2], 2, None, "GPU", "adapter", *[None] * 4]
-    assert msgspec.msgpack.decode(payload) == [
-        0.5,
-        [stored, ["BlockRemoved", [7], "CPU", 1], ["AllBlocksCleared"]],
-        3,
-    ]
-    event.session_id = None  # this field is not part of the encoding
-    assert decode_batch(payload) == batch
 
 
 # The positions that llm-d's decoder reads, and those that must be present. Source: the repository
@@ -221,9 +204,6 @@ def test_digests_and_keys_of_later_versions_are_read():
     assert view.block(b"b" * 32).parent == b"a" * 32
 
 
-# --- events about blocks ---------------------------------------------------------------------------
-
-
 def test_first_blocks_have_no_parent_and_later_blocks_have_one():
     for options, seed in (({}, SEED), ({"hash_seed": "secret"}, "secret")):
         for algorithm in ("sha256_cbor", "xxh3_128_cbor"):
@@ -263,11 +243,7 @@ def test_extra_keys_are_untagged_one_entry_per_block():
     )
     manager.step(new=[request])
     (event,) = Reader().take(manager)
-    assert event.extra_keys == [
-        ("sql", "t", ["cat", 3]),
-        ("sql", ["cat", -1]),
-        ("sql", ["dog", 3]),
-    ]
+    assert event.extra_keys == [("sql", "t", ["cat", 3]), ("sql", ["cat", -1]), ("sql", ["dog", 3])]
     assert (event.lora_name, event.session_id) == ("sql", "s")
     embeds = np.arange(12, dtype=np.float32).reshape(4, 3)
     manager.step(new=[Request("e", range(5), prompt_embeds=embeds)])
@@ -298,9 +274,6 @@ def test_attention_kinds_have_the_names_that_routers_use():
     }
 
 
-# --- the host tier --------------------------------------------------------------------------------
-
-
 def done(manager, plan):
     manager.report(StepReport(plan.step_id, completed=True))
 
@@ -319,35 +292,6 @@ def test_events_of_host_blocks_have_parents_and_tokens():
     assert event.parent_block_hash is None and event.token_ids == [*range(12)]
     assert (event.block_size, event.group_idx) == (4, 0)
     assert (event.lora_name, event.extra_keys) == ("sql", [("sql",)] * 3)
-
-
-def test_blocks_moved_to_the_host_in_one_step_are_reported_on_both_media():
-    manager = KVCacheManager(
-        4, 6, 64, enable_events=True, num_host_blocks=20, num_preallocate_tokens=0
-    )
-    reader = Reader()
-    for name, first in (("a", 0), ("b", 100)):
-        request = Request(name, range(first, first + 17))
-        done(manager, manager.step(new=[request]))
-        manager.free(request)
-        events = reader.take(manager)
-    removed = [event for event in events if isinstance(event, WireRemoved)]
-    (on_host,) = [e for e in events if isinstance(e, WireStored) and e.medium == "CPU"]
-    assert sum(len(event.block_hashes) for event in removed) == len(on_host.block_hashes) == 4
-    assert on_host.token_ids == [*range(16)] and on_host.parent_block_hash is None
-
-
-def test_reset_emits_one_cleared_event():
-    manager = make(num_host_blocks=20, host_write="through")
-    reader = Reader()
-    request = Request("a", range(13))
-    done(manager, manager.step(new=[request]))
-    done(manager, manager.step())
-    manager.free(request)
-    assert manager.cache.reset()
-    assert isinstance(reader.take(manager)[-1], WireCleared) and len(reader.view) == 0
-    manager.cache.reset()
-    assert [type(event) for event in reader.take(manager)] == [WireCleared]
 
 
 def digests(*values):
@@ -395,9 +339,6 @@ def test_parents_are_reported_before_children():
     assert sorted(map(len, runs)) == [1, 1, 2, 4]
 
 
-# --- blocks whose parents are loading ---------------------------------------------------------------
-
-
 def stored_ids(events):
     """Return the first token of each block that was stored on the device."""
     return [
@@ -439,6 +380,45 @@ def test_blocks_whose_parents_never_arrive_are_published_after_some_batches(load
     assert [each for each in batches if each] == [[100]] and batches.index([100]) == 62
 
 
+def test_held_blocks_that_are_removed_are_not_published(loading):
+    manager, reader, plan = loading
+    reader.take(manager)
+    manager.report(StepReport(plan.step_id, completed=False))
+    events = reader.take(manager)
+    assert 100 not in stored_ids(events) and shown(reader.view) == cached(manager)
+    assert not reader.translator._groups[0].held
+
+
+def test_view_counts_blocks_as_a_publisher_with_duplicates_does():
+    """Compare random announcements with a counter.
+
+    vLLM announces each of several blocks with the same hash, and the removal of each of them.
+    """
+    seed = seed_of_test()
+    print(f"seed {seed}")
+    choose, view, blocks = random.Random(seed), CacheView(), Counter()
+    for _ in range(3000):
+        medium, group = choose.choice(["GPU", "CPU"]), choose.randrange(2)
+        hashes = [choose.randrange(6) for _ in range(choose.choice([1, 1, 2]))]
+        told = None if medium == "GPU" and choose.random() < 0.3 else medium
+        places = [(medium, group, each) for each in hashes]
+        if choose.random() < 0.02:
+            view.apply([WireCleared()])
+            blocks.clear()
+        elif choose.random() < 0.5:
+            tokens = [1] * len(hashes)
+            view.apply([WireStored(hashes, None, tokens, 1, None, told, None, None, group)])
+            blocks.update(places)
+        else:
+            view.apply([WireRemoved(hashes, told, group)])
+            for place in places:
+                blocks[place] = max(blocks[place] - 1, 0)
+        found = {(m, g, h) for m, g in view.places for h in view.hashes(m, g)}
+        assert found == {each for each, count in blocks.items() if count}
+    view.apply([WireCleared()])
+    assert len(view) == 0 and not view._copies
+
+
 def test_held_events_expire_parents_first():
     """The parent of a held block is itself held later, because its own parent is not loaded."""
     manager, reader = make(), Reader()
@@ -458,50 +438,3 @@ def test_held_events_expire_parents_first():
         assert held is None or store(*held) == []
         batches.append([each.block_hashes for each in group.end_step()])
     assert [each for each in batches if each] == [[[2], [3]]]
-
-
-def test_held_blocks_that_are_removed_are_not_published(loading):
-    manager, reader, plan = loading
-    reader.take(manager)
-    manager.report(StepReport(plan.step_id, completed=False))
-    events = reader.take(manager)
-    assert 100 not in stored_ids(events) and shown(reader.view) == cached(manager)
-    assert not reader.translator._groups[0].held
-
-
-# --- random operations of every kind --------------------------------------------------------------
-
-
-def test_block_stored_twice_by_another_publisher_stays_until_its_second_removal():
-    """vLLM announces each of several blocks with the same hash, and the removal of each of them."""
-    view = CacheView()
-    stored = WireStored([7, 8], None, [1, 2], 1, None, "GPU", None)
-    view.apply([stored, stored, WireRemoved([7], "CPU"), WireRemoved([7], None)])
-    assert view.hashes() == {7, 8} and view.block(7).token_ids == (1,)
-    view.apply([WireRemoved([7], "GPU"), WireRemoved([7], "GPU")])  # the third has no effect
-    assert view.hashes() == {8}
-    view.apply([stored, WireRemoved([7, 8], "GPU"), WireRemoved([8], "GPU")])
-    assert view.hashes() == {8}
-    view.apply([WireCleared(), stored, WireRemoved([7, 8], "GPU")])
-    assert len(view) == 0 and not view._copies
-
-
-def test_view_counts_blocks_as_a_publisher_with_duplicates_does():
-    """Compare random announcements with a counter. The publisher has several blocks per hash."""
-    seed = seed_of_test()
-    print(f"seed {seed}")
-    choose, view, blocks = random.Random(seed), CacheView(), Counter()
-    for _ in range(3000):
-        place = choose.choice(["GPU", "CPU"]), choose.randrange(2), choose.randrange(6)
-        medium, group, block_hash = place
-        if choose.random() < 0.02:
-            view.apply([WireCleared()])
-            blocks.clear()
-        elif choose.random() < 0.5:
-            view.apply([WireStored([block_hash], None, [1], 1, None, medium, None, None, group)])
-            blocks[place] += 1
-        else:
-            view.apply([WireRemoved([block_hash], medium, group)])
-            blocks[place] = max(blocks[place] - 1, 0)
-        found = {(m, g, h) for m, g in view.places for h in view.hashes(m, g)}
-        assert found == {each for each, count in blocks.items() if count}

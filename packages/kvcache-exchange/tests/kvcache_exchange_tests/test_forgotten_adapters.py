@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that KV of an adapter is neither offered, loaded nor stored under other weights."""
 
-import time
 from contextlib import ExitStack
 
 import pytest
 
-from kvcache import Admit, External, GroupSpec, Request, StepReport
+from kvcache import Admit, External, Request
 from kvcache_exchange_tests.test_disaggregation import asked, lone, offered
 from tests.machinery.disaggregation_engine import Engine
-from tests.machinery.stores import MemoryStore, StoreUser
 
 ALPHA, BETA = ("alpha", "/adapters/alpha"), ("beta", "/adapters/beta")
 TOKENS = list(range(100))
@@ -37,9 +35,6 @@ def finish(receiver, request):
     return loaded
 
 
-# Disaggregation ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("forgets", ["sender", "receiver", "both"])
 def test_no_kv_of_a_forgotten_adapter_is_exchanged(engines, forgets):
     sender, receiver = engines
@@ -62,19 +57,6 @@ def test_no_kv_of_a_forgotten_adapter_is_exchanged(engines, forgets):
         assert receiver.admit(request, offer) and finish(receiver, request).error is None
 
 
-def test_a_load_that_is_under_way_is_discarded(engines):
-    sender, receiver = engines
-    request = Request("r", [*TOKENS, 1], lora=ALPHA)
-    assert receiver.admit(request, offer_of(sender, "r", ALPHA))
-    receiver.manager.cache.forget_adapter("alpha")
-    loaded = finish(receiver, request)
-    assert (loaded.num_computed_tokens, loaded.num_loaded_tokens) == (0, 0)
-    assert loaded.error == "its adapter was forgotten"
-    again = Request("again", [*TOKENS, 1], lora=ALPHA)
-    assert receiver.manager.cache.cached_tokens(again).with_host == 0
-    assert sender.drained() and receiver.drained()
-
-
 def test_a_match_from_before_is_not_begun():
     (sender, theirs, _), (receiver, manager, _) = lone("p"), lone("d")
     request = Request("r", range(70), lora=ALPHA)
@@ -90,74 +72,3 @@ def test_a_match_from_before_is_not_begun():
 
 
 # Stores ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def stored():
-    """Create two engines with one store, and close them after the test."""
-    store = MemoryStore()
-    users = [StoreUser(store, [GroupSpec("full_attention", 4)], num_blocks=99) for _ in range(2)]
-    yield users
-    for user in users:
-        user.end()
-
-
-def compute(user, lora, tokens=TOKENS):
-    user.add(tokens, lora=lora)
-    user.run()
-    user.settle()
-
-
-def match(user, lora, tokens=TOKENS):
-    return user.match(Request("asked", tokens, lora=lora))
-
-
-def test_blocks_of_a_forgotten_adapter_are_not_loaded_from_a_store(stored):
-    one, other = stored
-    for lora in (ALPHA, BETA, (*ALPHA, "2")):
-        compute(one, lora)
-    request = Request("asked", TOKENS, lora=ALPHA)
-    assert other.match(request) == 96 and match(other, (*ALPHA, "3")) == 0
-    assert other.match(request) == 96
-    other.manager.cache.forget_adapter("alpha")
-    assert other.match(request) == 0  # although its lookup found them
-    for lora, count in ((ALPHA, 0), ((*ALPHA, "2"), 0), (BETA, 96)):
-        assert match(other, lora) == count
-    assert match(one, ALPHA) == 0  # cached on the device
-
-
-def test_a_load_from_a_store_that_is_under_way_is_discarded(stored):
-    one, other = stored
-    compute(one, ALPHA)
-    other.add(TOKENS, lora=ALPHA)
-    while not other.receiving:
-        other.step()
-    other.manager.cache.forget_adapter("alpha")
-    while not (found := other.tier.poll()):
-        time.sleep(0.001)
-    assert (found[0].num_computed_tokens, found[0].num_loaded_tokens) == (0, 0)
-    assert found[0].error == "its adapter was forgotten"
-
-
-def test_what_a_forgotten_adapter_computes_is_stored_for_this_manager_only(stored):
-    one, other = stored
-    one.manager.cache.forget_adapter("alpha")
-    one.add(TOKENS, lora=ALPHA)
-    while not one.running or next(iter(one.running.values())).num_left:
-        one.step()
-    one.settle()
-    (running,) = one.running.values()
-    one.manager.cache.forget_adapter("alpha")
-    running.request.append_tokens([1] * 30)
-    plan = one.manager.step([running.row], [30])
-    one.verifier.apply(plan)
-    report = StepReport(plan.step_id, True)
-    one.manager.report(report)
-    one.tier.save(report)
-    one.settle()
-    longer = [*TOKENS, *[1] * 30]
-    assert match(other, ALPHA, longer) == 0
-    compute(one, ALPHA)
-    one.manager.cache.evict(range(1, 99))
-    assert match(one, ALPHA, longer) == 100  # of the later request
-    assert match(other, ALPHA) == 0

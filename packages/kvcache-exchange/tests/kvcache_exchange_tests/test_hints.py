@@ -110,10 +110,7 @@ def outcome(receipt):
     return receipt.status, receipt.num_tokens, receipt.reason
 
 
-# Pins ---------------------------------------------------------------------------------------------------
-
-
-def test_pin_ends_at_its_deadline():
+def test_pin_ends_at_its_deadline_or_with_the_next_pin_of_its_session():
     engine = Engine()
     engine.serve(range(64))
     receipt = engine.hint(range(64), intent="pin", ttl_s=5)
@@ -127,6 +124,10 @@ def test_pin_ends_at_its_deadline():
     engine.now = 5.0
     engine.step()
     assert engine.manager.pool.num_pinned == 0
+    assert engine.hint(range(32), intent="pin", session="s").num_tokens == 32
+    receipt = engine.hint(range(64), intent="pin", session="s", ttl_s=1000)
+    assert outcome(receipt) == ("partly", 64, "a pin lasts at most 600 seconds")
+    assert receipt.ttl_s == 600 and engine.hints.num_pinned_blocks == 4
 
 
 def test_pins_share_a_limit_that_no_client_exceeds():
@@ -142,40 +143,6 @@ def test_pins_share_a_limit_that_no_client_exceeds():
     assert engine.hint(range(96), intent="pin", ttl_s=1).num_tokens == 64  # replaces the first one
     engine.now = 1.0
     assert engine.hint(range(119, 151), intent="pin").status == "done"
-
-
-def test_pin_of_a_session_replaces_its_earlier_pin():
-    engine = Engine()
-    engine.serve(range(64))
-    assert engine.hint(range(32), intent="pin", session="s").num_tokens == 32
-    assert engine.hint(range(64), intent="pin", session="s").num_tokens == 64
-    assert engine.manager.pool.num_pinned == engine.hints.num_pinned_blocks == 4
-
-
-def test_long_pin_is_granted_less_time():
-    engine = Engine()
-    engine.serve(range(64))
-    receipt = engine.hint(range(64), intent="pin", ttl_s=1000)
-    assert outcome(receipt) == ("partly", 64, "a pin lasts at most 600 seconds")
-    assert receipt.ttl_s == 600
-
-
-@pytest.mark.usefixtures("whole_pool")
-def test_prefetch_does_not_evict_pinned_blocks():
-    engine = Engine(num_blocks=9, num_host_blocks=30)
-    engine.serve(range(96))
-    engine.leave_on_host(range(96))
-    engine.serve(range(200, 264))
-    assert engine.hint(range(200, 264), intent="pin").status == "done"
-    receipt = engine.hint(range(96), intent="prefetch", ttl_s=1, most_steps=3)
-    assert receipt is None  # 4 of 8 blocks are not enough
-    engine.now = 2.0
-    receipt = engine.hint(range(48), intent="prefetch")
-    assert receipt.num_tokens == 48 and engine.on_device(range(200, 264)) == 64
-    assert engine.hints.stats.receipts["prefetch"] == {"done": 1, "partly": 0, "refused": 1}
-
-
-# Prefetch ---------------------------------------------------------------------------------------------
 
 
 def test_a_share_limits_what_clients_prefetch():
@@ -239,17 +206,6 @@ def test_prefetches_are_refused_without_steps():
 
 
 @pytest.mark.usefixtures("whole_pool")
-def test_prefix_as_long_as_a_request_may_be_is_prefetched():
-    engine = Engine(num_blocks=40, num_host_blocks=60)
-    engine.serve(range(511))
-    engine.leave_on_host(range(511))
-    assert engine.hint(range(512), intent="prefetch").num_tokens == 496
-
-
-# Precedence of requests ---------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("whole_pool")
 def test_loads_give_way_to_requests_that_need_their_blocks():
     engine = Engine(sources=[Slow])
     pending = engine.hints.submit(Request("of", range(161)), Hint(intent="prefetch"))
@@ -259,15 +215,6 @@ def test_loads_give_way_to_requests_that_need_their_blocks():
     engine.serve(range(300, 500))  # needs 13 blocks
     assert outcome(pending.receipt) == ("refused", 0, "requests needed the blocks")
     assert engine.manager.pool.num_free == 16
-
-
-def test_loads_give_way_to_requests_that_need_a_row():
-    engine = Engine(sources=[Slow], num_reqs=1)
-    pending = engine.hints.submit(Request("of", range(33)), Hint(intent="prefetch"))
-    engine.step()
-    engine.sources[0].match = lambda request: 0
-    engine.serve(range(300, 310))
-    assert pending.receipt.reason == "requests needed the blocks"
 
 
 def test_failed_step_frees_the_rows_of_its_hints():
@@ -284,26 +231,6 @@ def test_failed_step_frees_the_rows_of_its_hints():
     while pending.receipt is None:
         engine.step()
     assert outcome(pending.receipt) == ("done", 64, None)
-
-
-@pytest.mark.parametrize("num_matched", [None, 0])
-def test_all_sources_forget_a_prefetch_that_has_ended(num_matched):
-    engine, forgotten = Engine(sources=[Slow, Slow, Slow]), []
-    first, chosen, last = engine.sources
-    first.match = lambda request: 0
-    chosen.ends = True
-    if num_matched is not None:
-        chosen.match = last.match = lambda request: num_matched
-    for source in engine.sources:
-        cancel = source.cancel
-        source.cancel = lambda request, source=source, cancel=cancel: (
-            forgotten.append(source),
-            cancel(request),
-        )
-    receipt = engine.hint(range(64), intent="prefetch")
-    assert receipt.num_tokens == (64 if num_matched is None else 0)
-    assert set(map(id, forgotten)) == set(map(id, engine.sources))
-    assert engine.manager.pool.num_free == engine.manager.pool.num_total
 
 
 def test_request_waits_for_the_prefetch_of_its_prefix():
@@ -364,9 +291,6 @@ def test_failing_load_is_reported():
         source.loads.finish(each, 16, "the disk is gone") for each in source.loads.under_way
     ]
     assert outcome(engine.hint(range(64), intent="prefetch")) == ("partly", 16, "the disk is gone")
-
-
-# Arguments ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

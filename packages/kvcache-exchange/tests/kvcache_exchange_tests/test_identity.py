@@ -10,15 +10,7 @@ import sys
 import pytest
 import torch
 
-from kvcache import (
-    ContextParallel,
-    KVCacheManager,
-    KVStorage,
-    LayerSpec,
-    Pages,
-    build,
-    plan_cache,
-)
+from kvcache import ContextParallel, KVCacheManager, KVStorage, LayerSpec, Pages, build, plan_cache
 from kvcache.kinds import kind_class, kind_names
 from kvcache_exchange.store import StoreTier, fingerprint
 from tests.machinery.identity_table import ACCEPTED, KINDS, TABLE, walked
@@ -28,7 +20,8 @@ TRIED = [name for name, row in TABLE.items() if row.changed is not None]
 
 
 def test_table_has_exactly_one_row_per_field():
-    assert sorted(walked()) == sorted(TABLE)
+    assert sorted(walked()) == sorted(TABLE) and set(ACCEPTED) <= set(TRIED)
+    assert all(row.same for row in TABLE.values() if row.changed is None)
     classes = {name: kind_class(name) for name in kind_names()}
     # Docstring examples and tests that ran earlier in this process may have registered other kinds.
     built_in = [
@@ -52,14 +45,6 @@ def test_each_field_makes_loads_impossible_or_is_listed_as_irrelevant(name):
     for receiver, sender in ((one, other), (other, one)):
         reason = receiver.refuses(sender)
         assert (reason is None) == (name in ACCEPTED), reason
-
-
-def test_fields_in_which_engines_may_differ_have_rows():
-    assert set(ACCEPTED) <= set(TRIED)
-
-
-def test_row_that_is_distinguished_elsewhere_names_the_place():
-    assert all(row.same for row in TABLE.values() if row.changed is None)
 
 
 def manager_of(block_size=16, **options):

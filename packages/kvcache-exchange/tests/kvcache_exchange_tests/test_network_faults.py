@@ -99,17 +99,6 @@ def test_faulty_network_gives_correct_bytes_or_an_error(name, faults):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_partition_raises_in_time(name):
-    with Network(*AGENTS) as network, Two(network, name) as two:
-        come(two)
-        network.faults = Faults(is_cut=True)
-        assert not two.attempt()
-        network.faults = Faults()
-        come(two)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
 def test_partition_during_transfer_gives_no_wrong_bytes(name):
     with Network(*AGENTS) as network, Two(network, name) as two:
         come(two)

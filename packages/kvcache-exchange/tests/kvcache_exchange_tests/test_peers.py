@@ -3,14 +3,11 @@
 simulator runs engines with faulty peers.
 """
 
-import contextlib
 import http.server
 import json
-import queue
 import re
 import threading
 import time
-from concurrent.futures import Future
 from typing import ClassVar
 
 import pytest
@@ -20,159 +17,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("zmq")
 
 from kvcache import GroupSpec, Request
-from kvcache_exchange.circuit import Circuit
 from kvcache_exchange.disaggregation.offer_calls import OfferRefusedError, OfferServer, offer_key
 from kvcache_exchange.peers import EventIndex, PeerSource
-from kvcache_exchange.peers import source as peer_source
 from kvcache_exchange.router_events import EventPublisher, EventSubscriber
-from kvcache_exchange.router_events.translator import EventTranslator
-from kvcache_exchange_tests.test_disaggregation import an_offer, lone
+from kvcache_exchange_tests.test_disaggregation import lone
 from tests.machinery.disaggregation_engine import Engine
 from tests.machinery.shared import manager_of
-
-LONG = list(range(100))
-
-
-class Asking:
-    """An engine that knows what a peer has cached. Both are without ranks; the simulator moves KV."""
-
-    class Watch:
-        error = None
-
-        def __init__(self, server, *_):
-            self.server = server
-
-        def stop(self): ...
-
-        join = stop
-
-    def __init__(self, monkeypatch, num_peers=1, answer=None, **options):
-        monkeypatch.setattr(peer_source, "PeerWatch", self.Watch)
-        monkeypatch.setattr(OfferServer, "fetch", lambda server, _, body: self.fetch(server, body))
-        connector, self.manager, (self.rank,) = lone("own")
-        self.rank.close = lambda: None
-        self.answer, self.peers, self.asked = answer, {}, queue.SimpleQueue()
-        addresses = [f"a:{i + 1}" for i in range(num_peers)]
-        self.source = PeerSource(self.manager, connector, addresses, min_tokens=16, **options)
-        for address in addresses:
-            theirs, manager, _ = lone(address, enable_events=True)
-            self.peers[address] = PeerSource(manager, theirs, []), manager
-
-    def cache(self, address, tokens):
-        """Let a peer compute a prompt, and announce it."""
-        _, manager = self.peers[address]
-        request = Request("computed", tokens)
-        manager.step(new=[request])
-        manager.free(request)
-        events = EventTranslator(manager.options.hash_seed).translate(manager.cache.drain_events())
-        self.source._index.view(address).apply(events)
-
-    def fetch(self, server, body):
-        if self.answer is not None:
-            return self.answer()
-        self.asked.put((server.address, body, offered := Future()))
-        return {"offer": offered.result(30)}
-
-    def match(self, tokens=LONG, **options):
-        """Return how many tokens the source finds for a new request, once it knows."""
-        request, until = Request("r", tokens, **options), time.monotonic() + 30
-        while (found := self.source.match(request)) is None:
-            assert time.monotonic() < until
-            if not self.asked.empty():
-                address, body, offered = self.asked.get()
-                peer, _ = self.peers[address]
-                offered.set_result(peer.offer(body["prompt"], min_tokens=body["min_tokens"]))
-        self.source.cancel(request)
-        return found
-
-
-@pytest.fixture
-def asking(monkeypatch):
-    made = []
-
-    def make(*args, **options):
-        made.append(Asking(monkeypatch, *args, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.source.close()
-
-
-def raises(error):
-    def answer():
-        raise error
-
-    return answer
-
-
-def test_peer_with_the_longest_prefix_is_asked(asking):
-    engine = asking(num_peers=2)
-    engine.cache("a:1", LONG[:60])
-    engine.cache("a:2", LONG)
-    assert engine.match() == 96
-    offered = [peer.stats.offered_tokens for peer, _ in engine.peers.values()]
-    assert offered == [0, 96] and engine.source.stats.asked_requests == 1
-    request = Request("own", LONG)
-    engine.manager.step(new=[request])
-    engine.manager.free(request)
-    assert engine.match() == 0  # the local hit is long enough
-    assert engine.source.stats.asked_requests == 1
-
-
-@pytest.mark.parametrize(
-    ("answer", "count"),
-    [
-        (raises(OfferRefusedError("not for you")), "refused_requests"),
-        (raises(ConnectionRefusedError()), "unanswered_requests"),
-        (lambda: {"offer": None}, "missed_requests"),
-        (lambda: {"offer": {"version": 9}}, "refused_requests"),
-        ("loses blocks", "missed_requests"),
-    ],
-)
-def test_request_that_a_peer_does_not_serve_is_counted(asking, caplog, answer, count):
-    engine = asking(answer=None if answer == "loses blocks" else answer)
-    engine.cache("a:1", LONG)
-    if answer == "loses blocks":
-        engine.peers["a:1"][1].cache.reset()
-    with contextlib.suppress(ValueError):  # a refusal
-        assert engine.match() == 0
-    stats = engine.source.stats
-    assert (stats.asked_requests, getattr(stats, count)) == (1, 1)
-    if count == "unanswered_requests":
-        assert "the server at a:1: ConnectionRefusedError" in caplog.text
-
-
-def test_late_offer_is_declined(asking):
-    goes_on = threading.Event()
-    engine = asking(timeout_s=0.05, answer=lambda: goes_on.wait(30) and {"offer": an_offer()})
-    engine.cache("a:1", LONG)
-    assert engine.match() == 0
-    assert engine.source.stats.unanswered_requests == 1 and engine.source.is_busy
-    goes_on.set()
-    until = time.monotonic() + 30
-    while engine.source.is_busy:
-        assert time.monotonic() < until and engine.source.poll() == []
-    assert [len(step.unread) for step in engine.rank.steps] == [1]
-
-
-def test_failing_peer_gets_no_requests_until_its_breaker_allows_it(asking):
-    engine = asking(answer=raises(ConnectionRefusedError()))
-    (watch,) = engine.source._watches.values()
-    watch.server.circuit = Circuit(num_failures=1, retry_s=60)
-    engine.cache("a:1", LONG)
-    assert [engine.match() for _ in range(3)] == [0, 0, 0]
-    stats = engine.source.stats
-    assert (stats.asked_requests, stats.unasked_requests) == (1, 2)
-
-
-def test_unsuitable_requests_are_not_sent_to_peers(asking):
-    engine = asking()
-    engine.cache("a:1", LONG)
-    for options in ({"lora": ("a", "b")}, {"read_cache": False}, {"mm_items": [("i", 0, 3)]}):
-        assert engine.match(**options) == 0
-    assert engine.match(LONG[:16]) == 0
-    assert engine.source.stats.asked_requests == 0
 
 
 @pytest.mark.parametrize(
@@ -194,30 +44,6 @@ def test_invalid_arguments_of_a_source_are_rejected_by_name(options, message):
     options = {"peers": ["a:1"]} | options
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         PeerSource(manager, connector, options.pop("peers"), **options)
-
-
-# --- offers of cached blocks ----------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kinds", [["full"], ["full", "window"]])
-@pytest.mark.parametrize("num_tokens", [95, 96, 97, 98])
-def test_cached_prefix_is_offered_without_computing(kinds, num_tokens):
-    tokens = [(31 * i) % 997 for i in range(num_tokens)]
-    with Engine("p", kinds=kinds) as sender, Engine("d", kinds=kinds, block=32) as receiver:
-        first = Request("first", tokens)
-        sender.prefill(first)
-        sender.manager.free(first)
-        offer = sender.connector.publish_cached(Request("asked", [*tokens, 0]))
-        assert offer["num_tokens"] == (num_tokens - 1) // 16 * 16
-        request = Request("r", tokens)
-        assert receiver.admit(request, offer)
-        loaded = receiver.loaded(request)
-        assert (loaded.error, loaded.num_computed_tokens) == (None, offer["num_tokens"])
-        receiver.recompute(request, loaded)
-        assert receiver.wrong(request, num_tokens) is None
-        receiver.manager.free(request)
-        assert sender.drained() and receiver.drained()
 
 
 def test_offer_of_cached_blocks_is_bounded_and_changes_nothing_if_declined():
@@ -254,10 +80,6 @@ def test_groups_without_cached_blocks_cannot_be_offered():
         sender.connector.publish_cached(Request("asked", range(100)))
 
 
-# --- indexes --------------------------------------------------------------------------------------
-
-
-WINDOW = GroupSpec("sliding_window", 16, {"window": 48})
 FULL = GroupSpec("full_attention", 16)
 
 
@@ -266,9 +88,6 @@ def test_invalid_arguments_of_an_index_are_rejected_by_name():
         EventSubscriber("tcp://127.0.0.1:1", view=5)
     with pytest.raises(ValueError, match="the manager caches no blocks"):
         EventIndex(manager_of(FULL, enable_caching=False))
-
-
-# --- following a peer -----------------------------------------------------------------------------
 
 
 class Remote:
@@ -397,19 +216,6 @@ def test_peer_with_other_blocks_or_another_model_is_refused_by_name(options, mes
     own, theirs = (PeerSource(manager, connector, []) for connector, manager, _ in engines)
     with pytest.raises(ValueError, match=message):
         own.check_peer(theirs.describe())
-
-
-def test_peer_with_other_weights_is_refused_until_their_versions_are_equal():
-    engines = lone("a"), lone("b")
-    own, theirs = (PeerSource(manager, connector, []) for connector, manager, _ in engines)
-    own.check_peer(theirs.describe())
-    for _, manager, _ in engines:
-        manager.cache.start_epoch()
-        with pytest.raises(ValueError, match="version of the weights is '"):
-            own.check_peer(theirs.describe())
-    for _, manager, _ in engines:
-        manager.cache.start_epoch("step 1")
-    own.check_peer(theirs.describe())
 
 
 def test_endpoints_on_all_addresses_are_reached_at_the_address_of_the_peer(network):

@@ -74,9 +74,6 @@ def plans_of(patterns, block_size=16, **options):
     return plan_cache(stages=stages, budget_bytes=largest * 200, **sizes)
 
 
-# Plans -------------------------------------------------------------------------------------------------
-
-
 def random_stages(rng):
     """Draw the layers of 1 to 5 stages, of up to 6 kinds and formats."""
     formats = [
@@ -147,12 +144,6 @@ def test_plans_of_stages_have_equal_groups_and_pages_and_each_layer_once(num_cas
             assert replace(plans[0], examples=()) == alone
 
 
-def test_one_stage_with_fewer_layers_gets_smaller_pages():
-    plans = plan_cache(stages=stages_of("ffff|ff"), budget_bytes=2**20, max_model_len=256)
-    assert [plan.page_bytes // plan.layer_page_bytes for plan in plans] == [4, 2]
-    assert plans[0].num_pages == plans[1].num_pages == 2**20 // plans[0].page_bytes
-
-
 @pytest.mark.parametrize(
     "layers,stages,error,message",
     [
@@ -191,9 +182,6 @@ def test_a_cache_can_be_built_for_a_stage_without_layers_of_a_group():
             assert torch.equal(cache.gather(name, slots)[0], key)
     empty = [[s.num_layers for s in cache.storages].count(0) for cache in caches]
     assert min(empty) >= 1
-
-
-# Transfers ---------------------------------------------------------------------------------------------
 
 
 class Engine:
@@ -329,9 +317,6 @@ def test_a_rank_without_layers_of_a_group_reads_nothing_and_serves_nothing():
     assert plan_states(whole, some, 0).remote_ranks == (2, 3)
 
 
-# Rejections --------------------------------------------------------------------------------------------
-
-
 def test_the_summary_of_a_group_covers_every_field_except_its_layers():
     one = GroupSpec("sliding_window", 16, {"window": 48}, layers=("a",))
     changes = {
@@ -355,32 +340,6 @@ def separately_planned(patterns):
 def handed(ranks):
     """Return ranks of other processes, of which the manager's process has the handshakes only."""
     return [SimpleNamespace(handshake=rank.handshake) for rank in ranks]
-
-
-def test_connector_rejects_ranks_that_group_layers_differently():
-    plans = separately_planned("fww|wfw")
-    storages = [KVStorage.for_plan(plan) for plan in plans]
-    names = {g: [name for plan in plans for name in plan.groups[g].layers] for g in range(3)}
-    layouts = [
-        layouts_of_plan(*each, engine_id="e", pp_size=2, layers=names)
-        for each in zip(plans, storages)
-    ]
-
-    def ranks_of(plan_numbers, stack):
-        for rank, i in enumerate(plan_numbers):
-            made = CacheRank(layouts[i], storages[i], rank=rank, options=OPTIONS)
-            stack.callback(made.close)
-            yield made
-
-    for number, what in enumerate(("full_attention", "sliding_window")):
-        manager = KVCacheManager.for_groups(plans[number].groups, plans[0].num_pages, 256)
-        # In the second case, ranks agree with each other, but not with the manager.
-        for plan_numbers, message in (
-            ((0, 1), r"^ranks\[1\] has group 0 with spec '.*plan_cache"),
-            ((1 - number, 1 - number), rf"^ranks have .* as group 0: expected {what}"),
-        ):
-            with ExitStack() as stack, pytest.raises(ValueError, match=message):
-                Connector(manager, handed(ranks_of(plan_numbers, stack)), engine_id="e")
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ from kvcache_exchange.router_events.wire import (
     encode_batch,
     encode_sequence,
 )
+from tests.machinery.shared import sampled
 
 LOCAL = "tcp://127.0.0.1:0"
 # Each test process uses a separate loopback address, so that no other process can take a port
@@ -159,9 +160,6 @@ class Asker:
             found.append((topic, decode_sequence(sequence), payload))
 
 
-# --- published messages ---------------------------------------------------------------------------
-
-
 def test_messages_have_three_frames_and_increasing_numbers(context, publisher):
     reader = context.socket(zmq.SUB)
     reader.subscribe(b"kv@pod")
@@ -188,12 +186,6 @@ def test_messages_have_three_frames_and_increasing_numbers(context, publisher):
     wait_for(lambda: publisher.counts[:2] == (num_published, publisher._buffer.num_bytes))
 
 
-def test_no_message_is_sent_without_events(publisher):
-    publisher.publish([])
-    publish(publisher, 1)
-    assert publisher.counts.batches == 1
-
-
 def test_pending_batches_are_sent_when_the_publisher_closes(context):
     publisher = EventPublisher(LOCAL, context=context)
     with EventSubscriber(publisher.endpoint, context=context) as reader:
@@ -217,26 +209,15 @@ def test_closed_publisher_or_subscriber_raises(publisher):
         reader.poll()
 
 
-@pytest.mark.parametrize(
-    ("timeout_s", "error"),
-    [
-        *((each, ValueError) for each in (float("nan"), float("inf"), -float("inf"), -5.0)),
-        *((each, TypeError) for each in (True, "1", None, b"1", [1])),
-    ],
-)
-def test_close_with_an_invalid_timeout_leaves_the_publisher_open(publisher, timeout_s, error):
-    with pytest.raises(error, match="timeout_s is "):
-        publisher.close(timeout_s)
+def test_close_accepts_any_finite_timeout_and_others_leave_the_publisher_open(publisher):
+    invalid = [(each, ValueError) for each in (float("nan"), float("inf"), -5.0)]
+    for timeout_s, error in (*invalid, (True, TypeError), (None, TypeError)):
+        with pytest.raises(error, match="timeout_s is "):
+            publisher.close(timeout_s)
+    publisher.publish([])
     publish(publisher, 1)
-    assert publisher.counts.batches == 1
-
-
-@pytest.mark.parametrize("timeout_s", [0, 1e300, 2**40, np.float32(1)])
-def test_close_accepts_any_finite_timeout(publisher, timeout_s):
-    publisher.close(timeout_s)
-    # `close` only waits until a second after the timeout, so the thread may still be running
-    if timeout_s < DEADLINE_S:
-        publisher._thread.join(DEADLINE_S)
+    assert publisher.counts.batches == 1  # there is no batch without events
+    publisher.close(1e300)
     assert not publisher._thread.is_alive()
     assert publisher._wake.fileno() == publisher._woken.fileno() == -1
 
@@ -247,19 +228,6 @@ def test_failed_thread_is_reported(publisher_of, monkeypatch):
     with pytest.raises(RuntimeError, match="the publisher's thread failed") as told:
         wait_for(lambda: publisher.publish([AllBlocksCleared()]))
     assert isinstance(told.value.__cause__, ZeroDivisionError)
-
-
-def test_publish_waits_for_space_in_the_queue(publisher_of, monkeypatch):
-    publisher, translate = publisher_of(max_queue_size=2), EventTranslator.translate
-    slow = lambda *given: time.sleep(0.05) or translate(*given)  # noqa: E731
-    monkeypatch.setattr(EventTranslator, "translate", slow)
-    start = time.monotonic()
-    publish(publisher, 10)
-    assert time.monotonic() - start > 0.4
-    assert publisher.counts.batches == 10
-
-
-# --- endpoints ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -281,17 +249,14 @@ def test_invalid_endpoint_is_rejected(context, endpoint):
         EventPublisher(endpoint, allow_remote=True, context=context)
 
 
-def test_wildcard_address_is_accepted_with_allow_remote(publisher_of):
-    publisher = publisher_of("tcp://0.0.0.0:0", None, allow_remote=True)
-    assert publisher.endpoint.startswith("tcp://0.0.0.0:")
-
-
-def test_local_endpoints_are_recognized(context, tmp_path):
-    for endpoint in ("tcp://[::1]:0", f"ipc://{tmp_path}/events", "inproc://events"):
+def test_endpoints_other_than_ipv4_loopback_are_accepted_if_local_or_allowed(context, tmp_path):
+    ipc, wildcard = f"ipc://{tmp_path}/events", "tcp://0.0.0.0:0"
+    for endpoint in ("tcp://[::1]:0", ipc, "inproc://events", wildcard):
         if "::1" in endpoint and not _has_ipv6():
             continue
+        options = {"allow_remote": True} if endpoint == wildcard else {}
         with (
-            EventPublisher(endpoint, context=context) as publisher,
+            EventPublisher(endpoint, context=context, **options) as publisher,
             EventSubscriber(publisher.endpoint, context=context) as reader,
         ):
             publisher.publish([tokens_event(0)])
@@ -389,9 +354,6 @@ def test_invalid_queries_of_a_view_are_reported():
             ask()
 
 
-# --- replay ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_delimiters", [1, 0])
 def test_batches_are_replayed_from_a_number_on(context, publisher, num_delimiters):
     publish(publisher, 100)
@@ -404,16 +366,6 @@ def test_batches_are_replayed_from_a_number_on(context, publisher, num_delimiter
             assert topic == b"kv@pod@model"
             assert decode_batch(payload).events[-1].block_hashes == [number]
     assert publisher.counts.replays == 6 and publisher.counts.snapshots == 0
-
-
-def test_req_client_gets_a_reply_per_request(context, publisher):
-    """A REQ socket receives only the first response."""
-    publish(publisher, 3)
-    for i in range(3):
-        asker = Asker(context, publisher, zmq.REQ)
-        asker.ask(number := encode_sequence(first_of(publisher) + i))
-        assert asker.socket.poll(DEADLINE_S * 1000)
-        assert asker.socket.recv_multipart()[1] == number
 
 
 MALFORMED = [
@@ -444,19 +396,17 @@ def test_malformed_requests_are_only_counted(context, publisher):
     assert numbers(publisher, asker.answers()) == [-1, 0, 1]
 
 
-def test_oversized_request_closes_only_its_own_connection(context, publisher):
-    publish(publisher, 2)
+def test_oversized_requests_and_bytes_that_are_not_zmq_do_not_affect_other_readers(
+    context, publisher
+):
+    rng = random.Random(7)
     for frame in (bytes(257), bytes(2**20)):
         Asker(context, publisher).ask(b"", frame)
     other = Asker(context, publisher)
-    other.ask(b"", encode_sequence(first_of(publisher) + 1))
-    assert len(other.answers()) == 1
+    other.ask(b"", encode_sequence(0))
+    assert numbers(publisher, other.answers()) == [-1]
     # ZMQ discarded the oversized requests before they reached the publisher.
     assert publisher.counts.refused_requests == 0
-
-
-def test_bytes_that_are_not_zmq_do_not_affect_other_readers(context, publisher):
-    rng = random.Random(7)
     for endpoint in (publisher.endpoint, publisher.replay_endpoint):
         host, port = endpoint.removeprefix("tcp://").split(":")
         for size in (1, 64, 5000):
@@ -535,6 +485,17 @@ def test_bytes_queued_for_readers_are_bounded(context, publisher, monkeypatch, m
     assert max(held.values()) <= replay_server.MOST_BYTES_OF_A_READER + size
     assert sum(held.values()) <= most or most != 2**21
     assert len(readers) == 30
+    if most == 2**21:
+        return  # some readers wait for their first byte
+    # Readers that stall for long are dropped.
+    monkeypatch.setattr(replay_server, "SLOW_SECONDS", 1.0)
+    wait_for(lambda: publisher.counts.given_up_replays == 30)
+    assert not publisher._server.is_busy
+    monkeypatch.setattr(replay_server, "SLOW_SECONDS", DEADLINE_S)
+    asker = Asker(context, publisher)
+    asker.ask(b"", encode_sequence(0))
+    assert len(asker.answers()) == 61
+    wait_for(lambda: not any(publisher._server.held_bytes.values()))
 
 
 def test_batch_larger_than_the_bounds_is_replayed(context, publisher, monkeypatch):
@@ -544,23 +505,6 @@ def test_batch_larger_than_the_bounds_is_replayed(context, publisher, monkeypatc
     asker = Asker(context, publisher)
     asker.ask(b"", encode_sequence(0))
     assert numbers(publisher, asker.answers()) == [*range(-1, 5)]
-
-
-@pytest.mark.slow
-def test_reader_that_stalls_for_long_is_dropped(context, publisher, monkeypatch):
-    monkeypatch.setattr(replay_server, "SLOW_SECONDS", 1.0)
-    large_batches(publisher, 60)
-    readers = idle_readers(context, publisher, 3)
-    wait_for(lambda: publisher.counts.given_up_replays == 3)
-    assert not publisher._server.is_busy
-    # Do not drop the next reader.
-    monkeypatch.setattr(replay_server, "SLOW_SECONDS", DEADLINE_S)
-    asker = Asker(context, publisher)
-    asker.ask(b"", encode_sequence(0))
-    assert len(asker.answers()) == 61
-    # This includes connections that have been closed.
-    wait_for(lambda: not any(publisher._server.held_bytes.values()))
-    assert len(readers) == 3
 
 
 def test_the_buffer_is_bounded_in_batches_and_bytes():
@@ -601,9 +545,6 @@ def test_replay_beyond_the_buffer_sends_the_whole_cache_content(context, publish
         assert publisher.counts.snapshots == 1 and reader.counts.restarts == 0
 
 
-# --- readers --------------------------------------------------------------------------------------
-
-
 class Lossy(EventSubscriber):
     """A subscriber that drops some of the messages it receives."""
 
@@ -620,33 +561,6 @@ class Lossy(EventSubscriber):
 
 def reader_of(publisher, context, kind=EventSubscriber, **options):
     return kind(publisher.endpoint, publisher.replay_endpoint, context=context, **options)
-
-
-@pytest.mark.parametrize("encoding", EVENT_ENCODINGS)
-def test_late_reader_receives_the_whole_cache(context, publisher_of, encoding):
-    publisher = publisher_of(topic="kv@pod@model", event_encoding=encoding)
-    with reader_of(publisher, context, topic="kv@pod@model") as reader:
-        publish(publisher, 20)
-        assert reader.catch_up() and reader.view.hashes() == {*range(20)}
-        assert reader.next_seq == publisher._buffer.stop
-
-
-def test_lost_messages_are_detected_and_replayed(context, publisher):
-    with reader_of(publisher, context, Lossy) as reader:
-        assert reader.catch_up()  # there is nothing to catch up with
-        first = subscribed(reader, publisher)
-        before = reader.counts
-        publish(publisher, 1, first)
-        follow(reader, lambda: reader.view.hashes() == {first})
-        reader.loss = 1.0
-        publish(publisher, 5, first + 1)
-        follow(reader, lambda: reader.num_lost == 5)
-        assert reader.view.hashes() == {first}
-        reader.loss = 0.0
-        publish(publisher, 1, first + 6)
-        follow(reader, lambda: reader.view.hashes() == {*range(first, first + 7)})
-        assert reader.is_exact
-        assert reader.counts[:3] == (before.batches + 7, before.gaps + 1, 0)
 
 
 def test_without_replay_a_gap_stays_and_is_reported(context, publisher_of):
@@ -695,22 +609,6 @@ def test_without_replay_decreasing_numbers_indicate_a_new_publisher(stranger):
             assert reader.view.hashes() == {first - 1, first} and reader.is_exact
     assert reader.view.hashes() == {33} and not reader.is_exact
     assert reader.counts == (7, 2, 2, 0)
-
-
-def test_without_replay_a_restarted_publisher_is_followed(context):
-    first = EventPublisher(OWN, context=context)
-    with EventSubscriber(first.endpoint, context=context) as reader:
-        before = subscribed(reader, first)
-        num_before = before + 100
-        publish(first, 100, before)
-        follow(reader, lambda: reader.next_seq == first_of(first) + num_before)
-        first.close()
-        with restarted(first, context) as second:
-            follow(reader, lambda: not reader.is_exact)  # the reader has reconnected
-            publish(second, 1, 0)
-            follow(reader, lambda: reader.view.hashes() == {0})
-            assert reader.is_exact
-    assert reader.counts.restarts == 1
 
 
 def test_other_topics_and_malformed_messages_are_ignored(stranger):
@@ -769,16 +667,6 @@ def test_numbers_of_a_restarted_publisher_are_above_all_earlier_numbers(context)
         assert [WireCleared() in each for each in events] == [True, True, False]
         assert events[0] == [WireCleared()] and events[1][0] == WireCleared()
     assert numbers == sorted(set(numbers)) and len(numbers) == 9
-
-
-def test_reader_with_replay_notices_a_restarted_publisher_that_has_published_nothing(context):
-    first = EventPublisher(OWN, OWN, context=context)
-    with reader_of(first, context) as reader:
-        publish(first, 3)
-        assert reader.catch_up() and reader.view.hashes() == {0, 1, 2}
-        with restarted(first, context):
-            follow(reader, lambda: not reader.view.hashes())
-            assert reader.catch_up() and reader.counts.restarts == 1
 
 
 @pytest.mark.slow
@@ -881,9 +769,8 @@ def test_messages_of_an_earlier_publisher_are_not_attributed_to_the_next(context
             assert reader.next_seq == second._buffer.stop
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_before", [5, 7, 8])
-@pytest.mark.parametrize("num_after", [0, 3, 7, 8, 20])
+@pytest.mark.parametrize("num_before", sampled([5, 7, 8]))
+@pytest.mark.parametrize("num_after", sampled([0, 3, 7, 8, 20], 2))
 @pytest.mark.parametrize("polls", [False, True])
 def test_restarted_publisher_is_followed(context, num_before, num_after, polls):
     """The new publisher sends fewer batches than the old one, as many, or more, so sequence numbers
@@ -919,3 +806,19 @@ def test_prompt_lookup_returns_the_cached_prefix(context, publisher):
         assert view.num_leading([5, *hashes]) == 0
         assert view.num_leading(hashes, mediums=["CPU"]) == 0
         assert view.num_leading(hashes, group=1) == 0
+
+
+def test_without_replay_a_restarted_publisher_is_followed(context):
+    first = EventPublisher(OWN, context=context)
+    with EventSubscriber(first.endpoint, context=context) as reader:
+        before = subscribed(reader, first)
+        num_before = before + 100
+        publish(first, 100, before)
+        follow(reader, lambda: reader.next_seq == first_of(first) + num_before)
+        first.close()
+        with restarted(first, context) as second:
+            follow(reader, lambda: not reader.is_exact)  # the reader has reconnected
+            publish(second, 1, 0)
+            follow(reader, lambda: reader.view.hashes() == {0})
+            assert reader.is_exact
+    assert reader.counts.restarts == 1

@@ -68,10 +68,15 @@ def side():
         ({"k_scale": 0.5}, "local k_scale of layer 0, head 0 is 0.5"),
         ({"v_scale": 0.5}, "local v_scale of layer 0, head 0 is 0.5"),
         ({"k_scale": 0.5, "heads": 2}, "local k_scale of layer 0, head 0 is 0.5"),
+        ({"k_scale": 0.5, "is_mla": True}, "local k_scale of layer 0, head 0 is 0.5"),
     ],
 )
 def test_offer_written_with_other_scales_is_refused(side, changes, message):
-    sender, receiver = side("p", *scaled()), side("d", *scaled(**changes))
+    is_mla = changes.pop("is_mla", False)  # latents have one scale
+    latents = layer(num_kv_heads=1, head_size=32, is_mla=True)
+    plan, same = (plan_of(latents), {"v_scale": 1.0}) if is_mla else (None, {})
+    sender = side("p", *scaled(plan=plan, **same))
+    receiver = side("d", *scaled(plan=plan, **same, **changes))
     with pytest.raises(ValueError, match=message):
         receiver.connector.match(Request("asked", range(41)), sender.offer())
     with pytest.raises(ValueError, match=message):
@@ -86,15 +91,6 @@ def test_offer_with_equal_scales_is_accepted_in_any_form(side, heads):
     else:
         sender, receiver = side("p", *scaled()), side("d", *scaled(heads=heads))
     assert receiver.connector.match(Request("asked", range(41)), sender.offer()) == 40
-
-
-def test_latents_have_one_scale(side):
-    plan = plan_of(layer(num_kv_heads=1, head_size=32, is_mla=True))
-    sender, receiver = (
-        side(name, *scaled(scale, 1.0, plan=plan)) for name, scale in (("p", 0.02), ("d", 0.5))
-    )
-    with pytest.raises(ValueError, match=r"local k_scale of layer 0, head 0 is 0.5"):
-        receiver.connector.match(Request("asked", range(41)), sender.offer())
 
 
 def test_scales_are_fixed_while_a_rank_describes_them_to_others(side):
@@ -114,13 +110,8 @@ def test_scales_are_fixed_while_a_rank_describes_them_to_others(side):
     with pytest.raises(ValueError, match=message):
         storages[0].set_scales(scale, scale)
     assert tier.close()
-    storages[0].set_scales(scale, scale)
-
-
-def test_scales_set_after_the_layouts_are_rejected(side):
-    plan, storages = scaled()
-    layouts = layouts_of_plan(plan, storages, engine_id="p")
-    storages[0].set_scales(torch.ones(1, 1), torch.ones(1, 1))
+    layouts = layouts_of_plan(plan, storages, engine_id="q")
+    storages[0].set_scales(2 * scale, scale)
     with pytest.raises(ValueError, match="storages has another k_scale on rank 0 than its layout"):
         CacheRank(layouts, storages, options=OPTIONS)
 
@@ -148,19 +139,16 @@ def test_stored_blocks_of_other_scales_have_other_keys():
         if scales == (1.0, 1.0):
             assert found == {fingerprint(manager, KVStorage.for_plan(plan)[0].pages, model="m")}
     assert len(found) == 4
-
-
-def test_scales_of_two_groups_over_the_same_pages_are_told_apart():
     window = LayerSpec(
         "b", "sliding_window", 16, 2, 8, dtype="float8_e4m3fn", options={"window": 32}
     )
-    plan, found = plan_of(layer(), window), set()
-    for scaled_group in range(2):
+    plan, of_two = plan_of(layer(), window), set()
+    for scaled_group in range(2):  # two groups over the same pages
         storages = KVStorage.for_plan(plan)
         storages[scaled_group].set_scales(torch.full((1, 1), 0.5), torch.ones(1, 1))
         manager = KVCacheManager.for_groups(plan.groups, plan.num_pages, 128)
-        found.add(fingerprint(manager, storages[0].pages, model="m"))
-    assert len(found) == 2
+        of_two.add(fingerprint(manager, storages[0].pages, model="m"))
+    assert len(of_two) == 2
 
 
 def test_scales_in_pages_belong_to_heads_and_are_compared(side):

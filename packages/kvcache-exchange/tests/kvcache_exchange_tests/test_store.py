@@ -20,7 +20,6 @@ from kvcache import (
     External,
     GroupSpec,
     KVCacheManager,
-    KVStorage,
     Pages,
     Request,
     StepReport,
@@ -31,7 +30,7 @@ from kvcache_exchange.store import tier as tier_module
 from kvcache_exchange.store.value_format import BlockKey, faults, key_of_text, key_text, seal
 from tests.machinery.shared import sampled
 from tests.machinery.simulated_device import SimulatedStreams
-from tests.machinery.stores import FAULTS, MemoryStore, StoreUser, patient
+from tests.machinery.stores import MemoryStore, StoreUser, patient
 
 FULL = GroupSpec("full_attention", 4)
 WINDOW = GroupSpec("sliding_window", 4, {"window": 6})
@@ -84,9 +83,6 @@ def filled(**options):
     return store
 
 
-# Sharing through a store --------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_host_blocks", [0, 90])
 @pytest.mark.parametrize("mix", MIXES)
@@ -110,32 +106,6 @@ def test_blocks_computed_by_one_engine_are_loaded_by_another(user_of, mix, num_h
     assert other.tier.stats.loaded_tokens == other.num_loaded
 
 
-@pytest.mark.parametrize(
-    ("options", "first", "second", "loaded_and_hit"),
-    [
-        ({}, [0], LONG, (28, 0)),
-        ({"num_blocks": 12}, LONG[:9], LONG, (8 + 20, 8)),  # a load begins after the hit
-        ({}, LONG, [*range(28), 5], (28, 28)),  # loaded blocks are hits for others
-        ({"model": "other"}, [0], LONG, (0, 0)),
-        ({"hash_seed": "other"}, [0], LONG, (0, 0)),
-        ({"read_cache": False}, [0], LONG, (0, 0)),
-        ({"cache_salt": "mine"}, [0], LONG, (0, 0)),
-    ],
-)  # fmt: skip
-def test_tokens_after_the_local_hit_are_loaded_if_the_request_and_the_engine_may_use_them(
-    user_of, options, first, second, loaded_and_hit
-):
-    of_request = {
-        name: options.pop(name) for name in ("read_cache", "cache_salt") if name in options
-    }
-    user = user_of(filled(), **options)
-    user.run(first)
-    user.settle()
-    user.add(second, **of_request)
-    user.run()
-    assert (user.num_loaded, user.num_hit) == loaded_and_hit
-
-
 def test_lookup_of_a_waiting_request_is_repeated(user_of, monkeypatch):
     now = [time.monotonic()]
     monkeypatch.setattr(tier_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -157,22 +127,6 @@ def test_reused_request_name_has_a_separate_lookup(user_of, tokens):
     assert found == [28, 16 if tokens[0] == 0 else 0, 28]
 
 
-# New weights --------------------------------------------------------------------------------------------
-
-
-def test_tier_follows_the_epoch_of_the_manager(user_of):
-    user = serving_long(user_of())
-    user.manager.cache.start_epoch("newer")
-    assert user.match(LONG) == 0
-    user.manager.cache.start_epoch("newest")
-    serving_long(user)
-    assert (user.num_loaded, user.num_hit) == (0, 0)
-    user.manager.cache.start_epoch("newer")  # the former weights again, which stored nothing
-    assert user.match(LONG) == 0
-    user.manager.cache.start_epoch("newest")
-    assert user.match(LONG) == 28
-
-
 def test_engines_share_a_store_while_the_versions_of_their_weights_are_equal(user_of):
     one, other = user_of(), None
     one.manager.cache.start_epoch("step 1")
@@ -182,41 +136,6 @@ def test_engines_share_a_store_while_the_versions_of_their_weights_are_equal(use
         other.manager.cache.start_epoch(version)
         found.append(other.match(LONG))
     assert found == [0, 28, 0, 0]
-
-
-def test_tier_created_after_a_new_epoch_uses_its_version():
-    store, found = MemoryStore(), []
-    for version in (None, "newer", "newer"):
-        manager = KVCacheManager(16, 9, 128, enable_events=True)
-        if version is not None:
-            manager.cache.start_epoch(version)
-        tier = StoreTier(manager, KVStorage(9, 16, 1, 8).pages, store, model="tiny")
-        found.append(tier._ranks[0]._fingerprint)
-        tier.close()
-    assert found[0] != found[1] == found[2]
-
-
-@pytest.mark.parametrize("has_begun", [True, False])
-def test_load_in_flight_at_a_new_epoch_loads_nothing(user_of, has_begun):
-    user, request = serving_long(user_of()), Request("x", LONG)
-    assert user.manager.cache.reset()
-    external = External(user.match(request), delayed=True)
-    plan = user.manager.step(new=[Admit(request, external=external)])
-    user.manager.report(StepReport(plan.step_id, completed=True))
-    if has_begun:
-        user.tier.begin(request)
-    user.manager.cache.start_epoch("newer")
-    if has_begun:
-        (arrived,) = user.tier.poll()
-        assert arrived.num_computed_tokens == arrived.num_loaded_tokens == 0
-        assert arrived.error == "the weights have changed"
-    else:
-        with pytest.raises(ValueError, match="without a new epoch"):
-            user.tier.begin(request)
-    user.tier.cancel(request)
-
-
-# Invalid blocks -----------------------------------------------------------------------------------------
 
 
 class Gated(MemoryStore):
@@ -295,64 +214,12 @@ def test_nothing_is_loaded_before_invalid_blocks_are_removed(user_of):
     assert user.tier.close(60) and not user.store.values
 
 
-# Events -------------------------------------------------------------------------------------------------
-
-
-def test_put_in_flight_at_a_new_epoch_is_not_announced(user_of):
-    user = serving_long(user_of(Gated()))
-    assert len(user.told) == 7
-    user.manager.cache.reset()
-    begin_a_put(user, [*range(100, 130)])
-    assert user.tier._num_writing and len(user.store.values) == 7
-    user.manager.cache.start_epoch("newer")
-    user.store.gate.set()
-    for each in [*user.running.values()]:
-        user.finish(each)
-    user.settle()
-    assert user.tier.close(60) and len(user.store.values) > 7 and not user.told
-
-
 def test_events_of_the_manager_are_kept_if_the_store_cannot_list_its_keys(user_of):
     store = MemoryStore()
     store.knows_keys = False
     user = serving_long(user_of(store))
     assert not user.told and {each.medium for each in user.events} == {"gpu"}
     assert len(user.store.values) == 7
-
-
-def test_routers_receive_events_of_the_store(user_of):
-    """Events include parents and tokens even for blocks that have already been evicted from the
-    device.
-
-    A reset does not clear the store.
-    """
-    pytest.importorskip("msgspec")
-    from kvcache_exchange.router_events import CacheView
-    from kvcache_exchange.router_events.translator import EventTranslator
-    from kvcache_exchange.router_events.wire import WireBatch, decode_batch, encode_batch
-
-    user = user_of(MemoryStore(30), groups=[FULL, WINDOW], num_blocks=30)
-    for tokens in (LONG, [*range(14), *range(50, 60)], [*range(80, 110)]):
-        user.run(tokens)
-        user.settle()
-    user.manager.cache.reset()
-    user.settle()
-    translator, view = EventTranslator(user.manager.options.hash_seed), CacheView()
-    batch = WireBatch(0.0, translator.translate(user.events), 0)
-    view.apply(decode_batch(encode_batch(batch)).events)
-    expected = {}
-    for key in user.held:
-        expected.setdefault(key.group, set()).add(int.from_bytes(key.block_hash[-8:], "big"))
-    assert set(view.places) == {("STORAGE", group) for group in expected}
-    for group, hashes in expected.items():
-        assert view.hashes("STORAGE", group) == hashes
-        assert all(len(view.block(each, "STORAGE", group).token_ids) == 4 for each in hashes)
-    late = CacheView()
-    late.apply(translator.snapshot())
-    assert late.hashes("STORAGE") == view.hashes("STORAGE")
-
-
-# When blocks are stored ---------------------------------------------------------------------------------
 
 
 def test_host_tier_selects_the_blocks_written_to_the_store(user_of):
@@ -376,9 +243,6 @@ def test_puts_are_not_issued_while_a_later_step_is_planned(user_of):
     user.manager.free(Request("a", [1]))
 
 
-# Invalid behavior of a store ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("wrong", "counter"),
     [
@@ -399,65 +263,6 @@ def test_invalid_result_is_counted_as_a_miss(user_of, wrong, counter):
     assert getattr(user.tier.stats, counter) > 0
     store.fault = lambda: None
     store.goes_on.set()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "answer", [5, None, [], [True], [-1], ["x"] * 7, [None] * 7, [1 << 70] * 7, [9] * 8]
-)
-@pytest.mark.parametrize("method", ["exists", "get", "put", "take_evicted"])
-def test_result_of_an_unexpected_type_is_a_failure(user_of, method, answer):
-    store = filled()
-    if method == "put":
-        store.values.clear()
-    user = user_of(store)
-    setattr(store, method, lambda *_: answer)
-    serving_long(user)
-    # Seven truthy values.
-    is_right = method == "exists" and answer in (["x"] * 7, [1 << 70] * 7)
-    is_right |= method == "take_evicted" and answer in ([], ["x"] * 7)
-    assert user.num_loaded == (28 if is_right else 0)
-    assert user.num_finished == 1 and not user.tier._saves
-    delattr(store, method)
-
-
-def test_too_few_sizes_are_an_error(user_of):
-    user = user_of(filled())
-    get = user.store.get
-    user.store.get = lambda keys, values: get(keys, values)[:1]
-    user.run(LONG)
-    assert user.num_loaded == 0 and user.tier.stats.errors > 0
-
-
-@pytest.mark.parametrize("keys", [None, 5, [5], ["0-zz"], ["0-"], ["0-00"], ["9-" + "00" * 32]])
-def test_invalid_keys_are_ignored(user_of, keys):
-    store = MemoryStore()
-    user = StoreUser(store, [FULL])
-    prefix = key_text(user.tier._ranks[0]._fingerprint, BlockKey(0, b""))[:-2]
-    user.end()
-    if isinstance(keys, list) and keys != [5]:
-        keys = [prefix + key for key in keys]
-    store.keys = store.take_evicted = lambda: keys
-    user = user_of(store, circuit=patient())
-    user.run(LONG)
-    assert user.num_finished == 1 and not user.told
-    del store.keys, store.take_evicted
-    user.settle()
-
-
-def test_corrupt_value_is_removed_and_stored_again(user_of):
-    store = filled()
-    store.values[next(iter(store.values))][-1] ^= 1
-    user = serving_long(user_of(store))
-    assert user.num_loaded == 0 and user.tier.stats.corrupt_blocks == 1
-    again = user_of(store)
-    again.run(LONG)
-    assert again.num_loaded == 28
-
-
-def test_full_store_rejects_further_values(user_of):
-    user = serving_long(user_of(MemoryStore(fault=lambda: "full")))
-    assert not user.store.values and user.tier.stats.refused_blocks == 7
 
 
 def test_dead_store_is_probed_periodically(user_of):
@@ -486,67 +291,6 @@ def test_hanging_call_does_not_block_other_requests():
     assert not user.tier.close(0.1)
     is_over.set()
     assert user.tier.close(60) and store.is_closed
-
-
-def test_cancelled_load_releases_everything(user_of):
-    store = filled()
-    store.slow_s, user = 0.2, user_of(store)
-    user.add(LONG)
-    while not user.receiving:
-        user.step()
-        if user.tier.stats.lookups:
-            store.fault = lambda: "slow"
-    user.cancel(next(iter(user.receiving.values())))
-    # Reallocates the pages that the load would have filled.
-    user.run([7] * 30, [8] * 30)
-    store.fault = lambda: None
-
-
-# Random schedules ---------------------------------------------------------------------------------------
-
-
-def drawn_options(choose, groups):
-    """Draw the options of an engine, and the behavior of its stores."""
-    options = {
-        "num_blocks": choose.randint(20, 40) * len(groups), "circuit": patient(),
-        "staging_blocks": choose.randint(2, 12), "timeout_s": choose.choice([0.01, 5.0]),
-    }  # fmt: skip
-    if choose.random() < 0.5:
-        options |= {
-            "num_host_blocks": choose.randint(5, 60) * len(groups),
-            "host_write": choose.choice(["back", "through"]),
-            "write_from": choose.choice(["host", "device"]),
-        }
-    faults = choose.sample(FAULTS, choose.randint(0, 4))
-    rate = choose.choice([0.0, 0.1, 0.4])
-
-    def fault_now():
-        return choose.choice(faults) if faults and choose.random() < rate else None
-
-    return options, (choose.choice([10, 60, 1000]), fault_now, 0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", sampled(range(30), 5))
-def test_content_is_correct_for_any_store_behavior(user_of, seed):
-    """Every token that is read is compared to the expected token, and the events must match the
-    store's final contents.
-    """
-    choose = random.Random(seed)
-    groups, hash_block_size = MIXES[[*MIXES][seed % len(MIXES)]]
-    options, behavior = drawn_options(choose, groups)
-    user = user_of(MemoryStore(*behavior), groups, hash_block_size=hash_block_size, **options)
-    user.serve(choose, 40)
-    user.run()
-    user.store.fault = lambda: None
-    user.settle()
-    if seed % 3 == 0:  # new weights while loads and puts are in flight
-        user.add([0] * 30)
-        user.step()
-        user.new_weights("newer")
-        user.run([1] * 40)
-        user.settle()
-    assert user.tier.close(60) and user.told == user.held
 
 
 NONSENSE = (
@@ -617,9 +361,6 @@ def test_incorrect_store_results_cause_no_wrong_hit_hang_or_error(user_of, seed)
     user.store.rate = 0
     user.store.goes_on.set()
     assert user.store.num_lies
-
-
-# Components ---------------------------------------------------------------------------------------------
 
 
 def test_value_describes_its_content():
@@ -747,11 +488,39 @@ def test_wrong_arguments_are_rejected_by_name(manager, options, error, message):
     assert threading.active_count() == before
 
 
-def test_load_is_rejected_for_a_request_that_is_not_receiving(user_of):
-    user, request = user_of(), Request("a", range(20))
-    user.manager.step(new=[request])
-    with pytest.raises(ValueError, match="'a' has no load to begin: call match"):
+@pytest.mark.parametrize("keys", [None, 5, [5], ["0-zz"], ["0-"], ["0-00"], ["9-" + "00" * 32]])
+def test_invalid_keys_are_ignored(user_of, keys):
+    store = MemoryStore()
+    user = StoreUser(store, [FULL])
+    prefix = key_text(user.tier._ranks[0]._fingerprint, BlockKey(0, b""))[:-2]
+    user.end()
+    if isinstance(keys, list) and keys != [5]:
+        keys = [prefix + key for key in keys]
+    store.keys = store.take_evicted = lambda: keys
+    user = user_of(store, circuit=patient())
+    user.run(LONG)
+    assert user.num_finished == 1 and not user.told
+    del store.keys, store.take_evicted
+    user.settle()
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_load_in_flight_at_a_new_epoch_loads_nothing(user_of, has_begun):
+    user, request = serving_long(user_of()), Request("x", LONG)
+    assert user.manager.cache.reset()
+    external = External(user.match(request), delayed=True)
+    plan = user.manager.step(new=[Admit(request, external=external)])
+    user.manager.report(StepReport(plan.step_id, completed=True))
+    if has_begun:
         user.tier.begin(request)
+    user.manager.cache.start_epoch("newer")
+    if has_begun:
+        (arrived,) = user.tier.poll()
+        assert arrived.num_computed_tokens == arrived.num_loaded_tokens == 0
+        assert arrived.error == "the weights have changed"
+    else:
+        with pytest.raises(ValueError, match="without a new epoch"):
+            user.tier.begin(request)
     user.tier.cancel(request)
 
 

@@ -25,12 +25,11 @@ from kvcache import (
     StepReport,
 )
 from kvcache_exchange.store import Share, StoreRank, StoreTier, cache_identity, fingerprint
-from kvcache_exchange.store.orders import LookUp, StoreResults
-from kvcache_exchange_tests.test_store import LONG, MIXES, drawn_options
+from kvcache_exchange_tests.test_store import LONG, MIXES
 from kvcache_lab.running import Running
 from kvcache_lab.verifier import KVVerifier
 from tests.machinery.shared import sampled
-from tests.machinery.stores import MemoryStore, StoreUser, patient
+from tests.machinery.stores import FAULTS, MemoryStore, StoreUser, patient
 
 FULL = GroupSpec("full_attention", 4)
 
@@ -204,19 +203,6 @@ def loading_long(user):
     return user
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 90])
-@pytest.mark.parametrize("mix", ["full", "all", "unequal blocks", "a drafter"])
-def test_blocks_computed_by_ranks_are_loaded_by_other_ranks(user_of, mix, num_host_blocks):
-    groups, hash_block_size = MIXES[mix]
-    options = {
-        "groups": groups, "hash_block_size": hash_block_size, "host_write": "through",
-        "num_host_blocks": num_host_blocks,
-    }  # fmt: skip
-    user = user_of(filled(3, **options), **options)
-    user.run(LONG)
-    assert user.num_loaded == {"unequal blocks": 24, "a drafter": 24}.get(mix, 28)
-
-
 def test_only_blocks_that_all_ranks_find_are_loaded(user_of):
     stores = filled()
     for store, place in zip(stores, (5, 3)):
@@ -226,26 +212,6 @@ def test_only_blocks_that_all_ranks_find_are_loaded(user_of):
         user.run(LONG)
         assert user.num_loaded == num_loaded
         user.settle()
-
-
-@pytest.mark.parametrize("fault", ["missing", "corrupt", "short", "other", "raises", "slow"])
-@pytest.mark.parametrize("failing", [0, 1])
-def test_fault_of_one_rank_is_a_miss_for_all(user_of, failing, fault):
-    stores = filled()
-    store = stores[failing]
-    store.slow_s, get = 60, store.get
-
-    def failing_get(keys, values):
-        store.fault = lambda: fault
-        return get(keys, values)
-
-    store.get = failing_get
-    user = user_of(stores, timeout_s=0.3 if fault == "slow" else 30.0)
-    user.run(LONG)
-    assert user.num_loaded < 28 and user.num_finished == 1
-    assert user.tier.stats.failed_loads == 1
-    store.fault = lambda: None
-    store.goes_on.set()
 
 
 @pytest.mark.parametrize("during", ["lookup", "load"])
@@ -262,41 +228,6 @@ def test_rank_that_does_not_answer_is_a_miss(user_of, during):
     user.settle()
     user.run(LONG)
     assert user.num_loaded == 28
-
-
-def test_result_that_arrives_after_its_deadline_is_ignored(user_of):
-    """By then, the request's pages belong to another request."""
-    user = loading_long(user_of(filled(), timeout_s=10))
-    user.links[0].is_silent = user.links[1].is_silent = True
-    user.tier._timeout_s = 0
-    for load in user.tier._loads.under_way:
-        load.detail.deadline = 0.0
-    user.run([7] * 30, [8] * 30)
-    assert user.num_finished == 3
-    for each in user.links:
-        each.is_silent = False
-    user.tier.poll()
-
-
-def test_order_of_ranks_progress_does_not_matter(user_of):
-    """One rank finishes its load and its puts before another rank has begun. If the ranks used
-    collective operations, this difference would cause a deadlock.
-    """
-    user = user_of(filled(3), timeout_s=60)
-    for tokens in (LONG, [*range(20), *range(90, 120)], [5] * 30):
-        user.add(tokens)
-        for turn in range(200):
-            for number, link in enumerate(user.links):
-                link.lag = 0.0 if number == turn // 10 % 3 else 1.0
-            user.step()
-            for each in [*user.running.values()]:
-                if not each.num_left:
-                    user.finish(each)
-    for link in user.links:
-        link.lag = 0.0
-    user.run()
-    assert user.num_loaded >= 28 and user.num_loaded + user.num_hit == 48 and user.num_finished == 3
-    user.settle()
 
 
 @pytest.mark.parametrize("replaced", [0, 1])
@@ -318,20 +249,25 @@ def test_replaced_rank_continues_with_its_store(user_of, replaced):
         user.tier.replace_rank(replaced, link)
 
 
-def test_storage_events_name_blocks_that_all_ranks_hold(user_of):
-    stores = stores_of(2)
-    user = user_of(stores)
-    user.run(LONG)
-    user.settle()
-    assert len(user.told) == 7
-    stores[1].remove([*stores[1].values][:2])
-    while len(user.told) > 5:  # a lookup finds that the blocks are gone when the store answers
-        user.match([3] * 30)
-        user.settle()
-    assert len(user.told) == 5
-    other = user_of(stores)
-    other.until(lambda: len(other.told) >= 5)
-    assert len(other.told) == 5
+def drawn_options(choose, groups):
+    """Draw the options of an engine, and the behavior of its stores."""
+    options = {
+        "num_blocks": choose.randint(20, 40) * len(groups), "circuit": patient(),
+        "staging_blocks": choose.randint(2, 12), "timeout_s": choose.choice([0.01, 5.0]),
+    }  # fmt: skip
+    if choose.random() < 0.5:
+        options |= {
+            "num_host_blocks": choose.randint(5, 60) * len(groups),
+            "host_write": choose.choice(["back", "through"]),
+            "write_from": choose.choice(["host", "device"]),
+        }
+    faults = choose.sample(FAULTS, choose.randint(0, 4))
+    rate = choose.choice([0.0, 0.1, 0.4])
+
+    def fault_now():
+        return choose.choice(faults) if faults and choose.random() < rate else None
+
+    return options, (choose.choice([10, 60, 1000]), fault_now, 0.02)
 
 
 @pytest.mark.slow
@@ -364,9 +300,6 @@ def test_content_is_correct_for_any_behavior_of_ranks_and_stores(user_of, seed):
     while any(link.results for link in user.links) or user.told != user.held:
         assert time.monotonic() < until, user.told ^ user.held
         user.tier._take_over()
-
-
-# What a rank leaves behind ------------------------------------------------------------------------------
 
 
 def invalidated(user):
@@ -419,38 +352,6 @@ def test_blocks_invalidated_before_a_rank_died_are_removed_by_its_successor(
         assert store.values and not any(text.split("-")[-1] in invalid for text in store.values)
 
 
-def test_tier_is_busy_until_all_ranks_have_removed_invalid_blocks(user_of):
-    """Results that a rank sent before it received the order do not end the wait."""
-    user = holding_long(user_of(stores_of(2)))
-    invalidated(user)
-    orders = [link.orders for link in user.links]
-    for link in user.links:
-        link.orders = deque()
-        link.results.append(pickle.dumps(StoreResults()))
-    user.tier.poll()
-    assert user.tier.is_busy
-    for link, of_link in zip(user.links, orders):
-        link.orders = of_link
-    user.settle()
-
-
-def test_replaced_connection_to_a_living_rank_stops_its_loads(user_of):
-    user = user_of(filled())
-    for store in user.stores:
-        store.get = lambda *given, store=store: store.goes_on.wait(60) and MemoryStore.get(
-            store, *given
-        )
-    rank = loading_long(user).links[0].rank
-    user.links[0] = Link(rank)
-    user.tier.replace_rank(0, user.links[0])
-    user.links[0].deliver()
-    assert not rank._loads
-    for store in user.stores:
-        store.goes_on.set()
-    user.run()
-    assert user.num_finished == 1 and user.num_loaded == 0
-
-
 def test_lookup_ends_once_one_rank_finds_nothing(user_of):
     stores = filled()
     stores[0].values.clear()
@@ -460,29 +361,6 @@ def test_lookup_ends_once_one_rank_finds_nothing(user_of):
     assert user.num_loaded == 0
     user.links[1].is_silent = False
     user.settle()
-
-
-def test_results_are_used_although_steps_take_longer_than_the_timeout(user_of):
-    user, request, found = user_of(filled(), timeout_s=0.02), Request("r", LONG), []
-    for _ in range(5):
-        found.append(user.tier.match(request))
-        time.sleep(0.03)
-    assert 28 in found
-    user.tier.cancel(request)
-
-
-def test_silent_rank_counts_as_one_timeout_per_lookup(user_of):
-    user, request = user_of(filled(3), timeout_s=0.05), Request("r", LONG)
-    for link in user.links:
-        link.is_silent = True
-    assert user.tier.match(request) is None
-    time.sleep(0.1)
-    assert user.tier.match(request) == 0
-    for link in user.links:
-        link.is_silent = False
-    user.tier.cancel(request)
-    user.settle()
-    assert user.tier.stats.timeouts == 1
 
 
 def test_blocks_wait_until_a_dead_rank_reports_its_trial(user_of):
@@ -508,9 +386,6 @@ def test_blocks_wait_until_a_dead_rank_reports_its_trial(user_of):
     user.tier.cancel(request)
     user.settle()
     assert not user.tier.is_dead and user.tier.stats.dropped_blocks == dropped
-
-
-# Shares -------------------------------------------------------------------------------------------------
 
 
 def manager_of(dcp_world_size=1, groups=None, **options):
@@ -641,8 +516,6 @@ def test_each_rank_loads_its_own_part_of_a_block_from_a_common_store(
     assert one.tier.close() and other.tier.close()
 
 
-# Arguments ----------------------------------------------------------------------------------------------
-
 SHARE = {"num_layers": 4, "num_heads": 4}
 
 
@@ -684,21 +557,6 @@ def test_ranks_that_do_not_hold_each_block_once_are_rejected(ranks, message):
     check_rejected(manager, links, message)
 
 
-def test_ranks_that_lack_a_part_of_states_are_rejected():
-    manager = manager_of(groups=STATES)
-    share = shares_of(2, 1, num_layers=2)[0]
-    link = a_rank(manager, share, pages=Pages.allocate(9, [[4096]]), contents="b")
-    check_rejected(manager, [link], "ranks lack layer 0, tensor-parallel part 1")
-
-
-def test_share_without_the_context_parallel_rank_is_rejected():
-    """Otherwise, ranks that hold different tokens would use equal keys."""
-    manager, share = manager_of(dcp_world_size=2), Share.of_rank(num_layers=1, num_heads=2)
-    links = [a_rank(manager, share, cp_kv_cache_interleave_size=1) for _ in range(2)]
-    message = r"ranks\[0\] has rank layers 0 .*cp_world_size=1: expected cp_world_size=2"
-    check_rejected(manager, links, message)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -720,12 +578,6 @@ def test_ranks_of_another_engine_are_rejected(options, message):
     check_rejected(manager, [a_rank(manager, "0"), a_rank(own, "1", **options)], message)
 
 
-def test_host_pages_are_required_on_each_rank():
-    manager = manager_of(num_host_blocks=5)
-    links = [a_rank(manager, "0", host_pages=KVStorage(5, 16, 2, 8).pages), a_rank(manager, "1")]
-    check_rejected(manager, links, r"ranks\[1\].host_pages has 0 pages: expected 5")
-
-
 def test_rank_that_is_passed_twice_is_rejected():
     manager, share = manager_of(), Share.of_rank(num_layers=1, num_heads=1)
     links = [a_rank(manager, share, pages=KVStorage(9, 16, 1, 8).pages) for _ in range(2)]
@@ -735,11 +587,6 @@ def test_rank_that_is_passed_twice_is_rejected():
     with pytest.raises(ValueError, match=r"rank is already rank 0 of this tier: expected a new"):
         tier.replace_rank(1, links[0])
     assert tier.close()
-
-
-def test_connection_without_a_description_is_rejected():
-    message = r"ranks\[0\] is 3: expected a StoreRank, or a StoreRankLink"
-    check_rejected(manager_of(), [3], message, TypeError)
 
 
 @pytest.mark.parametrize(
@@ -760,11 +607,6 @@ def test_invalid_shares_are_rejected_by_name(given, error, message):
         Share(*given)
 
 
-def test_shares_of_uneven_tensor_parallelism_are_rejected():
-    with pytest.raises(ValueError, match="tp_size is 3: expected a divisor or a multiple of num_h"):
-        Share.of_rank(num_layers=1, num_heads=4, tp_size=3)
-
-
 @pytest.mark.parametrize("identity", ["", "[]", "3", "{}", '{"format": 3}', "[" * 100_000, None])
 def test_text_that_is_not_an_identity_is_rejected(identity):
     message = r"manager is .*: expected a manager, or the result of ca"
@@ -775,11 +617,54 @@ def test_text_that_is_not_an_identity_is_rejected(identity):
         fingerprint(identity, None, model="m")
 
 
-def test_unknown_order_is_rejected():
-    rank = a_rank(manager_of())
-    with pytest.raises(TypeError, match=r"orders\[0\] is 'stop': expected"):
-        rank.begin(["stop"])
-    with pytest.raises(TypeError, match="orders is 3: expected"):
-        rank.begin(3)
-    rank.begin([LookUp(1, ())])
+def test_links_and_orders_that_do_not_fit_are_rejected():
+    one, share = manager_of(), shares_of(2, 1, num_layers=2)[0]
+    states, hosted = manager_of(groups=STATES), manager_of(num_host_blocks=5)
+    halves, cp = manager_of(dcp_world_size=2), {"cp_kv_cache_interleave_size": 1}
+    on_host = KVStorage(5, 16, 2, 8).pages
+    for manager, links, message in (
+        (one, [3], r"ranks\[0\] is 3: expected a StoreRank, or a StoreRankLink"),
+        (
+            states,
+            [a_rank(states, share, pages=Pages.allocate(9, [[4096]]), contents="b")],
+            "ranks lack layer 0, tensor-parallel part 1",
+        ),
+        (  # otherwise, ranks that hold different tokens would use equal keys
+            halves,
+            [a_rank(halves, Share.of_rank(num_layers=1, num_heads=2), **cp) for _ in range(2)],
+            r"ranks\[0\] has rank layers 0 .*cp_world_size=1: expected cp_world_size=2",
+        ),
+        (
+            hosted,
+            [a_rank(hosted, "0", host_pages=on_host), a_rank(hosted, "1")],
+            r"ranks\[1\].host_pages has 0 pages: expected 5",
+        ),
+    ):
+        check_rejected(manager, links, message, (TypeError, ValueError))
+    with pytest.raises(ValueError, match="tp_size is 3: expected a divisor or a multiple of num_h"):
+        Share.of_rank(num_layers=1, num_heads=4, tp_size=3)
+    rank = a_rank(one)
+    for orders, message in ((["stop"], r"orders\[0\] is 'stop': expected"), (3, "orders is 3")):
+        with pytest.raises(TypeError, match=message):
+            rank.begin(orders)
     assert rank.close()
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "raises", "slow"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_fault_of_one_rank_is_a_miss_for_all(user_of, failing, fault):
+    stores = filled()
+    store = stores[failing]
+    store.slow_s, get = 60, store.get
+
+    def failing_get(keys, values):
+        store.fault = lambda: fault
+        return get(keys, values)
+
+    store.get = failing_get
+    user = user_of(stores, timeout_s=0.3 if fault == "slow" else 30.0)
+    user.run(LONG)
+    assert user.num_loaded < 28 and user.num_finished == 1
+    assert user.tier.stats.failed_loads == 1
+    store.fault = lambda: None
+    store.goes_on.set()

@@ -385,17 +385,6 @@ def test_invalid_block_is_not_loaded_by_the_next_engine_although_the_disk_has_fa
     user.end()
 
 
-def test_removed_value_is_overwritten_on_the_disk(tmp_path, monkeypatch, without_nixl):
-    """An interrupted put of the same key at the same position may write only the entry."""
-    tried = Tried(tmp_path, monkeypatch, None, Faults(1000, "before"))
-    tried.put(0, 1, 2)
-    tried.remove(0)
-    content = (tmp_path / "blocks.kv").read_bytes()
-    # Each position begins with an entry of 256 bytes.
-    assert [any(content[at : at + 256]) for at in (4096, 4352, 8192, 8448)] == [0, 0, 1, 1]
-    tried.store.close()
-
-
 def test_earlier_value_of_a_removed_key_does_not_return(tmp_path, monkeypatch, without_nixl):
     """After an interrupted put, a file may have two values of a key."""
     tried = Tried(tmp_path, monkeypatch, None, Faults(1000, "before"))

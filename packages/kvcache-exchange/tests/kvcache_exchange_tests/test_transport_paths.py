@@ -212,20 +212,21 @@ def test_overflowing_peer_addresses_are_rejected():
 def test_adjacent_fragments_are_disjoint_and_overlapping_are_not():
     rng = random.Random(0)
     seen = set()
-    for _ in range(400):
+    for _ in range(800):
         count = rng.randint(1, 4)
+        bases = [rng.randint(0, 60) for _ in range(rng.choice([1, 1, 2, 3]))]
         offsets = [rng.randint(0, 40) for _ in range(count)]
         length = [rng.randint(1, 12) for _ in range(count)]
-        touched = [o + i for o, n in zip(offsets, length) for i in range(n)]
+        touched = [b + o + i for b in bases for o, n in zip(offsets, length) for i in range(n)]
         is_apart = len(touched) == len(set(touched))
-        seen.add(is_apart)
-        spans = Spans(*(np.array(each, np.int64) for each in ([0], offsets, length)))
+        seen.add((is_apart, len(bases) > 1))
+        spans = Spans(*(np.array(each, np.int64) for each in (bases, offsets, length)))
         if is_apart:
             check_apart(spans, "local")
         else:
             with pytest.raises(ValueError, match="twice: expected each once"):
                 check_apart(spans, "local")
-    assert seen == {True, False}
+    assert len(seen) == 4
 
 
 def test_runs_are_merged_within_regions_of_both_sides():

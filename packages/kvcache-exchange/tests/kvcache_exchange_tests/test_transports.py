@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache import Pages
 from kvcache.transfer.transport.base import TransferError
 from kvcache.transfer.transport.spans import Spans
 from kvcache_exchange.transport import connection, lane, staged
@@ -81,9 +80,6 @@ def check_reads(side, peer, size=SMALL, seed=1):
     side.pool[:size] = 0
     side.read(peer, 0, 0, size).wait(20)
     assert (side.pool[:size] == pattern(seed)[:size]).all()
-
-
-# Correct bytes.
 
 
 def drawn(rng):
@@ -172,64 +168,6 @@ def test_notification_arrives_once_after_the_bytes(side, name, size):
         assert found == [[side.agent, each] for each in ("one", "two", "three")]
 
 
-def test_fragments_are_not_merged_across_regions(name):
-    with ExitStack() as stack:
-        sides = [make_transport(each, name) for each in "ab"]
-        pools = [np.zeros(POOL_BYTES, np.uint8), pattern(3)]
-        for side, pool in zip(sides, pools):
-            stack.callback(side.close)
-            for begin in (0, POOL_BYTES // 2):
-                side.register([(pool.ctypes.data + begin, POOL_BYTES // 2)])
-        at = np.arange(0, POOL_BYTES, POOL_BYTES // 4)
-        peer = sides[0].connect(sides[1].metadata())
-        ends = [pool.ctypes.data + at for pool in pools]
-        sides[0].read(peer, *ends, np.full(4, POOL_BYTES // 4)).wait(20)
-        assert (pools[0] == pools[1]).all()
-
-
-@pytest.mark.parametrize(
-    ("bases", "offsets", "length", "is_right"),
-    [
-        ([0, 0], [0], [64], False),
-        ([0, 63], [0], [64], False),
-        ([64, 0], [0], [64], True),
-        ([0, 64], [0, 128], [64, 64], True),  # interleaved fragments
-        ([0, 64], [0, 128], [64, 65], False),
-        ([0, 64], [128, 0], [64, 64], True),
-        ([0, 100], [0, 10], [10, 11], True),
-        ([0, 100], [0, 9], [10, 11], False),
-        ([0, 64, 192], [0, 64], [32, 64], False),
-        ([0, 32], [0, 128, 64], [32, 8, 16], True),
-    ],
-)
-def test_factored_local_bytes_are_written_once(side_of, bases, offsets, length, is_right):
-    side, other = side_of("tcp"), side_of("tcp")
-    local = Spans(side.address + np.array(bases), np.array(offsets), np.array(length))
-    remote = Spans(np.full(len(bases), other.address), local.offsets, local.length)
-    peer = side.connect(other)
-    if is_right:
-        side.transport.read_spans(peer, local, remote).wait(20)
-    else:
-        with pytest.raises(ValueError, match=r"local has byte 0x[0-9a-f]+ twice"):
-            side.transport.read_spans(peer, local, remote)
-
-
-def test_reads_stay_within_registered_pages(side, peer):
-    memory = [torch.zeros(9, 64, dtype=torch.uint8) for _ in range(2)]
-    side.transport.register(Pages.over(memory))
-    begins = np.array([tensor.data_ptr() for tensor in memory])
-    name, remote = side.connect(peer), peer.address + np.array([0, 64])
-    side.transport.read(name, begins + 8 * 64, remote, np.array([64, 64])).wait(20)
-    for layer, tensor in enumerate(memory):
-        assert (tensor[8].numpy() == pattern(1)[64 * layer :][:64]).all()
-        assert not tensor[:8].any()
-    with pytest.raises(ValueError, match="local has bytes"):
-        side.transport.read(name, begins[1:] + 9 * 64, remote[1:], np.array([64]))
-
-
-# Bytes that change in transit.
-
-
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("what", ["bytes", "another request", "another number"])
 def test_bytes_changed_in_transit_raise(side_of, name, size, what, monkeypatch):
@@ -259,39 +197,22 @@ def test_bytes_changed_in_transit_raise(side_of, name, size, what, monkeypatch):
     assert not side.pool.any()
 
 
-@pytest.mark.slow
-def test_flipped_request_bits_never_give_wrong_bytes(side_of, name, monkeypatch):
-    """The bits are flipped before the digest of the request's frame is computed."""
-    side, other = (side_of(name, num_bytes=4096, digest=True) for _ in range(2))
+def test_request_changed_before_its_frame_is_sent_is_rejected(side_of, name, monkeypatch):
+    side, other = side_of(name, digest=True), side_of(name, seed=1)
     side.connect(other)
-    other.pool[:] = np.arange(4096) // 64
-    put, flipped_bit, num_bits = connection.Connection.put, None, 0
+    put = connection.Connection.put
 
-    def flipped(own, header, payload=b""):
-        nonlocal num_bits
+    def changed(own, header, payload=b""):
+        payload = bytearray(payload)
         if header["op"] == "pull":
-            num_bits = len(payload) * 8
-            if flipped_bit is not None:
-                payload = bytearray(payload)
-                payload[flipped_bit // 8] ^= 1 << flipped_bit % 8
+            payload[random.randrange(len(payload))] ^= 1
         put(own, header, bytes(payload))
 
-    monkeypatch.setattr(connection.Connection, "put", flipped)
-
-    def run():
-        side.pool[:] = 0
-        at = np.array([0, 3, 7, 20]) * 64
-        side.read(other, np.arange(4) * 64, at, 64, notify=b"hello").wait(20)
-        return side.pool.copy()
-
-    right = run()
-    assert len(np.unique(right)) == 4
-    for flipped_bit in range(num_bits):
+    monkeypatch.setattr(connection.Connection, "put", changed)
+    for _ in range(20):
         with pytest.raises(TransferError, match="the request differs from what was sent"):
-            run()
-        assert not side.pool.any(), flipped_bit
-    flipped_bit = None
-    assert (run() == right).all()
+            side.read(other, np.arange(4) * 64, np.arange(4) * 192, 64).wait(20)
+        assert not side.pool.any()
 
 
 def test_flipped_frame_bits_are_rejected():
@@ -318,9 +239,6 @@ def test_flipped_frame_bits_are_rejected():
     for number in (4, 6):  # as if a frame were lost or duplicated
         with pytest.raises(ChannelError, match=f"frame {number} differs from what was sent"):
             taken(sent, number)
-
-
-# Peers that are stopped, killed and restarted.
 
 
 @pytest.mark.parametrize("size", sampled([SMALL, LARGE]))
@@ -458,17 +376,6 @@ def test_hung_peer_does_not_delay_the_end_of_transfers(side_of, how, name):
         peer.signal(signal.SIGCONT)
 
 
-@pytest.mark.exhaustive
-def test_connecting_to_stopped_peer_fails_within_deadline(side, name):
-    with Peer(name) as peer:
-        peer.signal(signal.SIGSTOP)
-        begin = time.monotonic()
-        with pytest.raises(ConnectionError, match="'peer'"):
-            side.connect(peer, timeout_s=0.5)
-        assert time.monotonic() - begin < 8  # the default timeout is 10 s
-        peer.signal(signal.SIGCONT)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", [False, True])
 def test_closed_connections_leak_no_descriptors(side_of, name, kill):
@@ -500,20 +407,6 @@ def test_closed_connections_leak_no_descriptors(side_of, name, kill):
     peer.__exit__()
     if name == "nixl":
         assert any(later < earlier for earlier, later in itertools.pairwise(found)), found
-
-
-# Transfers that end early, and memory that is unmapped.
-
-
-def test_failed_transfer_is_released_after_its_job_stops(side_of, monkeypatch):
-    seen, side, other = [], side_of("tcp"), side_of("tcp")
-    known = side.transport._connections[side.connect(other)]
-    transfer = connection.StagedTransfer(known, 8, 5.0)
-    transfer.job = lane.Job(Spans.of([side.address], [8], "local"), 0, 1 << 20)
-    stop = transfer.job.stop
-    monkeypatch.setattr(transfer.job, "stop", lambda: (seen.append(transfer.is_released), stop()))
-    transfer.fail("lost")
-    assert seen == [False] and transfer.is_released
 
 
 def test_request_larger_than_memory_is_rejected(side_of):
@@ -637,23 +530,6 @@ def test_close_raises_while_a_copy_runs(side_of, name, monkeypatch):
         transfer.wait(10)
 
 
-def test_exit_closes_all_transports_while_a_copy_runs(side_of, monkeypatch, caplog):
-    transports = [side_of("tcp").transport for _ in range(2)]
-    close = staged.StagedTransport.close
-
-    def late(transport):
-        close(transport)
-        raise TimeoutError("a thread still copies")
-
-    monkeypatch.setattr(staged.StagedTransport, "close", late)
-    monkeypatch.setattr(staged, "_open", transports)
-    staged._close_all()
-    monkeypatch.undo()
-    for each in transports:
-        said = f"the transport of agent {each.agent!r} was not closed: a thread still copies"
-        assert each._is_closed and said in caplog.text
-
-
 def test_close_ends_threads_and_stops_listening(name, peer):
     before = set(threading.enumerate())
     side = Side(name)
@@ -688,8 +564,6 @@ def test_connect_does_not_outlive_a_close_in_another_thread(side_of, monkeypatch
         one.connect(other)
     assert one.transport.peers() == other.transport.peers() == []
 
-
-# Peers that violate the protocol, and unknown peers.
 
 LIES = {
     "size": "start announces 513 bytes: expected 512",
@@ -786,15 +660,6 @@ def test_unauthenticated_client_is_dropped(side, sent, peer):
     assert peer.connect(side, timeout_s=20) == side.agent
 
 
-@pytest.mark.exhaustive
-def test_silent_clients_do_not_block_others(side, peer):
-    address = ("127.0.0.1", side.transport.port)
-    silent = [socket.create_connection(address) for _ in range(100)]
-    assert peer.connect(side, timeout_s=20) == side.agent
-    for each in silent:
-        each.close()
-
-
 def test_listener_survives_failed_accept(side, peer, monkeypatch):
     class Poor:
         """A listener in a process that temporarily lacks resources such as file descriptors and
@@ -830,9 +695,6 @@ def test_listener_survives_failed_accept(side, peer, monkeypatch):
     peer.connect(side, timeout_s=20)
 
 
-# Secrets and addresses.
-
-
 @pytest.mark.parametrize(("mine", "theirs"), [(b"a", b"b"), (b"", b"b"), (b"a", b""), (b"a", b"a")])
 def test_only_sides_with_the_same_secret_connect(side_of, name, mine, theirs):
     sides = side_of(name, secret=mine), side_of(name, secret=theirs)
@@ -843,13 +705,6 @@ def test_only_sides_with_the_same_secret_connect(side_of, name, mine, theirs):
         with pytest.raises(ConnectionError, match="has a different secret"):
             one.connect(other)
         assert one.transport.peers() == other.transport.peers() == []
-
-
-def test_own_metadata_is_rejected(side_of, name):
-    side = side_of(name, secret=b"a")
-    own = {**json.loads(side.metadata), "agent": "lure", "regions": []}
-    with pytest.raises(ValueError, match="incarnation of the metadata is this side's own"):
-        side.transport.connect(json.dumps(own).encode(), timeout_s=5)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -938,12 +793,6 @@ def test_duplicate_peer_name_is_rejected_in_both_directions(side_of, side, name)
     check_reads(side, peer)
 
 
-def test_connecting_twice_reuses_the_connection(side, peer):
-    for one, other in ((side, peer), (side, peer), (peer, side)):
-        assert one.connect(other) == other.agent
-    assert side.transport.peers() == [peer.agent]
-
-
 def test_both_sides_connect_at_the_same_time(side_of, name):
     for _ in range(5):
         one, two = side_of(name), side_of(name)
@@ -962,32 +811,24 @@ def test_both_sides_connect_at_the_same_time(side_of, name):
             thread.join()
         for mine, theirs in pairs:
             assert found[mine.agent] == theirs.agent
+            assert mine.connect(theirs) == theirs.agent  # the connection is used again
             assert mine.transport.peers() == [theirs.agent]
             theirs.pool[:] = pattern(4)
             check_reads(mine, theirs, seed=4)
-
-
-# Invalid arguments, with which nothing is transferred.
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"version": 1}, f"version of the metadata is 1: expected {TRANSPORT_VERSION}"),
-        ({"version": True}, "version of the metadata is True"),
         ({"transport": "other"}, "transport of the metadata is 'other'"),
         ({"agent": ""}, "agent is ''"),
         ({"agent": "a\nb"}, "agent is"),
-        ({"agent": 5}, "agent of the metadata is 5: expected str"),
-        ({"host": ""}, "host of the metadata is ''"),
         ({"incarnation": "1"}, "incarnation of the metadata is '1'"),
-        ({"port": 0}, "port of the metadata is 0"),
         ({"port": 2**16}, "port of the metadata is 65536"),
-        ({"regions": [[1, 8]]}, "regions of the metadata holds"),
         ({"regions": [[1, 0, "cpu"]]}, "regions of the metadata holds"),
         ({"regions": [[1, 8, "hbm:0"]]}, "expected [address, bytes, kind], of memory of kind cpu, cuda:"),
-        ({"regions": [[1, 2**63]]}, "regions of the metadata holds"),
-        ({"piece_bytes": 1}, "piece_bytes of the metadata is 1"),
+        ({"regions": []}, "incarnation of the metadata is this side's own"),
         ({"digest": 1}, "digest of the metadata is 1: expected bool"),
         ({"more": 1}, "metadata has fields"),
         *((data, "metadata") for data in (b"", b"\x80\x04N.", b"[]", b"{", b"[" * 100_000)),
@@ -1012,12 +853,9 @@ def test_invalid_metadata_is_rejected(side, changes, said):
         ([0], [-8], [8], "remote has bytes"),
         ([0], [POOL_BYTES - 4], [8], "remote has bytes"),
         ([0], [0], [0], "length of local holds 0"),
-        ([0], [0], [-5], "length of local holds -5"),
         ([0], [2**62], [8], "above 2^62"),
         ([0, 4], [0, 8], [8, 8], "local has byte"),
         ([0, 4], [0], [8], "entries"),
-        ([0.5], [0], [8], "expected integers"),
-        ([[0]], [0], [8], "expected [n]"),
     ],
 )
 def test_invalid_fragments_move_nothing(side, peer, local, remote, length, said):
@@ -1029,61 +867,30 @@ def test_invalid_fragments_move_nothing(side, peer, local, remote, length, said)
     assert not side.pool[:100].any()
 
 
-@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, -0.001])
-def test_timeout_must_be_finite_and_not_negative(side_of, timeout_s):
+def test_wrong_arguments_are_rejected_by_name(side_of):
     side, other = side_of("tcp"), side_of("tcp")
     side.connect(other)
-    read = side.read(other, 0, 0, 8)
-    for call in (
-        lambda: side.connect(other, timeout_s=timeout_s),
-        lambda: side.read(other, 0, 0, 8, timeout_s=timeout_s),
-        lambda: read.wait(timeout_s),
-        lambda: make_transport("x", "tcp", timeout_s=timeout_s),
-    ):
-        with pytest.raises(ValueError, match=f"timeout_s is {timeout_s}: expected finite sec"):
+    read, before = side.read(other, 0, 0, 8), side.metadata
+    wrong = [
+        ("peer is 'nobody'", lambda: side.transport.send("nobody", b"")),
+        ("peer is 'nobody'", lambda: side.transport.disconnect("nobody")),
+        ("memory[0][0] is 0", lambda: side.transport.register([(0, 8)])),
+        ("memory[0] has 1 entries", lambda: side.transport.register([(8,)])),
+    ]
+    for seconds in (float("nan"), float("inf"), -0.001):
+        said = f"timeout_s is {seconds}: expected finite sec"
+        wrong += [
+            (said, lambda t=seconds: side.connect(other, timeout_s=t)),
+            (said, lambda t=seconds: side.read(other, 0, 0, 8, timeout_s=t)),
+            (said, lambda t=seconds: read.wait(t)),
+        ]
+    options = (("name", "udp"), ("secret", "text"), ("timeout_s", 0), ("piece_bytes", 10))
+    for name, value in (*options, ("host", None), ("advertise", 5), ("port", -1), ("digest", 1)):
+        options = {"agent": "a", "name": "tcp", name: value}
+        said = f"{name} is a str" if name == "secret" else f"{name} is {value!r}"
+        wrong.append((said, lambda options=options: make_transport(**options)))
+    for said, call in wrong:
+        with pytest.raises((TypeError, ValueError), match=re.escape(said)):
             call()
-    read.wait(20)
-
-
-def test_unknown_peers_are_rejected(side):
-    for call in (
-        lambda: side.transport.send("nobody", b""),
-        lambda: side.transport.disconnect("nobody"),
-    ):
-        with pytest.raises(ValueError, match="peer is 'nobody'"):
-            call()
-
-
-@pytest.mark.parametrize(
-    ("memory", "said"),
-    [
-        ([(0, 8)], "memory[0][0] is 0"),
-        ([(8, 0)], "memory[0][1] is 0"),
-        ([(8,)], "memory[0] has 1 entries"),
-        (["no"], "memory[0][0] is 'n'"),
-    ],
-)
-def test_invalid_memory_is_not_registered(side, memory, said):
-    before = side.metadata
-    with pytest.raises((ValueError, TypeError), match=re.escape(said)):
-        side.transport.register(memory)
     assert side.metadata == before
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"name": "udp"}, "name is 'udp': expected one of nixl, tcp"),
-        ({"agent": ""}, "agent is ''"),
-        ({"secret": "text"}, "secret is a str"),
-        ({"timeout_s": 0}, "timeout_s is 0"),
-        ({"piece_bytes": 10}, "piece_bytes is 10"),
-        ({"digest": 1}, "digest is 1"),
-        ({"host": None}, "host is None"),
-        ({"advertise": 5}, "advertise is 5"),
-        ({"port": -1}, "port is -1"),
-    ],
-)
-def test_invalid_options_are_rejected(options, said):
-    with pytest.raises((ValueError, TypeError), match=re.escape(said)):
-        make_transport(**{"agent": "a", "name": "tcp", **options})
+    read.wait(20)

@@ -2,7 +2,6 @@
 """Measurements of page copies, calibration, and the output of `kvcache bench`."""
 
 import json
-import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache import Pages, SwapEngine
 from kvcache.cli import main
 from kvcache.worker.swap.calibration import calibration_of, load
 from kvcache_lab import bandwidth
@@ -19,27 +17,12 @@ from kvcache_lab.bandwidth import steps_of
 KIB = 1024
 
 
-def test_thresholds_lie_between_measured_sizes():
+def test_thresholds_lie_between_measured_sizes_and_counts():
     measured = [(4096, "staging"), (8192, "staging"), (16384, "kernel"), (32768, "copy_engine")]
     assert steps_of(measured) == ((0, "staging"), (12288, "kernel"), (24576, "copy_engine"))
     assert steps_of([(4096, "kernel")]) == ((0, "kernel"),)
-
-
-def test_fragment_thresholds_lie_between_measured_counts():
     few, many = ((0, "copy_engine"),), ((0, "kernel"), (100, "copy_engine"))
     assert steps_of([(16, few), (64, many), (4096, many)]) == ((0, few), (40, many))
-
-
-def test_method_of_both_directions_is_that_of_each_half(monkeypatch):
-    monkeypatch.setattr(bandwidth, "_contiguous_gb_per_s", lambda *args: 1.0)
-    monkeypatch.setattr(bandwidth, "_swap_timing", lambda *args: bandwidth.Timing(1.0, 0.1, True))
-    monkeypatch.setattr(
-        SwapEngine, "method_for", lambda self, direction, pairs: f"{direction} {len(pairs)}"
-    )
-    pools = cpu_pools()
-    count = len(pools.pairs(pools.pages(4 * KIB)[0]))
-    (rate,) = bandwidth.device_rates(pools, (4 * KIB,), directions=("both",))
-    assert rate.method == f"out {count // 2}, in {count - count // 2}"
 
 
 def test_slow_submission_limits_the_sustained_bandwidth():
@@ -112,47 +95,6 @@ def test_measured_pages_are_scattered_over_the_pool(num_bytes):
             assert len(side) < 20 or np.ptp(side) > 0.7 * pages.num_blocks
 
 
-@pytest.mark.parametrize("fragment", [4 * KIB, 64 * KIB, 4096 * KIB])
-def test_pages_of_pools_hold_what_is_swapped_to_them(fragment):
-    pages, host = cpu_pools().pages(fragment)
-    pages.memory.random_(0, 256)
-    ids = np.arange(1, pages.num_blocks)
-    SwapEngine(pages, host).swap_out(np.stack([ids, ids[::-1]], 1))
-    for region in range(len(pages.sizes)):
-        assert torch.equal(pages.fragment(region)[1:].flip(0), host.fragment(region)[1:])
-
-
-def test_bench_stays_within_its_checked_memory(monkeypatch):
-    """The pools are allocated once. The staging memory of each engine must be freed before the next
-    engine is created.
-    """
-    monkeypatch.setattr(bandwidth, "_contiguous_gb_per_s", lambda *args: 1.0)
-    monkeypatch.setattr(bandwidth, "_swap_timing", lambda *args: bandwidth.Timing(1.0, 0.1, True))
-    monkeypatch.setattr(bandwidth, "_STAGING_BYTES", 3 << 20)
-    now, most, made = [0], [0], Pages.staging
-
-    def add(num_bytes):
-        now[0] += num_bytes
-        most[0] = max(most[0], now[0])
-
-    def staging(*args, **options):
-        found = made(*args, **options)
-        add(found.memory.numel())
-        weakref.finalize(found, add, -found.memory.numel())
-        return found
-
-    monkeypatch.setattr(Pages, "staging", staging)
-    num_bytes, pool_bytes = 1 << 20, 20 << 20
-    pools = cpu_pools(num_bytes, pool_bytes)
-    for _ in bandwidth.device_rates(pools, methods=("kernel", "staging", "staging")):
-        pass
-    on_device, on_host = bandwidth.device_rates_bytes(num_bytes, pool_bytes)
-    assert pools._memory.numel() == pools._host.numel() == pools.size == on_host - num_bytes
-    assert 0 < most[0] <= on_device - num_bytes - pools.size
-    assert now == [0]
-    assert bandwidth.host_rates_bytes(num_bytes) == 2 * cpu_pools(num_bytes, 0).size + 2 * num_bytes
-
-
 def test_calibration_distinguishes_numbers_of_fragments(monkeypatch):
     """The measurements, rather than the built-in values, select the copy engine for few fragments
     and the kernel for many small ones.
@@ -183,25 +125,6 @@ def test_calibration_distinguishes_numbers_of_fragments(monkeypatch):
         assert found.method(direction, 4 * KIB, 256) == "kernel"
         assert found.method(direction, 4 * KIB, 100_000) == "kernel"
         assert found.method(direction, 1024 * KIB, 100_000) == "copy_engine"
-
-
-def test_all_measurements_share_the_pools_and_the_contiguous_copy(monkeypatch):
-    """Pinning gigabytes of host memory for each measurement took longer than the measurements."""
-    contiguous, tried = [], []
-    monkeypatch.setattr(
-        bandwidth, "_contiguous_gb_per_s", lambda *args: contiguous.append(args[-1]) or 50.0
-    )
-
-    def timing(engine, pairs, direction, rounds):
-        tried.append((engine.device.memory.data_ptr(), engine.host.memory.data_ptr()))
-        return bandwidth.Timing(1.0 / min(engine.calibration.num_thread_blocks, 8), 0.1, True)
-
-    monkeypatch.setattr(bandwidth, "_swap_timing", timing)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    pools = cpu_pools()
-    assert bandwidth.calibrate(pools).num_thread_blocks == 8
-    assert set(tried) == {(pools._memory.data_ptr(), pools._host.data_ptr())}
-    assert sorted(contiguous) == ["in", "out"]
 
 
 @pytest.mark.gpu
@@ -280,3 +203,22 @@ def test_blocking_submission_is_not_reported_as_hidden(monkeypatch):
         device.work(5e-3)
 
     assert not bandwidth.device_seconds(launch, rounds=3).is_hidden
+
+
+def test_all_measurements_share_the_pools_and_the_contiguous_copy(monkeypatch):
+    """Pinning gigabytes of host memory for each measurement took longer than the measurements."""
+    contiguous, tried = [], []
+    monkeypatch.setattr(
+        bandwidth, "_contiguous_gb_per_s", lambda *args: contiguous.append(args[-1]) or 50.0
+    )
+
+    def timing(engine, pairs, direction, rounds):
+        tried.append((engine.device.memory.data_ptr(), engine.host.memory.data_ptr()))
+        return bandwidth.Timing(1.0 / min(engine.calibration.num_thread_blocks, 8), 0.1, True)
+
+    monkeypatch.setattr(bandwidth, "_swap_timing", timing)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    pools = cpu_pools()
+    assert bandwidth.calibrate(pools).num_thread_blocks == 8
+    assert set(tried) == {(pools._memory.data_ptr(), pools._host.data_ptr())}
+    assert sorted(contiguous) == ["in", "out"]

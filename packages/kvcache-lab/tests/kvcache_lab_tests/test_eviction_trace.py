@@ -7,7 +7,6 @@ import functools
 import numpy as np
 import pytest
 
-from benchmarks import trace_forms
 from benchmarks.eviction import replayed
 from kvcache_lab import optimum, read_mooncake
 from tests.machinery.shared import sampled, shared_file
@@ -88,25 +87,3 @@ def test_optimum_equals_beladys_algorithm(conversations):
     num_tokens = sum(each.num_tokens for each in conversations)
     for capacity, (_, most) in LEAST.items():
         assert round(optimum(conversations, 512, capacity) * num_tokens / 512) == most
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("form", ["think_quarter", "loop"])
-def test_learned_is_within_one_percent_of_lru_on_perturbed_traces(form, tmp_path):
-    trace = trace_forms.read(shared_file(TRACE))
-    trace_forms.write(trace_forms.FORMS[form](trace), tmp_path / "form.jsonl")
-    assert min(trace_forms.ratios(tmp_path / "form.jsonl", "learned")) > 0.99
-
-
-@pytest.mark.exhaustive
-def test_learned_hits_with_small_blocks_exceed_the_minimum(conversations):
-    """Uses the first 2,000 requests in blocks of 16 tokens, and pools that hold the same numbers of
-    tokens.
-    """
-    for capacity in [*LEAST][::2]:
-        hits = [
-            replayed(conversations[:2_000], 32 * capacity, policy, block_size=16).hit_tokens
-            for policy in ("learned", "lru")
-        ]
-        assert hits[0] >= 0.99 * hits[1]
-        assert capacity > 6_000 or hits[0] > 1.05 * hits[1]

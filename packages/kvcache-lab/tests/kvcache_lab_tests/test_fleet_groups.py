@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvcache.cli import main
-from kvcache_lab import ChatShape, Replayer, WorkloadRequest, chat_workload
+from kvcache_lab import Replayer, WorkloadRequest, chat_workload
 from kvcache_lab.content import prefix_keys
-from kvcache_lab.fleet import ROUTERS, Fleet, Hardware, simulate_fleet
+from kvcache_lab.fleet import Fleet, Hardware, simulate_fleet
 from kvcache_lab.fleet.kv_bytes import KVBytes
 from kvcache_lab.fleet.simulation import Simulation
 from kvcache_lab.groups import groups_text, parse_groups
@@ -53,6 +53,8 @@ def test_loads_move_only_the_blocks_that_the_next_token_attends_to():
     assert KVBytes(states, Hardware()).between(0, 320) == 10 * (1 + 10)
     plain = KVBytes(Fleet(1, 100), Hardware(bytes_per_token=2.5))
     assert plain.between(3, 7) == 10 and plain.per_block == 40.0
+    groups = parse_groups("sliding_window:window=2000000:cached=0,full_attention:block_size=32", 16)
+    assert parse_groups(groups_text(groups), 1) == groups
 
 
 def test_loads_of_groups_take_the_time_of_their_blocks():
@@ -72,24 +74,6 @@ def test_loads_of_groups_take_the_time_of_their_blocks():
     )
     report = Simulation(fleet, hardware).run(pair)
     assert report.transferred_bytes == (10 + 4) * 1_000_000 + (0 + 0) * 1_000_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("router", ROUTERS)
-def test_groups_work_with_all_tiers_and_pools(router):
-    workload = [*chat_workload(60, 3, ChatShape(num_conversations=20))]
-    fleet = Fleet(
-        *(2, 901, 16, 400, 500, router),
-        **{"groups": HYBRID, "page_bytes": 100_000, "peers": True, "decode_replicas": 2},
-    )
-    report = simulate_fleet(workload, fleet)
-    assert (report.requests, report.rejected_requests) == (60, 0)
-    assert report.token_hit_rate > 0.3
-
-
-def test_groups_round_trip_through_text():
-    groups = parse_groups("sliding_window:window=2000000:cached=0,full_attention:block_size=32", 16)
-    assert parse_groups(groups_text(groups), 1) == groups
 
 
 @pytest.mark.parametrize(("options", "message"), [

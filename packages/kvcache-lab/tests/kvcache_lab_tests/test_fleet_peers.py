@@ -55,13 +55,6 @@ def test_replicas_load_prefixes_from_each_other_once_they_are_computed():
     assert [each[1:3] for each in served_by[1::2]] == [(784, 784), (1600, 800), (1600, 0)]
 
 
-def test_partly_computed_prompts_are_loaded_up_to_their_computed_tokens():
-    fleet = Fleet(2, 401, router="round_robin", peers=True)
-    requests = [request(0, PROMPT, 0), request(1, [9], 0), request(2, [*PROMPT, *PROMPT], 2000)]
-    requests.append(request(3, [*PROMPT, *PROMPT], 2100))
-    assert run(requests, fleet)[1][3][1:3] == (1600, 1600)
-
-
 def test_tokens_on_the_host_of_a_peer_are_loaded_and_the_longest_source_is_used():
     fleet = Fleet(2, 111, router="round_robin", peers=True, host_blocks=300)
     other = [*range(4000, 5600)]

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,27 +12,10 @@ from kvcache import GroupSpec, ops
 from kvcache.allocator import check_invariants
 from kvcache.formats import format_names
 from kvcache.kinds import AttentionKind, KindError, register
-from kvcache_lab import Mismatch, Replayer, Series, chat_workload, read_mooncake
+from kvcache_lab import Mismatch, Replayer, Series, chat_workload
 from kvcache_lab.groups import parse_groups
 from kvcache_lab.verifier import KVVerifier
-from kvcache_lab_tests.test_replay import (
-    TRACE,
-    ReferenceCache,
-    as_workload,
-    plant_in_step,
-    reference_replay,
-    workloads,
-)
-from tests.machinery.shared import shared_file, spread
-
-WINDOWED = "full_attention,sliding_window:window=64"
-LOCAL = "full_attention,chunked_local:chunk_size=96:block_size=32"
-RECURRENT = "full_attention,recurrent:block_size=64"
-UNEQUAL = "full_attention,sliding_window:window=50:block_size=8"
-UNCACHED = "full_attention,full_attention:block_size=24:cached=0,sliding_window:window=50:cached=0"
-CIRCULAR = "full_attention,circular_window:window=50:buffer=150:block_size=8:cached=0"
-CHECKPOINTS = "full_attention,recurrent:block_size=48"
-ALL = f"{UNEQUAL},recurrent:block_size=32,chunked_local:chunk_size=70"
+from kvcache_lab_tests.test_replay import as_workload, plant_in_step, workloads
 
 
 def hybrid(groups, num_blocks, concurrency=1, verified=None, **options) -> Replayer:
@@ -55,59 +35,6 @@ def hybrid(groups, num_blocks, concurrency=1, verified=None, **options) -> Repla
     )
 
 
-# --- valid replays --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("concurrency", "chunk_tokens"), spread([(4, 100), (1, None), (1, 100), (4, None)], 1)
-)
-@pytest.mark.parametrize(("groups", "hash_block_size"), [
-    (WINDOWED, None),
-    (LOCAL, None),
-    (RECURRENT, None),
-    (UNEQUAL, 4),
-    ("full_attention:block_size=8", 4),
-    (UNCACHED, 4),
-    (ALL, 2),
-    (CHECKPOINTS, 4),
-])  # fmt: skip
-def test_chats_verify_and_have_hits(groups, hash_block_size, chunk_tokens, concurrency):
-    specs = parse_groups(groups, 16)
-    replayer = hybrid(
-        specs, 801, concurrency, hash_block_size=hash_block_size, chunk_tokens=chunk_tokens
-    )
-    report = replayer.run(chat_workload(60, 1))
-    assert (report.mismatches, report.mismatched_requests) == (0, [])
-    assert report.verified_tokens == report.prompt_tokens > 40_000
-    assert report.evicted_blocks > 0 == report.rejected_requests
-    assert [group["kind"] for group in report.groups] == [spec.kind for spec in specs]
-    assert report.token_hit_rate > 0.2
-    hits = [group["hit_blocks"] > 0 for group in report.groups]
-    assert hits == [spec.cached for spec in specs]
-    check_invariants(replayer.manager)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("cached", "hits"), [(0, True), (1, False)])
-def test_circular_windows_verify(cached, hits):
-    """Each prompt holds few blocks in the circular group, regardless of its length. If the group is
-    not cached, it does not affect hits.
-    """
-    groups = f"full_attention,circular_window:window=50:buffer=150:block_size=8:cached={cached}"
-    specs = parse_groups(groups, 16)
-    replayer = hybrid(specs, 801, 4, chunk_tokens=100)
-    held = []
-    apply = replayer.verifier.apply
-    rows = replayer.verifier.tables[1].num_blocks_per_row
-    replayer.verifier.apply = lambda plan: (apply(plan), held.append(rows.max()))
-    report = replayer.run(chat_workload(60, 1))
-    assert report.mismatches == 0 and max(held) == 19
-    assert report.verified_tokens == report.prompt_tokens > 40_000
-    assert (report.token_hit_rate > 0.2) == hits
-    assert report.evicted_blocks > 0 if hits else report.cached_blocks == 0
-
-
 def test_too_small_circular_buffer_is_detected():
     """The buffer has 16 slots, but a chunk of 16 tokens also reads the 11 tokens before it."""
     buffers = [f"circular_window:window={window}:buffer=16" for window in (1, 12)]
@@ -115,38 +42,6 @@ def test_too_small_circular_buffer_is_detected():
     report = replayer.run(as_workload([range(40)]))
     (found,) = report.mismatched_requests
     assert (found.request, found.block_column) == (0, 1)
-
-
-def test_hits_inside_blocks_are_found_and_copied():
-    shared = list(range(11))
-    replayer = hybrid("full_attention:block_size=8", 9, hash_block_size=2)
-    copied = []
-    apply = replayer.verifier.apply
-    replayer.verifier.apply = lambda plan: (copied.append(plan.copy.tolist()), apply(plan))
-    report = replayer.run(as_workload([[*shared, 50, 51], [*shared, 60, 61]]))
-    assert (report.hit_tokens, report.mismatches) == (10, 0)
-    ((source, destination),) = copied[1]
-    assert copied[0] == [] and source != destination
-
-
-def test_unneeded_partial_blocks_before_a_hit_are_not_published():
-    # A chunk attends to nothing in the previous chunk. A request whose next token starts a chunk
-    # therefore hits the three tokens before it, although no step computed them and no block holds
-    # them.
-    prompts = as_workload([[0, 1, 1, 1], [0, 1]])
-    replayer = hybrid("chunked_local:chunk_size=3:block_size=6", 8, hash_block_size=1)
-    report = replayer.run(prompts)
-    assert report.mismatches == 0, report.mismatched_requests
-
-
-@pytest.mark.exhaustive
-def test_the_published_trace_verifies_with_a_window_and_chunks():
-    requests = itertools.islice(read_mooncake(shared_file(TRACE)), 100)
-    specs = parse_groups("full_attention,sliding_window:window=2048", 512)
-    report = hybrid(specs, 4_001, 3, chunk_tokens=4_096).run(requests)
-    assert report.mismatches == 0
-    assert report.verified_tokens == report.prompt_tokens
-    assert all(group["hit_blocks"] > 50 for group in report.groups)
 
 
 BLOCKS = (2, 4, 6)
@@ -231,28 +126,6 @@ def test_a_format_that_loses_the_content_is_a_mismatch(monkeypatch):
     assert report.mismatches == 11
 
 
-# --- chunks ---------------------------------------------------------------------------------------
-
-
-@given(workloads(), st.integers(1, 5), st.integers(1, 24), st.integers(1, 9))
-def test_chunked_prefill_does_not_change_serial_hits(workload, block_size, capacity, chunk_tokens):
-    cache = ReferenceCache(block_size, capacity)
-    rejected = reference_replay(cache, workload, concurrency=1)
-    report = Replayer(
-        block_size=block_size, num_blocks=capacity + 1, chunk_tokens=chunk_tokens
-    ).run(workload)
-    assert (report.hit_blocks, report.rejected_requests) == (cache.hits, rejected)
-    assert (report.evicted_blocks, report.cached_blocks) == (cache.evicted, len(cache.prefix_of))
-
-
-def test_prompts_are_computed_together(monkeypatch):
-    replayer = hybrid("full_attention", 33, 3, chunk_tokens=4)
-    counts = []
-    plant_in_step(monkeypatch, replayer.manager, lambda plan, _: counts.append(len(plan.rows)))
-    report = replayer.run(as_workload([[i] * 13 for i in range(3)]))
-    assert max(counts) == 3 and report.mismatches == 0
-
-
 def test_windows_slide_within_a_prompt_only_in_chunks():
     prompt = as_workload([range(200)])
     whole = hybrid("sliding_window:window=8", 101).run(prompt)
@@ -263,12 +136,6 @@ def test_windows_slide_within_a_prompt_only_in_chunks():
     assert (narrow.rejected_requests, narrow.mismatches, narrow.verified_tokens) == (0, 0, 200)
 
 
-def test_growing_tables_keep_running_requests():
-    replayer = hybrid("sliding_window:window=8", 13, 3, chunk_tokens=8)
-    report = replayer.run(as_workload([range(20), range(300, 340), range(1000, 1200)]))
-    assert (report.mismatches, report.verified_tokens) == (0, 260)
-
-
 def test_prompt_with_a_chunk_that_never_fits_is_rejected():
     series = Series()
     replayer = hybrid("sliding_window:window=8", 5, chunk_tokens=16, series=series)
@@ -277,43 +144,6 @@ def test_prompt_with_a_chunk_that_never_fits_is_rejected():
     assert report.prompt_tokens == report.verified_tokens == sum(series.prompt_tokens) == 16
     assert series.prompt_tokens == [8, 0, 8]
     check_invariants(replayer.manager)
-
-
-def test_oldest_computed_request_is_released_for_a_chunk():
-    replayer = hybrid("full_attention", 9, 3, chunk_tokens=8)
-    report = replayer.run(as_workload([range(i, i + 20) for i in (0, 100, 200, 300)]))
-    assert (report.rejected_requests, report.mismatches) == (0, 0)
-    assert report.peak_used_blocks <= 8
-
-
-@pytest.mark.parametrize("chunk_tokens", [10, 64])
-def test_chunks_end_where_states_can_be_stored(chunk_tokens):
-    shared = list(range(50))
-    replayer = hybrid("full_attention,recurrent:block_size=8", 65, chunk_tokens=chunk_tokens)
-    report = replayer.run(as_workload([[*shared, 50], [*shared, 60]]))
-    assert (report.hit_tokens, report.mismatches) == (48, 0)
-    assert report.groups[1]["hit_blocks"] == 6  # one of these pages holds a state
-
-
-@pytest.mark.parametrize(
-    ("groups", "hash_block_size", "num_shared", "hits"),
-    [
-        # The second prompt's first chunk ends at the end of the shared prefix, so the third prompt
-        # hits the whole prefix.
-        ("full_attention:block_size=2048,recurrent:block_size=512", 16, 1_100, 1_024 + 1_088),
-        ("full_attention:block_size=544,recurrent:block_size=544", 16, 1_250, 1_088 + 1_248),
-    ],
-)
-def test_states_inside_large_blocks_are_kept_and_hit(groups, hash_block_size, num_shared, hits):
-    prompts = [[*range(num_shared), *range(10_000 * i, 10_000 * i + 200)] for i in (1, 2, 3)]
-    replayer = hybrid(groups, 33, chunk_tokens=1_200, hash_block_size=hash_block_size)
-    report = replayer.run(as_workload(prompts))
-    assert (report.hit_tokens, report.mismatches) == (hits, 0)
-    assert report.verified_tokens == sum(map(len, prompts))
-    check_invariants(replayer.manager)
-
-
-# --- planted defects ------------------------------------------------------------------------------
 
 
 def test_block_dropped_too_early_from_a_window_is_detected():
@@ -330,19 +160,6 @@ def test_block_dropped_too_early_from_a_window_is_detected():
     assert len(report.mismatched_requests) == 2
 
 
-def test_table_entry_dropped_too_early_from_a_window_is_detected(monkeypatch):
-    replayer = hybrid("full_attention,sliding_window:window=9", 65, chunk_tokens=8)
-
-    def drop_one_more(plan, number):
-        if number == 2:
-            row, column, _ = plan.replace[1][-1]
-            plan.replace[1] = np.append(plan.replace[1], [[row, column + 1, 0]], 0).astype(np.int32)
-
-    plant_in_step(monkeypatch, replayer.manager, drop_one_more)
-    report = replayer.run(as_workload([range(40)]))
-    assert report.mismatched_requests == [Mismatch(0, 8, 2, 0, group=1)]
-
-
 def without_copies(plan, number):
     plan.copy = plan.copy[:0]
 
@@ -351,23 +168,8 @@ def without_zeros(plan, number):
     plan.zero = plan.zero[:0]
 
 
-def without_replacements(plan, number):
-    plan.replace = [each[:0] for each in plan.replace]
-
-
 def copied_backwards(plan, number):
     plan.copy = plan.copy[:, ::-1].copy()
-
-
-@pytest.mark.parametrize("defect", [without_copies, copied_backwards])
-def test_uncopied_partial_block_is_detected(monkeypatch, defect):
-    shared = list(range(11))
-    prompts = as_workload([[*shared, 50, 51], [*shared, 60, 61]])
-    replayer = hybrid("full_attention:block_size=8", 9, hash_block_size=2)
-    plant_in_step(monkeypatch, replayer.manager, defect)
-    report = replayer.run(prompts)
-    (found,) = report.mismatched_requests
-    assert (found.request, found.token, found.block_column, found.group) == (1, 8, 1, None)
 
 
 @pytest.mark.parametrize("defect", [without_copies, copied_backwards])
@@ -381,26 +183,12 @@ def test_uncopied_state_is_detected(monkeypatch, defect):
     assert report.to_dict()["mismatched_requests"][0]["is_state"] is True
 
 
-@pytest.mark.parametrize("defect", [without_copies, without_replacements])
-def test_overwritten_kept_state_is_detected(monkeypatch, defect):
-    replayer = hybrid("full_attention:block_size=32,recurrent:block_size=32", 33, 2, chunk_tokens=8,
-                      hash_block_size=4)  # fmt: skip
-    plant_in_step(monkeypatch, replayer.manager, defect)
-    shared = list(range(17))
-    report = replayer.run(as_workload([[*shared, 50, 51, 52], [*shared, 60, 61, 62]]))
-    assert any(each.is_state for each in report.mismatched_requests)
-
-
-def test_uncleared_state_is_detected(monkeypatch):
+def test_uncleared_states_and_tokens_before_a_hit_are_detected(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65)
-    replayer.verifier.storage.pages.layer(0)[1:] = 7  # fill the pages with stale data
+    replayer.verifier.storage.pages.layer(0)[1:] = 7
     plant_in_step(monkeypatch, replayer.manager, without_zeros)
-    report = replayer.run(as_workload([range(30)]))
-    (found,) = report.mismatched_requests
+    (found,) = replayer.run(as_workload([range(30)])).mismatched_requests
     assert (found.token, found.block_column, found.is_state) == (0, 2, True)  # a step ends at 24
-
-
-def test_uncleared_tokens_before_a_hit_are_detected(monkeypatch):
     shared = list(range(6))
     prompts = as_workload([[*shared, 50, 51], [*shared, 60, 61]])
     groups = "full_attention:block_size=2,full_attention:block_size=4:cached=0"
@@ -413,26 +201,6 @@ def test_uncleared_tokens_before_a_hit_are_detected(monkeypatch):
     plant_in_step(monkeypatch, replayer.manager, without_zeros)
     (found,) = replayer.run(prompts).mismatched_requests
     assert (found.request, found.token, found.block_column, found.group) == (1, 4, 1, 1)
-
-
-@register("test_segments")
-class Segments(AttentionKind):
-    """Each token attends to its own segment of 8 tokens and to `lookback` segments before it."""
-
-    def __init__(self, *, lookback):
-        super().__init__()
-        self.lookback = lookback
-
-    def first_needed_token(self, num_computed_tokens):
-        return max(num_computed_tokens // 8 - self.lookback, 0) * 8
-
-
-@pytest.mark.parametrize(("lookback", "is_right"), [(1, True), (2, False)])
-def test_blocks_read_by_custom_kind_are_kept(lookback, is_right):
-    verified = f"test_segments:lookback={lookback}"
-    replayer = hybrid("test_segments:lookback=1", 65, chunk_tokens=8, verified=verified)
-    report = replayer.run(as_workload([range(40)]))
-    assert (report.mismatches == 0) == is_right
 
 
 @register("test_goes_back")
@@ -476,44 +244,6 @@ def test_kind_reading_more_than_planned_is_reported():
     )
     with pytest.raises(KindError, match=says):
         replayer.run(as_workload([range(40)]))
-
-
-def test_missing_storage_copies_are_detected(monkeypatch):
-    replayer = hybrid("full_attention,recurrent:block_size=8", 65, chunk_tokens=8)
-    monkeypatch.setattr(replayer.verifier.worker, "_copy", lambda moves: None)
-    assert replayer.run(as_workload([range(30)])).mismatches > 0
-
-
-@pytest.mark.parametrize("other", ["sliding_window:window=8", "recurrent", "full_attention"])
-def test_page_assigned_to_two_groups_is_detected(monkeypatch, other):
-    replayer = hybrid(f"full_attention,{other}", 65, 2)
-
-    def share(plan, number):
-        plan.append_ids[1][-1] = plan.append_ids[0][-1]
-        plan.zero = plan.zero[:0]
-
-    plant_in_step(monkeypatch, replayer.manager, share)
-    report = replayer.run(as_workload([range(10), range(100, 110)]))
-    assert report.mismatches > 0
-    assert {found.request for found in report.mismatched_requests} == {0, 1}
-
-
-def test_state_page_reused_while_held_is_detected(monkeypatch):
-    replayer = hybrid("full_attention,recurrent:block_size=8", 65, 2)
-    states = []
-
-    def give_again(plan, number):
-        states.append(int(plan.append_ids[1][-1]))
-        if number == 1:
-            plan.append_ids[1][-1] = plan.zero[0] = states[0]
-
-    plant_in_step(monkeypatch, replayer.manager, give_again)
-    report = replayer.run(as_workload([range(8), range(100, 108)]))
-    victim = Mismatch(0, 7, 0, states[0], group=1, is_state=True)
-    assert victim in report.mismatched_requests
-
-
-# --- rejected arguments ---------------------------------------------------------------------------
 
 
 def test_invalid_arguments_are_reported():
@@ -574,19 +304,3 @@ def test_learned_keeps_windows_and_states_with_their_chains(groups, num_blocks, 
         hits[eviction] = replayer.run(chat_workload(1_000)).hit_tokens
         check_invariants(replayer.manager)
     assert hits["learned"] >= least * hits["lru"]
-
-
-@pytest.mark.slow
-def test_caching_all_states_with_learned_costs_few_hits():
-    """States at the ends of chunks are evicted first, so caching them costs only a few hits."""
-    hits = []
-    for interval in (None, 0):
-        replayer = Replayer(
-            groups=parse_groups("full_attention,recurrent", 16),
-            num_blocks=800,
-            chunk_tokens=64,
-            retention_interval=interval,
-            eviction="learned",
-        )
-        hits.append(replayer.run(chat_workload(1_000)).hit_tokens)
-    assert hits[0] >= 0.94 * hits[1]

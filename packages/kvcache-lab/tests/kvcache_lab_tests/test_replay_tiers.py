@@ -5,25 +5,21 @@ be detected.
 
 from __future__ import annotations
 
-import functools
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import GroupSpec, eviction_names, host_eviction_names
 from kvcache.allocator import check_invariants
-from kvcache.worker import Worker
 from kvcache_exchange.cli.option_text import join_options
 from kvcache_exchange.cli.policy_text import parse_eviction, parse_host_eviction, parse_host_write
-from kvcache_lab import Mismatch, Replayer, chat_workload, read_mooncake
-from kvcache_lab.groups import parse_groups
+from kvcache_lab import Replayer, chat_workload, read_mooncake
 from kvcache_lab.verifier import KVVerifier
 from kvcache_lab_tests.test_hybrid_replay import group_lists
 from kvcache_lab_tests.test_replay import TRACE, as_workload, plant_in_step, workloads
-from tests.machinery.shared import sampled, shared_file, spread
+from tests.machinery.shared import shared_file, spread
 
 POLICIES = [*eviction_names(), "priority:default_priority=0"]
 WRITES = ["back", "through", "back:0", "through:0.05", "back:0.05", "back:0.3"]
@@ -67,9 +63,6 @@ def assert_right(replayer, report) -> None:
     assert manager.host_pool.num_free == manager.host_pool.num_total
     assert manager.pool.num_loading == 0
     check_invariants(manager)
-
-
-# --- exact hits -----------------------------------------------------------------------------------
 
 
 @pytest.mark.exhaustive
@@ -130,9 +123,6 @@ def test_report_contains_the_options():
     assert report["host_write"] == "through"
 
 
-# --- a store below the tiers -----------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_host_blocks", [0, 300])
 @pytest.mark.parametrize("chunk_tokens", [None, 64])
@@ -152,60 +142,10 @@ def test_unbounded_store_equals_unbounded_device(num_host_blocks, chunk_tokens):
     check_invariants(replayer.manager)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "groups", ["full_attention,sliding_window:window=50:block_size=8", "full_attention,recurrent"]
-)
-def test_small_store_increases_hits_and_evicts(groups):
-    specs = parse_groups(groups, 16)
-    none, some, more = (
-        Replayer(
-            num_blocks=300, groups=specs, num_store_blocks=size, chunk_tokens=64, concurrency=3
-        ).run(chat_workload(100, 3))
-        for size in (0, 500, 4_000)
-    )
-    assert none.hit_tokens < some.hit_tokens < more.hit_tokens
-    assert some.store_evicted_blocks > more.store_evicted_blocks
-    assert none.store_hit_tokens is None and none.rejected_requests == more.rejected_requests
-
-
 def test_simulated_store_cannot_be_verified():
     verifier = KVVerifier(num_blocks=40, block_size=16)
     with pytest.raises(ValueError, match="num_store_blocks is 9 with a verifier: expected 0"):
         Replayer(num_blocks=40, block_size=16, num_store_blocks=9, verifier=verifier)
-
-
-# --- bytewise verification ------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("concurrency, host_write", spread(zip(itertools.cycle([1, 4]), WRITES), 2))
-@pytest.mark.parametrize("chunk_tokens", sampled([64, None]))
-@pytest.mark.parametrize(
-    ("groups", "hash_block_size"),
-    sampled([
-        ("full_attention,sliding_window:window=50:block_size=8,recurrent:block_size=32", 4),
-        ("full_attention", None),
-        ("full_attention,sliding_window:window=64,recurrent", None),
-    ]),
-)  # fmt: skip
-def test_chats_verify_through_a_host(
-    groups, hash_block_size, chunk_tokens, host_write, concurrency
-):
-    turn = 2 * concurrency + len(host_write)
-    eviction = POLICIES[turn % len(POLICIES)]
-    for_host = host_eviction_names()
-    host_eviction = for_host[turn % len(for_host)]
-    replayer = tiered(
-        parse_groups(groups, 16), 300, 1_000, eviction=eviction, host_eviction=host_eviction,
-        host_write=host_write, concurrency=concurrency, chunk_tokens=chunk_tokens,
-        hash_block_size=hash_block_size,
-    )  # fmt: skip
-    report = replayer.run(chat_workload(50, 2))
-    assert_right(replayer, report)
-    assert report.prompt_tokens > 30_000
-    if host_write in ("back", "through"):
-        assert report.loaded_blocks > 50
 
 
 @pytest.mark.slow
@@ -234,8 +174,6 @@ def test_correct_tiered_cache_verifies(
     assert_right(replayer, report)
     assert report.requests == len(workload)
 
-
-# --- planted defects ------------------------------------------------------------------------------
 
 # The pool has six blocks. The first prompt's two blocks are offloaded to the host, and the last
 # prompt hits them there.
@@ -271,84 +209,6 @@ def test_wrong_swaps_are_detected(monkeypatch, defect):
     assert report.mismatches == 8
     (found,) = report.mismatched_requests
     assert (found.request, found.token, found.block_column) == (4, 0, 0)
-
-
-def prompts_that_use_every_section(rng):
-    """Generate prompts that share prefixes. In a small pool, their states and blocks move to the
-    host and back.
-    """
-    for i in range(120):
-        first, length = int(rng.integers(6)) * 1000, int(rng.integers(8, 40))
-        yield [*range(first, first + length), *range(10_000 + 20 * i, 10_001 + 20 * i + i % 11)]
-
-
-PAGE_SECTIONS = ("swap_out", "copy", "zero", "swap_in")
-
-
-# `make test` covers the order used by Worker.start and one order that reads pages too late.
-ORDERS = [PAGE_SECTIONS, ("copy", "swap_out", "zero", "swap_in")]
-ORDERS += [each for each in itertools.permutations(PAGE_SECTIONS) if each not in ORDERS]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", sampled([(order,) for order in ORDERS], 2))
-def test_wrong_order_of_plan_sections_is_detected(monkeypatch, order):
-    """Swap-outs must be read first, so every order in which they are not must be detected.
-
-    The other sections use disjoint pages, so their order does not matter.
-    """
-    sections = {name: getattr(Worker, f"_{name}") for name in PAGE_SECTIONS}
-    waiting = {}
-
-    def later(worker, name, *arguments):
-        waiting[name] = (worker, *arguments)
-        if len(waiting) == len(PAGE_SECTIONS):
-            calls = [(sections[each], waiting.pop(each)) for each in order]
-            for call, its_arguments in calls:
-                call(*its_arguments)
-
-    for name in PAGE_SECTIONS:
-        monkeypatch.setattr(Worker, f"_{name}", functools.partialmethod(later, name))
-    workload = as_workload(prompts_that_use_every_section(np.random.default_rng(0)))
-    groups = parse_groups("full_attention,recurrent", 8)
-    replayer = tiered(groups, 41, 400, concurrency=3, chunk_tokens=16)
-    report = replayer.run(workload)
-    assert report.loaded_blocks > 0
-    if order[0] == "swap_out":
-        assert_right(replayer, report)
-    else:
-        assert report.mismatches > 0
-
-
-def test_changed_host_page_is_detected():
-    replayer = tiered(4, 7, 9)
-
-    def workload():
-        yield from LEFT[:4]
-        page = replayer.verifier.worker.host.layer(1)
-        page += 1
-        yield LEFT[4]
-
-    report = replayer.run(workload())
-    assert report.mismatches == 8 and report.mismatched_requests[0].request == 4
-
-
-def test_page_loaded_into_a_held_block_is_detected(monkeypatch):
-    replayer = tiered(4, 11, 9, concurrency=2)
-    held = []
-
-    def load_over(plan, number):
-        if len(plan.swap_in):
-            plan.swap_in = np.append(plan.swap_in, [[plan.swap_in[0, 0], held[-1]]], 0)
-        held.append(int(plan.append_ids[0][0]))
-
-    plant_in_step(monkeypatch, replayer.manager, load_over)
-    report = replayer.run(as_workload([[i] * 9 for i in (0, 1, 2, 3, 4, 5, 0)]))
-    assert report.loaded_blocks > 0
-    assert Mismatch(5, 0, 0, held[5]) in report.mismatched_requests
-
-
-# --- how users write policies ---------------------------------------------------------------------
 
 
 def test_policies_are_parsed():

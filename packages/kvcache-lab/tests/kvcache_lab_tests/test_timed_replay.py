@@ -6,21 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from kvcache.allocator import check_invariants
 from kvcache.cli import main
-from kvcache_lab import (
-    Replayer,
-    Series,
-    Service,
-    WorkloadRequest,
-    chat_workload,
-    compare,
-    read_trace,
-)
+from kvcache_lab import Replayer, Series, Service, WorkloadRequest, read_trace
 from kvcache_lab.content import prefix_keys
 from kvcache_lab.traces.fields import TraceError
-from kvcache_lab.verifier import KVVerifier
-from tests.machinery.shared import sampled
 
 # 1 ms per prompt token and 10 ms per answer token
 SERVICE = Service(prefill_speed=1_000, decode_speed=100)
@@ -48,14 +37,6 @@ def test_prefill_is_serial_and_decode_is_concurrent():
     assert report.mean_ms_to_first_token == pytest.approx((40 + 80 + 90) / 3, abs=1e-3)
     assert report.p99_ms_to_first_token == 90
     assert report.hit_tokens == report.rejected_requests == 0
-
-
-def test_hit_tokens_are_not_computed():
-    requests = [request(0, 0, 0, 40, 20), request(1, 1000, 0, 44, 5)]
-    report = replayed(requests)
-    assert report.hit_tokens == 40
-    assert report.mean_ms_to_first_token == (40 + 4) / 2
-    assert report.duration_s == 1 + 0.004 + 0.05
 
 
 def test_prefills_have_a_fixed_time_and_delay_the_running_answers():
@@ -124,45 +105,6 @@ def test_request_that_does_not_fit_waits_for_the_next_end():
     assert both.mean_ms_to_first_token == 40
 
 
-def test_request_that_ends_first_frees_space():
-    requests = [
-        request(0, 0, 0, 20, 100),  # this request ends after 1,020 ms
-        request(1, 0, 100, 20, 10),  # this request ends after 140 ms
-        request(2, 100, 200, 20, 0),
-    ]
-    report = replayed(requests, num_blocks=11)
-    assert report.peak_running == 2
-    assert report.p99_ms_to_first_token == 140 - 100 + 20
-    assert report.duration_s == 1.02
-
-
-def test_prompt_that_never_fits_is_rejected_immediately():
-    requests = [request(0, 0, 0, 8, 100), request(1, 0, 100, 400, 0), request(2, 5, 200, 8, 0)]
-    report = replayed(requests, num_blocks=11)
-    assert (report.rejected_requests, report.requests) == (1, 3)
-    # The third request waits until the first one's prefill has finished.
-    assert report.mean_ms_to_first_token == (8 + 11) / 2
-
-
-def test_held_blocks_reduce_hits():
-    requests = list(chat_workload(600, seed=3))
-    sizes = {"block_size": 16, "num_blocks": 700}
-    alone = Replayer(**sizes).run(requests)
-    slow = Service(prefill_speed=20_000, decode_speed=5)
-    timed = Replayer(**sizes, concurrency=200, service=slow).run(requests)
-    assert timed.rejected_requests == 0 and timed.peak_running > 5
-    assert timed.hit_tokens < 0.99 * alone.hit_tokens
-    assert timed.mean_ms_to_first_token > 10_000  # requests have to wait for blocks
-    assert timed.prompt_tokens == alone.prompt_tokens
-
-
-def test_unordered_trace_is_rejected():
-    with pytest.raises(
-        ValueError, match="request 1 arrives at 50 ms, but the previous request at 100"
-    ):
-        replayed([request(0, 100, 0, 40, 0), request(1, 50, 100, 40, 0)])
-
-
 @pytest.mark.parametrize("form", ["token_ids", "prompt"])
 @pytest.mark.parametrize("timed_first", [True, False])
 def test_timestamps_must_be_in_all_lines_or_none(tmp_path, form, timed_first):
@@ -174,37 +116,6 @@ def test_timestamps_must_be_in_all_lines_or_none(tmp_path, form, timed_first):
         TraceError, match=r"line 2: timestamp .*: expected it in each line or in none"
     ):
         list(read_trace(path))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk_tokens", sampled([64, None]))
-def test_timed_chats_verify(chunk_tokens):
-    sizes = {"block_size": 16, "num_blocks": 800}
-    verifier = KVVerifier(**sizes, num_host_blocks=900, max_num_reqs=40, num_layers=1)
-    replayer = Replayer(
-        **sizes,
-        concurrency=40,
-        service=SERVICE,
-        verifier=verifier,
-        chunk_tokens=chunk_tokens,
-        num_host_blocks=900,
-        eviction="learned",
-        host_eviction="learned",
-        min_gain_to_write=0.05,
-    )
-    report = replayer.run(chat_workload(150, seed=1))
-    assert report.mismatches == 0 and report.verified_tokens == report.prompt_tokens > 0
-    assert report.peak_running > 1
-    check_invariants(replayer.manager)
-
-
-def test_timed_replays_compare_policies():
-    requests = list(chat_workload(150))
-    found = compare(
-        requests, ["lru", "learned"], [400], block_size=16, concurrency=50, service=SERVICE,
-        with_optimum=False,
-    )  # fmt: skip
-    assert all(0 < rates[0] < 1 for rates in found.token_hit_rates.values())
 
 
 def test_command_line_runs_timed_replays(capsys):

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import pytest
 from kvcache.cli import main
 from kvcache_lab import TraceError, read_mooncake, read_trace, trace_forms
 from kvcache_lab_tests.test_traces import BAILIAN, MESSAGES, MOONCAKE, SGLANG, VLLM
-from tests.machinery.shared import REPO
 
 SEED = int(os.environ.get("KVCACHE_FUZZ_SEED", "1"))
 LINES = {
@@ -103,25 +101,12 @@ def test_damaged_traces_are_read_or_reported(tmp_path):
             raise
 
 
-def test_lone_surrogate_counts_as_a_token(tmp_path):
-    path = tmp_path / "trace"
-    path.write_text(json.dumps({"prompt": "a \ud800 b"}))
-    assert [each.num_tokens for each in read_trace(path)] == [3]
-
-
 def test_endless_line_is_rejected(monkeypatch):
     from kvcache_lab.traces import registry
 
     monkeypatch.setattr(registry, "MOST_LINE_BYTES", 2**16)
     with pytest.raises(TraceError, match="/dev/zero, line 1: has more than 65536 bytes: expected"):
         list(read_trace("/dev/zero"))
-
-
-def test_log_line_with_many_colons_is_read_quickly(tmp_path):
-    path = tmp_path / "trace"
-    path.write_text("Request a" + ": " * 100_000 + "\n" + VLLM.format(s=1, ids=[1]))
-    check_read(path, None)
-    assert len([*read_trace(path)]) == 1
 
 
 WRONG_PATHS = [0, 1, True, False, None, b"trace", bytearray(b"a"), 1.5, ["a"]]
@@ -138,27 +123,6 @@ def test_invalid_path_types_are_rejected(read, path):
 def test_impossible_path_is_rejected(path):
     with pytest.raises(ValueError, match=r"path is .*: expected the name of a file"):
         read_trace(path)
-
-
-@pytest.mark.slow
-def test_standard_output_stays_open():
-    code = "from kvcache_lab import read_mooncake\n"
-    code += "try: list(read_mooncake(1))\nexcept TypeError: print('still there')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
-    assert done.stdout == "still there\n"
-
-
-@pytest.mark.slow
-def test_command_prints_one_line_for_damaged_traces(tmp_path, capsys):
-    rng, path = random.Random(SEED + 1), tmp_path / "trace"
-    for i in range(150):
-        form = rng.choice([*LINES])
-        path.write_bytes(mutated(rng, form))
-        code = main(["replay", str(path), "--num-blocks", "200", "--format", form, "--json"])
-        out, err = capsys.readouterr()
-        place = f"seed {SEED + 1}, trace {i}, {form}: {path.read_bytes()[:200]!r}"
-        assert code in (0, 2), place
-        assert code == 0 or (err.count("\n") == 1 and not out), f"{place}: {err}"
 
 
 def test_command_prints_one_line_for_non_traces(tmp_path, capsys):

@@ -5,7 +5,6 @@ and otherwise rejects the model.
 
 import logging
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,7 +20,7 @@ from kvcache_serve.engine.transformers.layer_shapes import FilledCache, model_sh
 from kvcache_serve.engine.transformers.layer_states import LayerStates
 from kvcache_serve.engine.transformers.self_check import SelfCheck
 from kvcache_serve.engine.transformers.tiny_models import tiny_model, tiny_model_names
-from tests.machinery.architectures import MAX_TOKENS, judge, judge_model, prompts
+from tests.machinery.architectures import judge, prompts
 from tests.machinery.dense_models import greedy
 from tests.machinery.shared import sampled
 from tests.machinery.tiny_architectures import VOCAB_SIZE, architectures, tiny_architecture
@@ -73,36 +72,6 @@ def test_answers_of_all_architectures_equal_generate(model_type, is_batched):
 def test_every_architecture_is_correct_or_rejected_by_name(model_type):
     verdict = judge(model_type)
     assert verdict.answer in ("right", "refused", "not built"), verdict.reason
-
-
-@pytest.mark.slow
-def test_falcon_with_biases_instead_of_rope_is_served():
-    model = tiny_architecture("falcon", alibi=True)
-    assert judge_model(model, answers_of(model, prompts(), MAX_TOKENS)).answer == "right"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", sampled(["gpt_neo", "zaya"]))
-def test_drafts_are_correct_request_by_request(model_type):
-    model = tiny_architecture(model_type)
-    lines = prompts()
-    answers = answers_of(model, lines)
-    whole = [line + answer for line, answer in zip(lines, answers)]
-    rng = np.random.default_rng(0)
-
-    def draft(request):
-        tokens = request.token_ids.tolist()
-        for line in whole:
-            if line[: len(tokens)] == tokens:
-                return [t if rng.random() < 0.8 else 7 for t in line[len(tokens) :][:3]]
-        return []
-
-    paged = attach(model, "16MiB", max_model_len=96, num_speculative_tokens=3)
-    engine = Engine(paged, drafter=draft)
-    found = engine.generate(lines, SamplingParams(max_tokens=12))
-    assert paged.by_request and engine.metrics.accepted_drafts > 0
-    assert [each.samples[0].token_ids for each in found] == answers
-    paged.detach()
 
 
 @pytest.mark.slow
@@ -229,24 +198,6 @@ class TestTheCheckLeavesNoTrace:
         assert torch.equal(torch.random.get_rng_state(), generator)
         assert model.config._attn_implementation == attention
         assert not any("forward" in vars(module) for module in model.modules())
-
-    def test_cache_is_in_its_initial_state(self):
-        paged = attach(tiny_model("llama"), "4MiB", max_model_len=96)
-        manager = paged.cache.manager
-        assert manager.pool.num_free == manager.pool.num_total
-        assert manager.cache.stats.query_tokens == manager.pool.num_evicted == 0
-        ids = np.arange(1, manager.pool.num_blocks)
-        assert (manager.cache.hashes_of(ids).groups < 0).all()
-        assert not paged.cache.tables[0].get_numpy_array().any()
-        paged.detach()
-
-    @pytest.mark.slow
-    def test_model_that_is_already_attached_stays_attached(self):
-        model = tiny_architecture("jamba")
-        first = attach(model, "8MiB", max_model_len=96)
-        attach(model, "8MiB", max_model_len=96).detach()
-        assert served(first, prompts()[:2]) == answers_of(model, prompts()[:2])
-        first.detach()
 
 
 class TestDefectsAreNoticed:

@@ -101,28 +101,6 @@ def test_tokens_of_a_source_count_unless_they_were_computed_for_the_request(are_
     assert (stats.num_requests, stats.query_tokens, stats.hit_tokens) == (1, 90, 0)
 
 
-def test_failed_load_does_not_count():
-    course = Course(Source(80, arrives=False))
-    sequence = course.add("a", range(90))
-    for _ in range(3):
-        course.step()
-    assert sequence.num_cached_tokens == 0 and sequence.request.num_tokens > 90
-    assert course.manager.cache.stats.num_requests == 1
-
-
-def test_tokens_loaded_after_a_preemption_do_not_count():
-    source = Source(0)
-    course = Course(source, preemption="recompute")
-    sequence = course.add("a", range(90))
-    course.step()
-    course.scheduler._recompute(sequence)
-    course.manager.cache.evict(range(1, 60))
-    source.num_tokens = 80  # stored by the sequence itself
-    for _ in range(2):
-        course.step()
-    assert sequence.num_loaded_tokens == 80 and sequence.num_cached_tokens == 0
-
-
 def test_request_that_reads_no_cache_is_not_loaded_from_a_source():
     course = Course(Source(80))
     sequence = Sequence(Request("a", range(90), read_cache=False))

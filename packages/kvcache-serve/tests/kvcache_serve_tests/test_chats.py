@@ -5,7 +5,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from kvcache_serve.demo import Chat, make_chats, make_text_chats
+from kvcache_serve.demo import make_chats, make_text_chats, serve_chats
+from tests.machinery.dense_models import dense
 from tests.machinery.tokenizers import chat_tokenizer
 
 END = 2  # </s>
@@ -45,14 +46,13 @@ def test_text_chats_are_rendered_by_the_chat_template():
     assert len(first.next_prompt()) + first.max_tokens <= first.longest
 
 
-def test_answer_without_its_end_token_is_kept_whole():
-    chat = Chat([[1], [2]], [3], stop_token_ids=(END,))
-    chat.end_turn([3, 1], [[7, 8]])
-    assert chat.history == [3, 1, 7, 8]
-
-
 def test_text_chats_need_a_chat_template():
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="tokenizer has no chat template: expected one"):
         make_text_chats(tokenizer, 1, 1)
+
+
+def test_empty_list_of_chats_is_rejected():
+    with pytest.raises(ValueError, match="chats is empty: expected one or more"):
+        serve_chats(dense("llama"), "llama", [])

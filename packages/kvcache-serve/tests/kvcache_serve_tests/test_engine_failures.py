@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from kvcache.allocator import check_invariants
-from kvcache_serve.engine import Engine, Generation, NgramDrafter, SamplingParams
+from kvcache_serve.engine import Engine, Generation, SamplingParams
 from kvcache_serve.engine.sampling import Sampler
 from kvcache_serve.engine.transformers import attach
 from tests.machinery.dense_models import dense, greedy
@@ -164,32 +164,6 @@ class TestLogits:
         assert engine.metrics.failed_sequences == len(failing.samples)
         assert engine.metrics.failed_steps == 0
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 1}])
-    def test_masked_logits_are_not_an_error(self, make_engine, monkeypatch, params):
-        engine = make_engine()
-        others = Others(engine)
-        prompt = list(range(200, 230))
-
-        def mask(logits):
-            logits[..., 3:] = -INF
-
-        spoil(engine, monkeypatch, prompt, mask)
-        masked = engine.add(prompt, SamplingParams(max_tokens=6, **params))
-        others.run()
-        for sample in masked.samples:
-            assert sample.finish_reason == "length"
-            assert all(token < 3 for token in sample.token_ids[1:])
-
-    def test_invalid_logits_of_drafts_end_only_their_own_request(self, make_engine, monkeypatch):
-        engine = make_engine(drafter=NgramDrafter(shortest=1))
-        others = Others(engine)
-        prompt = [5, 6] * 10
-        spoil(engine, monkeypatch, prompt, one_nan)
-        failing = engine.add(prompt, SamplingParams(max_tokens=10))
-        others.run()
-        assert failing.samples[0].finish_reason == "error"
-
     def test_invalid_logits_after_a_rejected_draft_have_no_effect(self, make_engine, monkeypatch):
         prompt, wrong = list(range(200, 230)), 7
         wanted = greedy(dense("llama", 2), prompt, 10)
@@ -278,12 +252,6 @@ class TestSampling:
         others.run()
         assert [sample.finish_reason for sample in failing.samples] == ["error"] * 2
 
-    def test_stop_tokens_outside_the_vocabulary_are_not_an_error(self, make_engine):
-        engine = make_engine()
-        params = SamplingParams(max_tokens=4, stop_token_ids=(10**6,))
-        (found,) = engine.generate([range(200, 230)], params)
-        assert [sample.finish_reason for sample in found.samples] == ["length"]
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts,expected", [
@@ -339,42 +307,6 @@ class TestStreams:
             tokens += [token for delta in stream for token in delta.token_ids]
         assert got == [greedy(dense("llama", 2), prompt, 6) for prompt in PROMPTS]
 
-    def test_each_request_end_is_reported_once(self, make_engine):
-        engine = make_engine()
-        params = SamplingParams(max_tokens=4, n=3, temperature=1.0, seed=4)
-        deltas = list(engine.stream(PROMPTS[0], params))
-        ends = sorted(delta.index for delta in deltas if delta.finish_reason)
-        assert ends == [0, 1, 2]
-        assert sum(len(delta.token_ids) for delta in deltas) == 12
-
-
-def test_rejected_requests_are_returned_even_if_the_model_fails(make_engine, monkeypatch):
-    engine = make_engine()
-    others = Others(engine)
-    schedule, victim = (
-        engine.scheduler.schedule,
-        engine.add([4, 5, 6], SamplingParams(max_tokens=3)),
-    )
-
-    def refusing():
-        monkeypatch.setattr(engine.scheduler, "schedule", schedule)
-        step = schedule()
-        engine.scheduler.finish(victim.samples[0])
-        step.refused.append(victim.samples[0])
-        return step
-
-    def fail(_):
-        monkeypatch.setattr(engine.model, "forward", forward)
-        raise RuntimeError("out of order")
-
-    forward = engine.model.forward
-    monkeypatch.setattr(engine.scheduler, "schedule", refusing)
-    monkeypatch.setattr(engine.model, "forward", fail)
-    with pytest.raises(RuntimeError, match="out of order"):
-        engine.step()
-    (delta,) = others.run()
-    assert delta.finish_reason == "refused"
-
 
 class TestFreeCallbacks:
     """The `free` callback of a request runs while the engine processes the tokens of a whole batch."""
@@ -387,27 +319,6 @@ class TestFreeCallbacks:
         while engine.num_unfinished:
             deltas.append(engine.step())
         return ending, others, deltas
-
-    def test_request_aborted_during_free_gets_no_more_tokens(self, make_engine):
-        engine = make_engine()
-
-        def free(request):
-            assert engine.abort(others[1].request_id)
-            engine.cache.manager.free(request)
-
-        others = []
-        params = SamplingParams(max_tokens=4)
-        ending = engine.add(PROMPTS[0], params, free=free)
-        others += [engine.add(prompt, SamplingParams(max_tokens=9)) for prompt in PROMPTS[1:]]
-        of_aborted = []
-        while engine.num_unfinished:
-            of_aborted += [d for d in engine.step() if d.request_id == others[1].request_id]
-        assert ending.samples[0].finish_reason == "length"
-        assert others[1].samples[0].finish_reason == "abort"
-        assert [len(delta.token_ids) for delta in of_aborted] == [1, 1, 1]
-        assert len(others[1].samples[0].token_ids) == 3
-        model = dense("llama", 2)
-        assert others[0].samples[0].token_ids == greedy(model, PROMPTS[1], 9)
 
     @pytest.mark.parametrize("is_drafted", [False, True])
     def test_failing_free_ends_only_its_own_request(self, make_engine, is_drafted):
@@ -430,6 +341,27 @@ class TestFreeCallbacks:
         assert [each for delta in own for each in delta.logprobs] == sample.logprobs
         for prompt, generation in zip(PROMPTS[1:], others):
             assert generation.samples[0].token_ids == greedy(model, prompt, 9)
+
+    def test_request_aborted_during_free_gets_no_more_tokens(self, make_engine):
+        engine = make_engine()
+
+        def free(request):
+            assert engine.abort(others[1].request_id)
+            engine.cache.manager.free(request)
+
+        others = []
+        params = SamplingParams(max_tokens=4)
+        ending = engine.add(PROMPTS[0], params, free=free)
+        others += [engine.add(prompt, SamplingParams(max_tokens=9)) for prompt in PROMPTS[1:]]
+        of_aborted = []
+        while engine.num_unfinished:
+            of_aborted += [d for d in engine.step() if d.request_id == others[1].request_id]
+        assert ending.samples[0].finish_reason == "length"
+        assert others[1].samples[0].finish_reason == "abort"
+        assert [len(delta.token_ids) for delta in of_aborted] == [1, 1, 1]
+        assert len(others[1].samples[0].token_ids) == 3
+        model = dense("llama", 2)
+        assert others[0].samples[0].token_ids == greedy(model, PROMPTS[1], 9)
 
 
 class TestStop:

