@@ -2,24 +2,18 @@
 """Runs a tiny instance of every causal architecture in transformers over a paged cache and reports
 the outcome.
 
-`python -m tests.machinery.architectures [MODEL_TYPE ...]` prints a table and the counts. The
-reference answers come from `generate`, called with one prompt at a time. The engine serves all
+The reference answers come from `generate`, called with one prompt at a time. The engine serves all
 prompts together and splits them into chunks. The pool is small enough that some requests are
 preempted, by swap and by recompute, and the second pass starts from prefix hits.
 """
 
 from __future__ import annotations
 
-import argparse
-import collections
 import contextlib
 import io
-import logging
-import time
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from kvcache import plan_cache
@@ -27,7 +21,7 @@ from kvcache.allocator import check_invariants
 from kvcache_serve.engine import Engine, SamplingParams
 from kvcache_serve.engine.transformers import PagedModel, UnsupportedModel, attach, layer_specs
 from tests.machinery.dense_models import greedy
-from tests.machinery.tiny_architectures import VOCAB_SIZE, architectures, tiny_architecture
+from tests.machinery.tiny_architectures import VOCAB_SIZE, tiny_architecture
 
 _MAX_MODEL_LEN, MAX_TOKENS, _TOKENS_PER_STEP = 96, 10, 24
 _REFUSED, _RIGHT, _WRONG, _RAISED = "refused", "right", "wrong", "raised"
@@ -120,29 +114,3 @@ def _in_tight_pool(model: PreTrainedModel) -> PagedModel:
 
 def _line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
-def main() -> None:
-    """Print the table of outcomes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model_types", metavar="MODEL_TYPE", nargs="*", help="default: all")
-    args = parser.parse_args()
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    print("model type, verdict, how, sequences preempted, tokens hit, time, reason")
-    counts: collections.Counter[str] = collections.Counter()
-    for model_type in args.model_types or architectures():
-        start = time.perf_counter()
-        verdict = judge(model_type)
-        how = {None: "", True: "batched", False: "by request"}[verdict.is_batched]
-        counts[" ".join(filter(None, (verdict.answer, how)))] += 1
-        seconds = time.perf_counter() - start
-        figures = f"{verdict.num_preempted:3} {verdict.num_cached_tokens:4} {seconds:5.1f} s"
-        print(
-            f"{model_type:26} {verdict.answer:9} {how:10} {figures}  {verdict.reason}", flush=True
-        )
-    print(", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in a separate process, which reads commands and writes responses, one JSON value per
-line.
-"""
+"""Engines in separate processes."""
 
 import json
 import os
@@ -9,16 +7,32 @@ import random
 import select
 import signal
 import subprocess
+import sys
 import threading
 import time
 
+from tests.machinery import roots
 from tests.machinery.shared import REPO
 
 DEADLINE_S = 240
 
 
+def run_module(module, *arguments, timeout_s=None, **settings):
+    """Run a module with these environment variables. Return the JSON in the last line of its output."""
+    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
+    path = os.pathsep.join(filter(None, [roots.python_path(), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=REPO, timeout=timeout_s,
+        env={**os.environ, "PYTHONPATH": path, **settings},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 class EngineInProcess:
-    """An engine in a separate process.
+    """An engine in a separate process, which reads commands and writes responses, one JSON value per
+    line.
 
     Args:
         command: The command that starts the engine.

@@ -303,8 +303,4 @@ class Priority(Policy):
         return min(ids, key=lambda i: (self.priority(i), self.order.index(i)))
 
 
-MODELS = {
-    "last_access": LastAccess,
-    "lru": Lru,
-    "priority": Priority,
-}
+MODELS = {"last_access": LastAccess, "lru": Lru, "priority": Priority}

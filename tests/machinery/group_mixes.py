@@ -36,10 +36,6 @@ class ModelGroup:
         """Return the fixed number of blocks per row, or FOREVER if the number is not fixed."""
         return ceil_div(self.buffer, self.block_size) if self.pages == CIRCULAR else FOREVER
 
-    def hits_from(self, n):
-        """Return the first token whose KV a hit of n tokens provides."""
-        return self.reads_from(n) if self.cached else n
-
 
 def state_column(group: ModelGroup, num_tokens: int, sure: int) -> int:
     """Return the table column of the state after `num_tokens` tokens, for a step whose drafts begin
@@ -62,8 +58,7 @@ def window_of(window: int) -> Kind:
 
 
 FULL = Kind(
-    lambda size: GroupSpec("full_attention", size),
-    lambda size: ModelGroup(size, keeps_all=True),
+    lambda size: GroupSpec("full_attention", size), lambda size: ModelGroup(size, keeps_all=True)
 )
 
 
@@ -86,6 +81,5 @@ def _recurrent(num_speculative: int) -> Kind:
 
 RECURRENT, RECURRENT_1 = _recurrent(0), _recurrent(1)
 CROSS = Kind(
-    lambda size: GroupSpec("cross_attention", size),
-    lambda size: ModelGroup(size, pages=ENCODER),
+    lambda size: GroupSpec("cross_attention", size), lambda size: ModelGroup(size, pages=ENCODER)
 )

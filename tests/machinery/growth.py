@@ -91,16 +91,11 @@ def measure(name: str, operations: int, run: Callable[[], Iterator[None]], most:
     warm = samples[int(len(samples) * WARM_UP)]
     highest = max(samples[int(len(samples) * WARM_UP) :])
     is_flat = highest - warm <= most
+    sizes = ", ".join(f"{each / 2**20:.1f}" for each in (start, warm, samples[-1], end))
     print(
-        f"{name}: {operations} operations, {operations / took:.0f} per second; resident MiB: "
-        + ", ".join(
-            f"{bytes_ / 2**20:.1f} {when}"
-            for bytes_, when in (
-                *((start, "at the start"), (warm, "after the warm-up")),
-                *((samples[-1], "at the end"), (end, "without it")),
-            )
-        )
-        + ("" if is_flat else f": GREW by {(highest - warm) / 2**20:.1f}"),
+        f"{name}: {operations / took:.0f} operations per second; resident MiB at the start, after the "
+        f"warm-up, at the end, without it: {sizes}",
+        "" if is_flat else f"GREW by {(highest - warm) / 2**20:.1f}",
         flush=True,
     )
     return is_flat

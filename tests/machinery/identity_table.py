@@ -318,22 +318,16 @@ WINDOW = {"kind": "sliding_window", "options": {"window": 32}}
 STATE = {
     "kind": "recurrent", "num_kv_heads": 0, "head_size": 0, "dtype": "float32", "state_bytes": 4096,
 }  # fmt: skip
+REFUSED = "other versions are refused when a description is created"
 OF_GROUPS = "checked against the manager's groups, whose fields are rows of their own"
 HOW_MANY = "affects the engine's memory or time, not the content of a block"
 WHEN = "affects when blocks are kept, moved or reported, not their content"
 STEPS = "distributes tokens over steps; the content of blocks is the same"
-BY_RANK = "covered by the caller's text `rank`: a manager has no data about other ranks"
-BY_SPEC = "covered by LayerSpec and GroupSpec: stores create no CacheDescription"
 
 
 def rows(prefix: str, of: Any, /, base=None, same="", **changed: object) -> dict[str, Row]:
     """Return a row for each field of a class or parameter of a function."""
     return {f"{prefix}.{name}": Row(of, {name: x}, base, same) for name, x in changed.items()}
-
-
-def elsewhere(of: Any, same: str, *names: str) -> dict[str, Row]:
-    """Return rows for fields that another field distinguishes or that cannot be tested."""
-    return {name: Row(of, same=same) for name in names}
 
 
 TABLE: dict[str, Row] = {
@@ -480,11 +474,9 @@ TABLE: dict[str, Row] = {
     "CacheDescription.engine_id": Row(of_description, same="a name; all engines share one store"),
     "CacheDescription.hash_algorithm": Row(of_description,
         same="informs the caller; the identity has the algorithm of the manager"),
-    "CacheDescription.version": Row(of_description,
-        same="other versions are refused when a description is created"),
+    "CacheDescription.version": Row(of_description, same=REFUSED),
     "StateDescription.engine_id": Row(of_states, same="a name"),
-    "StateDescription.version": Row(of_states,
-        same="other versions are refused when a description is created"),
+    "StateDescription.version": Row(of_states, same=REFUSED),
     "GroupLayout.spec": Row(of_layout, same=OF_GROUPS),
 }  # fmt: skip
 
@@ -493,62 +485,46 @@ OWN = "each engine has its own; the KV of a token is the same"
 HITS = "it decides which blocks an engine caches, not their content"
 BY_LAYOUT = "offers contain the layout of the pages"
 
+
+def names(prefix: str, fields_: str) -> list[str]:
+    return [f"{prefix}.{name}" for name in fields_.split()]
+
+
 # Fields in which an engine may differ from another one whose offers it accepts.
 ACCEPTED: dict[str, str] = {
-    **dict.fromkeys(
-        [
-            *("LayerSpec.block_size", "LayerSpec.replicated"),
-            *("GroupSpec.block_size", "GroupSpec.replicated"),
-            *(f"ContextParallel.{field.name}" for field in fields(ContextParallel)),
-            *("CachePlan.page_bytes", "CachePlan.layer_page_bytes", "CachePlan.padding_bytes"),
-            *("CachePlan.context_parallel", "AttentionBackend.dims", "AttentionBackend.nhd"),
-            *("AttentionBackend.hnd", "AttentionBackend.nhd_cross_layers"),
-            *("AttentionBackend.hnd_cross_layers", "KVStorage.block_size", "KVStorage.backend"),
-            *("KVStorage.layout", "KVStorage.cross_layers", "build.backend", "build.layout"),
-            *("build.cp_kv_cache_interleave_size", "PageContents.storages"),
-            "PageContents.cp_interleave",
-            *("CacheDescription.tp_size", "CacheDescription.pp_size", "CacheDescription.stages"),
-            *("CacheDescription.cp_world_size", "CacheDescription.cp_interleave"),
-            *("CacheDescription.block_size", "CacheDescription.memory_order"),
-            *("CacheDescription.page_stride", "StateDescription.tp_size"),
-            *("StateDescription.pp_size", "StateDescription.stages"),
-            *("StateDescription.cp_world_size", "StateDescription.page_stride"),
-            *("StateTensor.channels_last", "GroupLayout.pages_per_block"),
-        ],
-        CONVERTED,
-    ),
-    **dict.fromkeys(
-        [
-            *("CachePlan.num_pages", "CachePlan.max_model_len"),
-            *("CachePlan.max_num_batched_tokens", "AttentionBackend.name"),
-            *("KVStorage.num_blocks", "GroupLayout.num_blocks", "build.max_num_reqs"),
-            *("build.num_speculative_tokens", "build.num_host_blocks", "build.swap_options"),
-            "build.clear",
-            *("build.num_preallocate_tokens", "build.kernel_sizes", "BlockParts.blocks_per_page"),
-            *("CacheOptions.watermark", "CacheOptions.fence_frees"),
-            "CacheOptions.engine_copies_states",
-            *("CacheOptions.enable_events", "CacheOptions.prefault", "CacheOptions.explain_misses"),
-        ],
-        OWN,
-    ),
-    **dict.fromkeys(
-        [
-            *("LayerSpec.drafts", "GroupSpec.cached", "GroupSpec.drafts", "build.enable_caching"),
-            *("CacheOptions.hash_block_size", "CacheOptions.retention_interval"),
-            *("CacheOptions.eviction", "CacheOptions.eviction_options"),
-            *("CacheOptions.host_eviction", "CacheOptions.host_eviction_options"),
-            *("CacheOptions.host_write", "CacheOptions.min_gain_to_write"),
-        ],
-        HITS,
-    ),
-    **dict.fromkeys(
-        [
-            *("fingerprint.pages", "fingerprint.rank", "fingerprint.contents"),
-            *("fingerprint.cp_kv_cache_interleave_size", "KVIdentity.part"),
-        ],
-        BY_LAYOUT,
-    ),
-}
+    **dict.fromkeys([
+        *names("LayerSpec", "block_size replicated"),
+        *names("GroupSpec", "block_size replicated"),
+        *(f"ContextParallel.{field.name}" for field in fields(ContextParallel)),
+        *names("CachePlan", "page_bytes layer_page_bytes padding_bytes context_parallel"),
+        *names("AttentionBackend", "dims nhd hnd nhd_cross_layers hnd_cross_layers"),
+        *names("KVStorage", "block_size backend layout cross_layers"),
+        *names("build", "backend layout cp_kv_cache_interleave_size"),
+        *names("PageContents", "storages cp_interleave"),
+        *names("CacheDescription", "tp_size pp_size stages cp_world_size cp_interleave block_size"),
+        *names("CacheDescription", "memory_order page_stride"),
+        *names("StateDescription", "tp_size pp_size stages cp_world_size page_stride"),
+        *("StateTensor.channels_last", "GroupLayout.pages_per_block"),
+    ], CONVERTED),
+    **dict.fromkeys([
+        *names("CachePlan", "num_pages max_model_len max_num_batched_tokens"),
+        *("AttentionBackend.name", "KVStorage.num_blocks", "GroupLayout.num_blocks"),
+        *names("build", "max_num_reqs num_speculative_tokens num_host_blocks swap_options clear"),
+        *names("build", "num_preallocate_tokens kernel_sizes"),
+        "BlockParts.blocks_per_page",
+        *names("CacheOptions", "watermark fence_frees engine_copies_states enable_events prefault"),
+        "CacheOptions.explain_misses",
+    ], OWN),
+    **dict.fromkeys([
+        *("LayerSpec.drafts", "GroupSpec.cached", "GroupSpec.drafts", "build.enable_caching"),
+        *names("CacheOptions", "hash_block_size retention_interval eviction eviction_options"),
+        *names("CacheOptions", "host_eviction host_eviction_options host_write min_gain_to_write"),
+    ], HITS),
+    **dict.fromkeys([
+        *names("fingerprint", "pages rank contents cp_kv_cache_interleave_size"),
+        "KVIdentity.part",
+    ], BY_LAYOUT),
+}  # fmt: skip
 
 WITHOUT_STORE = (of_description, of_states, of_tensor, of_layout)
 TABLE |= {

@@ -53,20 +53,29 @@ def release(run, slots):
     allocator.free_pages = allocator.free_pages.roll(len(slots))
 
 
+def after_planning(run, change):
+    """Call a function after each batch has been planned."""
+
+    def next_batch(original, *arguments, **options):
+        plan = original(*arguments, **options)
+        change()
+        return plan
+
+    run.wrap(run.scheduler, "get_next_batch_to_run", next_batch)
+
+
 @defect()
 def page_of_a_running_request_is_freed(run):
     """The first page of a running request is freed."""
     size = allocator_of(run).page_size
 
-    def next_batch(original, *arguments, **options):
-        plan = original(*arguments, **options)
+    def change():
         requests = [each for each in run.running if len(each.output_ids) > 3]
         if len(requests) > 1 and run.now(8):
             release(run, run.slots(requests[0], 0, size))
             run.planted()
-        return plan
 
-    run.wrap(run.scheduler, "get_next_batch_to_run", next_batch)
+    after_planning(run, change)
 
 
 @defect()
@@ -108,8 +117,7 @@ def allocator_is_cleared_without_the_tree(run):
 def slot_of_another_request_in_a_row(run):
     """The first page in a row of `req_to_token` is a page of another request."""
 
-    def next_batch(original, *arguments, **options):
-        plan = original(*arguments, **options)
+    def change():
         requests = run.running
         if len(requests) > 1 and len(requests[0].output_ids) > 3 and run.now(8):
             size = allocator_of(run).page_size
@@ -118,9 +126,8 @@ def slot_of_another_request_in_a_row(run):
             first[-size - 1 :][:1] = second[-size - 1 :][:1]
             first[32 : 32 + size] = second[32 : 32 + size]
             run.planted()
-        return plan
 
-    run.wrap(run.scheduler, "get_next_batch_to_run", next_batch)
+    after_planning(run, change)
 
 
 @defect()
@@ -172,27 +179,6 @@ def new_slots_are_not_written_to_the_row(run):
 
 
 # In the radix cache ------------------------------------------------------------------------------
-
-
-@defect()
-def prefix_hit_of_other_tokens(run):
-    """A prefix lookup returns the prefix of another request."""
-    tree, keys = run.scheduler.tree_cache, {}
-
-    def match(original, parameters):
-        key = parameters.key
-        mine = list(key.token_ids)[:32]
-        other = next((each for each in keys.values() if list(each)[:32] != mine), None)
-        keys[parameters.req.rid] = key.token_ids
-        if other is not None and len(other) > 70 and len(key.token_ids) > 70 and run.now(10):
-            key.token_ids = other
-            result = original(parameters)
-            if result.device_prefix_len:
-                run.planted()
-            return result
-        return original(parameters)
-
-    run.wrap(tree, "match_prefix", match)
 
 
 @defect()
@@ -336,17 +322,15 @@ def slots_of_the_window_are_exchanged(run):
     """Two pages of a request exchange their slots in the window pool."""
     mapping = allocator_of(run).full_to_swa_index_mapping
 
-    def next_batch(original, *arguments, **options):
-        plan = original(*arguments, **options)
+    def change():
         requests = [each for each in run.running if len(each.output_ids) > 3]
         if requests and run.now(8):
             stop = run.slots(requests[0]).numel() // 16 * 16
             first, second = run.slots(requests[0], stop - 32, stop).long().split(16)
             mapping[first], mapping[second] = mapping[second], mapping[first].clone()
             run.planted()
-        return plan
 
-    run.wrap(run.scheduler, "get_next_batch_to_run", next_batch)
+    after_planning(run, change)
 
 
 # In HiCache --------------------------------------------------------------------------------------
@@ -406,12 +390,6 @@ def find_all(engine):
     return in_a_process("tests.machinery.sglang_defects", engine)
 
 
-def _said(result):
-    """Return whether SGLang answered, or the last step that it computed before it failed."""
-    error = result["error"]
-    return "answered" if error is None else f"step {result['failed_at']}: {error}"
-
-
 def _find(engine):
     scheduler, found = Scheduler(**ENGINES[engine]), []
     plants = {"": None}
@@ -421,12 +399,13 @@ def _find(engine):
         result = scheduler.run(work, plant)
         findings = result.get("findings") or {}
         kind, step = (result.get("found") or [(None, None)])[0]
+        # The last step that SGLang computed before it failed.
+        error = result["error"] and f"step {result['failed_at']}: {result['error']}"
         found.append(
             {
                 **{"name": name, "planted_at": result.get("planted_at"), "found_at": step},
-                **{"kind": kind, "engine": _said(result)},
+                **{"kind": kind, "engine": error or "answered"},
                 **{"slots_read": findings.get("slots_read"), "off": findings.get("off")},
-                "retractions": result.get("retractions"),
             }
         )
     return found

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -26,6 +25,7 @@ os.environ.setdefault("SGLANG_RETRACT_DECODE_STEPS", "1")
 # Evict often, so that even short requests free slots outside their windows.
 os.environ.setdefault("SGLANG_SWA_EVICTION_INTERVAL", "16")
 
+from tests.machinery.engine_process import run_module
 from tests.machinery.sglang_cpu import add_hicache_copies, read_windows_from_their_pool
 from tests.machinery.shared import REPO
 
@@ -308,12 +308,7 @@ def _is_aborted(request):
 
 def in_a_process(module, *arguments, **settings):
     """Run a module with the sanitizer enabled. Return the JSON in the last line of its output."""
-    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
-    settings = {**os.environ, "KVCACHE_SANITIZE": "1", **settings}
-    done = subprocess.run(command, cwd=REPO, env=settings, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_module(module, *arguments, **{"KVCACHE_SANITIZE": "1", **settings})
 
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ the last line of its output.
 import json
 import os
 import random
-import subprocess
 import sys
 import time
 
 from kvcache.allocator import check_invariants
-from tests.machinery import roots
-from tests.machinery.shared import REPO
+from tests.machinery.engine_process import run_module
 from tests.machinery.vllm_weights import fill_at_random
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -26,44 +24,23 @@ TIER = "kvcache_vllm.offloading"
 SWAPS = ("swap_in", "swap_out")
 
 
-def chats(model, *, tier=None, connector=TIER, python=sys.executable, **options):
-    """Run the chats in another process.
+NUM_CHATS, PROMPT_TOKENS, TURN_TOKENS, MAX_TOKENS = 24, 600, 40, 16
 
-    Return the answers, the hit tokens per turn, the CPU seconds and the metrics.
 
-    `tier` contains the options of the host tier, or is None if there is no tier. `num_blocks`,
-    `num_chats`, `num_turns`, `prompt_tokens`, `turn_tokens` and `max_tokens` are the sizes of the
-    pool and of the chats. `fail_every` is the number of successful swaps between two failures, or 0
-    for no failures. `scheduler_cls` replaces vLLM's scheduler.
-    """
-    options |= {"model": model, "tier": tier, "connector": connector}
-    [found] = chats_each([options], python)
+def chats(model, **options):
+    """Run the chats in another process. Return their results, see `run`."""
+    [found] = chats_each([{"model": model, **options}])
     if "error" in found:
-        raise ChatsFailed(found["error"])
+        raise RuntimeError(found["error"])
     return found
 
 
-def chats_each(variants, python=sys.executable):
+def chats_each(variants):
     """Run `chats` with each of these sets of options in turn, in one process. Results of failed
     runs contain `error`.
     """
-    done = subprocess.run(
-        [python, "-m", __name__, json.dumps(variants)],
-        capture_output=True,
-        text=True,
-        cwd=REPO,
-        env=os.environ | {"PYTHONPATH": roots.python_path(), "OMP_NUM_THREADS": "1"},
-        timeout=100 + 100 * len(variants),
-    )
-    if done.returncode:
-        raise ChatsFailed(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-class ChatsFailed(Exception):
-    """Raised if chats fail. The message is the output of the process, or the exception that it
-    raised.
-    """
+    timeout_s = 100 + 100 * len(variants)
+    return run_module(__name__, json.dumps(variants), timeout_s=timeout_s, OMP_NUM_THREADS="1")
 
 
 def run_each(variants):
@@ -85,21 +62,17 @@ def run_each(variants):
 
 
 def run(
-    model,
-    tier=None,
-    connector=TIER,
-    num_blocks=100,
-    num_chats=24,
-    num_turns=3,
-    prompt_tokens=600,
-    turn_tokens=40,
-    max_tokens=16,
-    fail_every=0,
-    scheduler_cls=None,
-    is_async=False,
-    events=False,
-    seed=1,
-):
+    model, tier=None, connector=TIER, num_blocks=100, num_turns=3, fail_every=0,
+    scheduler_cls=None, is_async=False, events=False,
+):  # fmt: skip
+    """Return the answers, the hit and prompt tokens per turn, the CPU seconds and the metrics.
+
+    Args:
+        tier: The options of the host tier, or None without a tier.
+        num_blocks: The size of the device pool.
+        fail_every: The number of successful swaps between two failures, or 0 for no failures.
+        scheduler_cls: Replaces vLLM's scheduler.
+    """
     from vllm import LLM, SamplingParams
     from vllm.config import KVEventsConfig, KVTransferConfig
 
@@ -128,11 +101,11 @@ def run(
         **more,
     )
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    rng = random.Random(seed)
-    texts = [[rng.randrange(3, 512) for _ in range(prompt_tokens)] for _ in range(num_chats)]
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    rng = random.Random(1)
+    texts = [[rng.randrange(3, 512) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_CHATS)]
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
     answers, hits, prompts = [], [], []
-    wall, cpu = time.perf_counter(), time.process_time()
+    cpu = time.process_time()
     for _ in range(num_turns):
         outputs = llm.generate(
             [{"prompt_token_ids": text} for text in texts], params, use_tqdm=False
@@ -141,8 +114,8 @@ def run(
         prompts.append(sum(map(len, texts)))
         for text, output in zip(texts, outputs):
             answers.append(list(output.outputs[0].token_ids))
-            text += answers[-1] + [rng.randrange(3, 512) for _ in range(turn_tokens)]
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            text += answers[-1] + [rng.randrange(3, 512) for _ in range(TURN_TOKENS)]
+    cpu = time.process_time() - cpu
     found = {
         metric.name: getattr(metric, "value", None) or getattr(metric, "count", 0)
         for metric in llm.get_metrics()
@@ -153,7 +126,7 @@ def run(
     if native is not None:
         check_invariants(native)
     result = {
-        **{"answers": answers, "hits": hits, "prompts": prompts, "wall": wall, "cpu": cpu},
+        **{"answers": answers, "hits": hits, "prompts": prompts, "cpu": cpu},
         **{"metrics": found, "failed": len(num_failed)},
         "manager": type(scheduler.kv_cache_manager).__name__,
         "usage": scheduler.kv_cache_manager.usage,

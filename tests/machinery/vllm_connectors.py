@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs connectors of vLLM that hold blocks in two schedulers, one with vLLM's cache manager and one
 with kvcache's, and simulates their workers.
-
-`python -m tests.machinery.vllm_connectors` runs each case of `CASES` with at least 3,000 requests, and
-prints the seeds and the counts. Numbers of cases may be given.
 """
 
-import collections
 import contextlib
 import itertools
 import random
-import sys
-import tempfile
-from pathlib import Path
 from unittest import mock
 
 from vllm.config import KVTransferConfig
@@ -537,30 +530,3 @@ def run_case(model, case, seed, num_steps):
         if options.pop("in_order", False):
             patches.enter_context(mock.patch.object(BlockPool, "free_blocks", in_order_of_release))
         return sides(seed, config, tuple(groups.split(", ")), num_blocks, **options).run(num_steps)
-
-
-def main(numbers):
-    """Run these cases, or all, with at least 3,000 requests each."""
-    from tests.machinery.vllm_models import write_config
-
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_config(Path(folder), "llama")
-        for number in numbers or range(len(CASES)):
-            case, total = CASES[number], collections.Counter()
-            for seed in itertools.count():
-                try:
-                    total += run_case(model, case, seed, 400)
-                except AssertionError as error:
-                    raise AssertionError(f"{case}, seed {seed}") from error
-                if total["requests"] >= 3_000:
-                    break
-            names = ("requests", "steps", "hit tokens", "loaded blocks", "stored blocks")
-            names += ("external tokens", "sent states", "preemptions", "events", "offload events")
-            shown = ", ".join(f"{total[name]:,} {name}" for name in names)
-            print(f"{case}: seeds 0 to {seed}: {shown}: 0 differences", flush=True)
-
-
-if __name__ == "__main__":
-    from tests.machinery.vllm_connectors import main  # vLLM imports the module by name
-
-    main([int(each) for each in sys.argv[1:]])

@@ -9,18 +9,13 @@ layers, which exist in both runners of vLLM.
 import copy
 import itertools
 import json
-import os
 import pathlib
 import random
-import subprocess
 import sys
 import tempfile
 
-from tests.machinery import (
-    roots,
-    vllm_schedulers,  # noqa: F401  sets environment variables
-)
-from tests.machinery.shared import REPO
+from tests.machinery import vllm_schedulers  # noqa: F401  sets environment variables
+from tests.machinery.engine_process import run_module
 from tests.machinery.vllm_models import ENGINES, OPTIONS, make_room, write_config
 from tests.machinery.vllm_weights import fill_at_random, without_checkpoints
 
@@ -115,35 +110,6 @@ def hash_without_the_prefix(engine):
     engine.wrap(kv_cache_utils, "hash_block_tokens", block_hash)
 
 
-@defect()
-def hash_of_another_request(engine):
-    """Two requests have equal block hashes, although their tokens differ."""
-    first = {}
-
-    def add(original, request):
-        hashes, own = first.setdefault("hashes", list(request.block_hashes)), request.block_hashes
-        if len(own) >= len(hashes) > 0 and own[0] != hashes[0]:
-            own[: len(hashes)] = hashes
-            engine.planted()
-        return original(request)
-
-    engine.wrap(engine.scheduler, "add_request", add)
-
-
-@defect("llama")
-def hit_with_a_block_of_other_tokens(engine):
-    """The second block of a prefix hit is replaced by another block."""
-
-    def find(original, *arguments):
-        found = original(*arguments)
-        if len(found[0][0]) > 1 and engine.now(2):
-            found[0][0][1] = found[0][0][0]
-            engine.planted()
-        return found
-
-    engine.wrap(engine.manager.coordinator, "find_longest_cache_hit", find)
-
-
 @defect("llama")
 def blocks_are_cached_before_they_are_computed(engine):
     """A request's blocks can be hit before their KV exists, and the hit ends in such a block."""
@@ -235,91 +201,54 @@ def state_of_another_prefix(engine):
 
 
 @defect("llama", "gemma3")
-def preemption_keeps_computed_tokens(engine):
-    """The tokens of a preempted request count as computed when it is resumed."""
-
-    def preempt(original, request, *arguments, **options):
-        computed = request.num_computed_tokens
-        original(request, *arguments, **options)
-        if computed > 64 and engine.now(2):
-            engine.resumed = request.request_id, computed // 32 * 32
-            engine.planted()
-
-    engine.wrap(engine.scheduler, "_preempt_request", preempt)
-
-    def schedule(original, *arguments):
-        output = original(*arguments)
-        cached = output.scheduled_cached_reqs
-        name, computed = getattr(engine, "resumed", (None, 0))
-        if name in cached.resumed_req_ids:
-            i = cached.req_ids.index(name)
-            if cached.num_computed_tokens[i] < computed:
-                cached.num_computed_tokens[i] = cached.num_computed_tokens[i] + 32
-                engine.planted()
-        return output
-
-    engine.wrap(engine.scheduler, "schedule", schedule)
-
-
-@defect("llama", "gemma3")
 def new_blocks_are_not_sent(engine):
     """The worker does not receive the new block of a request."""
 
-    def schedule(original, *arguments):
-        output = original(*arguments)
+    def change(output):
         cached = output.scheduled_cached_reqs
         for i, blocks in enumerate(cached.new_block_ids):
-            if (
-                blocks is not None
-                and cached.req_ids[i] not in cached.resumed_req_ids
-                and engine.now(4)
-            ):
+            is_resumed = cached.req_ids[i] in cached.resumed_req_ids
+            if blocks is not None and not is_resumed and engine.now(4):
                 cached.new_block_ids[i] = None
                 engine.planted()
                 break
-        return output
 
-    engine.wrap(engine.scheduler, "schedule", schedule)
+    engine.after_schedule(change)
 
 
 @defect("llama", "gemma3")
 def blocks_in_use_are_zeroed(engine):
     """A block of a running request is zeroed like a new block."""
 
-    def schedule(original, *arguments):
-        output = original(*arguments)
+    def change(output):
         if len(engine.scheduler.running) > 2 and engine.now(10):
             held = engine.held(engine.scheduler.running[0])
             if len(held) > 1:
                 output.new_block_ids_to_zero = [held[-2].block_id]
                 engine.planted()
-        return output
 
-    engine.wrap(engine.scheduler, "schedule", schedule)
+    engine.after_schedule(change)
 
 
 @defect("llama", "gemma3")
 def copy_into_a_block_in_use(engine):
     """The destination of a copy-on-write is a block of another running request."""
 
-    def schedule(original, *arguments):
-        output = original(*arguments)
+    def change(output):
         if len(engine.scheduler.running) > 2 and engine.now(10):
             held = [engine.held(each) for each in engine.scheduler.running[:2]]
             if all(held):
                 output.kv_cache_block_copies = [(held[0][-1].block_id, held[1][-1].block_id)]
                 engine.planted()
-        return output
 
-    engine.wrap(engine.scheduler, "schedule", schedule)
+    engine.after_schedule(change)
 
 
 @defect("llama drafts")
 def rejected_drafts_count_as_tokens(engine):
     """After a rejected draft, the number of computed tokens sent to the worker is one too high."""
 
-    def schedule(original, *arguments):
-        output = original(*arguments)
+    def change(output):
         cached = output.scheduled_cached_reqs
         for i, name in enumerate(cached.req_ids):
             before = engine.sanitizer.num_tokens(name)
@@ -327,27 +256,11 @@ def rejected_drafts_count_as_tokens(engine):
                 cached.num_computed_tokens[i] += 1
                 engine.planted()
                 break
-        return output
 
-    engine.wrap(engine.scheduler, "schedule", schedule)
+    engine.after_schedule(change)
 
 
 # In the worker -----------------------------------------------------------------------------------
-
-
-@defect()
-def wrong_block_in_a_row(engine):
-    """The first block in a new request's row of the block table is wrong."""
-
-    def add_row(original, blocks, row):
-        if engine.now(6):
-            blocks = tuple(
-                [max(each[0] ^ 1, 1), *each[1:]] if each and each[0] else each for each in blocks
-            )
-            engine.planted()
-        return original(blocks, row)
-
-    engine.wrap(engine.tables, "add_row", add_row)
 
 
 @defect()
@@ -358,27 +271,6 @@ def row_is_not_moved(engine):
         engine.planted()
 
     engine.wrap(engine.tables, "move_row", move)
-
-
-@defect("llama", "gemma3")
-def table_is_not_committed(engine):
-    """The block table of the previous step is passed to kernels."""
-    table = engine.tables[engine.slot_group]
-    copy = {}
-
-    def get(original, count):
-        now = original(count)
-        before, copy["table"] = copy.get("table"), now.clone()
-        if (
-            before is not None
-            and before.shape == now.shape
-            and engine.now(4, (before != now).any())
-        ):
-            engine.planted()
-            return before
-        return now
-
-    engine.wrap(table, "get_device_tensor", get)
 
 
 @defect("llama", "gemma3")
@@ -393,20 +285,6 @@ def null_entry_in_a_row(engine):
         return table
 
     engine.wrap(engine.tables[engine.full_group], "get_device_tensor", get)
-
-
-@defect("llama", "gemma3")
-def slots_of_another_row(engine):
-    """The slots of the first two rows of the batch are exchanged."""
-
-    def compute(original, num_reqs, starts, positions):
-        original(num_reqs, starts, positions)
-        if num_reqs > 1 and int(starts[2]) == 2 and engine.now(3):
-            slots = engine.tables[engine.slot_group].slot_mapping.gpu
-            slots[:2] = slots[:2].flip(0)
-            engine.planted()
-
-    engine.wrap(engine.tables, "compute_slot_mapping", compute)
 
 
 # In the inputs of both model runners --------------------------------------------------------------
@@ -430,12 +308,8 @@ def input_defect(*models, step=12, **forms):
             return plant
 
         for name, form in forms.items() or (("", {}),):
-            plant = planted_as(form)
-            plant.__doc__ = change.__doc__
-            INPUT_DEFECTS[f"{change.__name__} {name}".strip()] = (
-                plant,
-                models or ("llama", "gemma3"),
-            )
+            entry = planted_as(form), models or ("llama", "gemma3")
+            INPUT_DEFECTS[f"{change.__name__} {name}".strip()] = entry
         return change
 
     return add
@@ -483,14 +357,10 @@ def border_is_off_by_one(engine, inputs, by):
     return False
 
 
-@input_defect(
-    **{
-        f"{name} {row} {layers}": {"by": by, **ROWS[row], **LAYERS[layers]}
-        for name, by in (("short", -1), ("long", 1))
-        for row in ROWS
-        for layers in LAYERS
-    }
-)
+@input_defect(**{
+    f"{name} {row} {layers}": {"by": by, **ROWS[row], **LAYERS[layers]}
+    for name, by in (("short", -1), ("long", 1)) for row in ROWS for layers in LAYERS
+})  # fmt: skip
 def length_is_off_by_one(engine, inputs, by, row, only):
     """Attention leaves out the last token of a request, or reads a slot after it."""
     return inputs.add_to_lengths(row, by, only)
@@ -569,17 +439,13 @@ def impossible_token(engine, inputs, token):
     return True
 
 
-def add_unscheduled(name):
+def add_unscheduled(plant):
     """Register a function that changes something else than the inputs of layers."""
-
-    def add(plant):
-        INPUT_DEFECTS[name] = plant, ("llama", "gemma3")
-        return plant
-
-    return add
+    INPUT_DEFECTS[plant.__name__] = plant, ("llama", "gemma3")
+    return plant
 
 
-@add_unscheduled("wrong_scale")
+@add_unscheduled
 def wrong_scale(engine):
     """The scale of a layer's cache changes after tokens were written."""
     config = engine.runner.cache_config
@@ -594,7 +460,7 @@ def wrong_scale(engine):
     engine.change_inputs(change)
 
 
-@add_unscheduled("padding_in_a_live_block")
+@add_unscheduled
 def padding_in_a_live_block(engine):
     """The slots of padding tokens are in a block of a request."""
 
@@ -609,7 +475,7 @@ def padding_in_a_live_block(engine):
     engine.pad_slots(padded)
 
 
-@add_unscheduled("padding_in_a_free_block")
+@add_unscheduled
 def padding_in_a_free_block(engine):
     """The slots of padding tokens are in a block that no request holds, but that may be hit."""
 
@@ -624,18 +490,16 @@ def padding_in_a_free_block(engine):
     engine.pad_slots(padded)
 
 
-@add_unscheduled("dummy_run_with_stale_slots")
+@add_unscheduled
 def dummy_run_with_stale_slots(engine):
     """A dummy run writes to the slots of the step before."""
 
-    def run(original, *arguments):
-        output = original(*arguments)
+    def run(output):
         if engine.now(12):
             engine.planted()
             engine.dummy_run_with_stale_slots()
-        return output
 
-    engine.wrap(engine.scheduler, "schedule", run)
+    engine.after_schedule(run)
 
 
 class Inputs:
@@ -790,11 +654,9 @@ class Engine:
         manager = self.manager.coordinator.single_type_managers[self.slot_group]
         return [each for each in manager.req_to_blocks[request.request_id] if not each.is_null]
 
-    def now(self, count, condition=True):
-        """Return whether the defect should act now: in call number `count` or later, if it has not
-        acted yet.
-        """
-        return bool(condition) and self._plants == 0 and next(self._calls) >= count
+    def now(self, count):
+        """Return whether the defect should act now: in call number `count` or later, and only once."""
+        return self._plants == 0 and next(self._calls) >= count
 
     def planted(self):
         self._plants += 1
@@ -814,6 +676,16 @@ class Engine:
         setattr(target, name, staticmethod(wrapped) if is_static else wrapped)
         self._undo.append(lambda: setattr(target, name, before) if had else delattr(target, name))
 
+    def after_schedule(self, change):
+        """Call a function with the scheduler's output of each step."""
+
+        def schedule(original, *arguments):
+            output = original(*arguments)
+            change(output)
+            return output
+
+        self.wrap(self.scheduler, "schedule", schedule)
+
     def change_inputs(self, act):
         """Call a function with the `Inputs` of each step, before layers and the sanitizer see them."""
         runner = self.runner
@@ -822,18 +694,10 @@ class Engine:
             def build(original, *arguments, **options):
                 result = original(*arguments, **options)
                 if self.is_stepping:
+                    slots = [*options["slot_mappings"].values()]
+                    given = runner.query_start_loc.gpu, runner.positions, runner.input_ids.gpu
                     n = len(runner.input_batch.req_ids)
-                    act(
-                        Inputs(
-                            runner,
-                            result[0],
-                            [*options["slot_mappings"].values()],
-                            runner.query_start_loc.gpu,
-                            runner.positions,
-                            runner.input_ids.gpu,
-                            n,
-                        )
-                    )
+                    act(Inputs(runner, result[0], slots, *given, n))
                 return result
 
             self.wrap(runner, "_build_attention_metadata", build)
@@ -842,17 +706,8 @@ class Engine:
             def prepare(original, given, mode, tables, slots, *arguments, **options):
                 metadata = original(given, mode, tables, slots, *arguments, **options)
                 if self.is_stepping:
-                    act(
-                        Inputs(
-                            runner,
-                            metadata,
-                            list(slots),
-                            given.query_start_loc,
-                            given.positions,
-                            given.input_ids,
-                            given.num_reqs,
-                        )
-                    )
+                    inputs = given.query_start_loc, given.positions, given.input_ids
+                    act(Inputs(runner, metadata, list(slots), *inputs, given.num_reqs))
                 return metadata
 
             self.wrap(runner.model_state, "prepare_attn", prepare)
@@ -934,13 +789,10 @@ class Engine:
         reports = self.sanitizer.reports
         found = {
             "name": name,
-            "model": f"{self.model} {self.engine}",
-            "about": plant.__doc__,
             "planted": self._plants,
             "planted_at": self.step_of_plant and self.step_of_plant - first_step,
             "found_at": reports[0].step - first_step if reports else None,
             "kind": str(reports[0].kind) if reports else None,
-            "kinds": dict(self.sanitizer.counts),
             "slots_read": self.sanitizer.slots_read - before,
             "engine": failure or "answered",
         }
@@ -974,39 +826,19 @@ class Engine:
             heads[n % 2][: rng.randrange(100, 171)] + [rng.randrange(3, 512) for _ in range(60)]
             for n in range(count)
         ]
-        prompts.append(
-            heads[0][32:160]
-        )  # the first block has the same tokens as another prompt's second block
-        sampling = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-        )
-        self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
-        )
+        # The first block has the same tokens as another prompt's second block.
+        prompts.append(heads[0][32:160])
+        sampling = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+        prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
+        params = SamplingParams(max_tokens=max_tokens, **sampling)
+        self.llm.generate(prompts, params, use_tqdm=False)
 
 
 def find_all(model, engine, environment=None, of_inputs=False, names=()):
     """Plant each defect that applies to a model, in a separate process, and return the findings."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            __name__,
-            model,
-            engine,
-            *(["--inputs"] if of_inputs else []),
-            *names,
-        ],
-        capture_output=True,
-        text=True,
-        cwd=REPO,
-        env=os.environ
-        | {"PYTHONPATH": roots.python_path(), "KVCACHE_SANITIZE": "0"}
-        | (environment or {}),
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    arguments = [model, engine, *["--inputs"] * of_inputs, *names]
+    settings = {"KVCACHE_SANITIZE": "0", **(environment or {})}
+    return run_module(__name__, *arguments, timeout_s=900, **settings)
 
 
 def run(model, engine, names=None, defects=DEFECTS):

@@ -90,10 +90,8 @@ def main():
                 order = []
                 for prompt, params in zip(arguments[0], arguments[2]):
                     sampling = SamplingParams(
-                        temperature=0,
+                        **{"temperature": 0, "ignore_eos": True, "detokenize": False},
                         max_tokens=arguments[1],
-                        ignore_eos=True,
-                        detokenize=False,
                         extra_args=params and {"kv_transfer_params": params},
                     )
                     order.append(f"r{next(numbers)}")
@@ -105,8 +103,6 @@ def main():
                 say(engine.reset_prefix_cache())
             elif command == "scheduled":
                 say(counts.pop("tokens", 0))
-            elif command == "manager":
-                say(type(scheduler.kv_cache_manager).__name__)
             elif command == "connector":  # a method of the worker side
                 getattr(get_kv_transfer_group(), arguments[0])()
                 say(True)

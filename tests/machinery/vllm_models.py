@@ -8,18 +8,13 @@ last line of its output.
 
 import gc
 import json
-import os
 import random
-import subprocess
 import sys
 import zlib
 
 from kvcache.allocator import check_invariants
-from tests.machinery import (
-    roots,
-    vllm_schedulers,  # noqa: F401  sets environment variables
-)
-from tests.machinery.shared import REPO
+from tests.machinery import vllm_schedulers  # noqa: F401  sets environment variables
+from tests.machinery.engine_process import run_module
 from tests.machinery.vllm_schedulers import TINY, TINY_LLAMA
 from tests.machinery.vllm_weights import (
     convolve_accepted_drafts,
@@ -129,21 +124,8 @@ def behaviours(model, engines, *, is_short=False, **options):
     Return the results, keyed by engine. `options` are passed to vLLM's `LLM`. With `is_short`, only
     a few requests run, in the large and the tight pool.
     """
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", __name__),
-            json.dumps(
-                {"model": model, "engines": engines, "options": options, "is_short": is_short}
-            ),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=REPO,
-        env=os.environ | {"PYTHONPATH": roots.python_path()},
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    given = {"model": model, "engines": engines, "options": options, "is_short": is_short}
+    return run_module(__name__, json.dumps(given), timeout_s=1500)
 
 
 def run(model, engines, options, is_short=False):

@@ -53,6 +53,8 @@ from kvcache_vllm import hashing
 from kvcache_vllm.compatibility import check_version
 from tests.machinery.vllm_outputs import compare_outputs, compare_scheduled, compare_states
 
+# Each comparison runs with this number of consecutive seeds.
+NUM_SEEDS = int(os.environ.get("KVCACHE_VLLM_SEEDS", "1"))
 BLOCK, LONGEST = 16, 2048  # tokens per block, and maximum tokens per request
 NUM_DRAFTS = 7  # maximum number of drafts per request and step
 MOST_ENCODER_TOKENS = 100_000
@@ -449,8 +451,7 @@ class Contents:
                 continue
             position = get_mamba_prefill_checkpoint_position(stop, BLOCK, False)
             if not is_mamba_prefill_checkpoint_valid(
-                *(start, stop, position, BLOCK, spec.block_size),
-                spec.prefill_checkpoint_alignment,
+                *(start, stop, position, BLOCK, spec.block_size), spec.prefill_checkpoint_alignment
             ):
                 continue
             self.checkpoints += 1
@@ -492,24 +493,10 @@ class SideBySide:
     """Runs both schedulers with the same random workload, and compares all decisions in every step."""
 
     def __init__(
-        self,
-        seed,
-        config,
-        groups,
-        num_blocks,
-        *,
-        exact=True,
-        drafts=False,
-        context_parallel_size=1,
-        sessions=False,
-        retention=None,
-        slots=0,
-        lookahead=0,
-        images=False,
-        resets=False,
-        priorities=False,
-        follow_ups=False,
-    ):
+        self, seed, config, groups, num_blocks, *, exact=True, drafts=False, context_parallel_size=1,
+        sessions=False, retention=None, slots=0, lookahead=0, images=False, resets=False,
+        priorities=False, follow_ups=False,
+    ):  # fmt: skip
         self.rng = random.Random(seed)
         self.is_async = config.scheduler_config.async_scheduling
         self.exact = exact
@@ -537,17 +524,11 @@ class SideBySide:
         self.is_dense = all(type(spec) is FullAttentionSpec for spec in self.contents[0].specs)
         # With groups of several block sizes, vLLM caches blocks up to the last common boundary, and
         # kvcache caches every full block. Requests can therefore hit different copies of a block.
-        self.has_copies = (
-            config.cache_config.enable_prefix_caching
-            and len(
-                {
-                    spec.block_size
-                    for spec in self.contents[0].specs
-                    if not isinstance(spec, CircularBufferSpec)
-                }
-            )
-            > 1
-        )
+        specs = [
+            each for each in self.contents[0].specs if not isinstance(each, CircularBufferSpec)
+        ]
+        has_sizes = len({spec.block_size for spec in specs}) > 1
+        self.has_copies = config.cache_config.enable_prefix_caching and has_sizes
         self.counts = collections.Counter()
         self.pending = [collections.deque(), collections.deque()]
         self.live = [collections.Counter(), collections.Counter()]

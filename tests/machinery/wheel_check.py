@@ -7,7 +7,7 @@ By default, all wheels of torch-kvcache in dist/ are tested with torch 2.13.0. T
 packages are taken from the same folder. `tests.machinery.wheel_user` runs in each environment
 without a compiler on the PATH. With `--torch none`, only the wheel and kvcache-lab are installed,
 without torch, and only the control plane is used. $PIP_TORCH_ARGS is passed to pip when torch is
-installed. The results are printed as a table. The exit code is 1 if a wheel fails or if no
+installed. The results are printed, a line per wheel. The exit code is 1 if a wheel fails or if no
 installed Python matches a wheel.
 """
 
@@ -49,12 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("FAILED: there is no wheel in dist/: `make wheel` builds one")
         return 1
     rows = [check(w.resolve(), t, options.python) for w in wheels for t in options.torch]
-    print(table(rows))
+    for row in rows:
+        print("  ".join(f"{name}: {row[name]}" for name in COLUMNS if name in row))
     return int(any(row["result"] != "passed" for row in rows))
 
 
 def check(wheel: Path, torch: str, pythons: Sequence[str]) -> dict[str, str]:
-    """Test a wheel with this version of torch, and return the table row with the result."""
+    """Test a wheel with this version of torch, and return its row of results."""
     with zipfile.ZipFile(wheel) as archive:
         has_cuda = CUDA in archive.namelist()
     row = {"wheel": wheel.name, "MB": f"{wheel.stat().st_size / 1e6:.1f}", "torch": torch}
@@ -119,14 +120,6 @@ def use(wheel: Path, torch: str, python: str) -> dict[str, str]:
             beside = ("--find-links", str(wheel.parent))
             pip("--only-binary", ":all:", *beside, f"{wheel}[serve,lab]")
         return json.loads(call(str(bin_folder / "python"), "-I", str(USER)))
-
-
-def table(rows: Sequence[dict[str, str]]) -> str:
-    cells = [COLUMNS, *(tuple(row.get(name, "-") for name in COLUMNS) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells
-    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import measure
 from benchmarks.measure import Result
 
 FIGURES = [
@@ -50,16 +49,6 @@ def test_bench_prints_only_the_figures_that_fell_behind_and_one_line(bench):
     assert summary.startswith("3 of 6 figures fell behind")
 
 
-def test_suite_without_committed_figures_is_compared_with_its_bars_only(bench):
-    command.COMMITTED.write_text("{}")
-    assert bench()[-1].startswith("2 of 6 figures fell behind")
-
-
-def test_bench_all_prints_every_figure(bench):
-    text = "\n".join(bench("--all"))
-    assert all(figure.name in text for figure in FIGURES)
-
-
 def test_bench_json_replaces_the_section_of_a_suite_and_keeps_the_others(bench, monkeypatch):
     monkeypatch.setenv("KVCACHE_COMMIT", "abc")
     bench("--json", str(command.COMMITTED))
@@ -78,10 +67,3 @@ def test_committed_figures_have_one_name_each_and_sections_name_commit_and_machi
     names = [row["name"] for suite in command.SUITES for row in sections[suite]["results"]]
     assert len(names) == len(set(names)) == len(command.committed_ratios())
     assert all({"commit", "machine"} <= section.keys() for section in sections.values())
-
-
-def test_no_file_is_written_without_the_option(bench, tmp_path):
-    before = command.COMMITTED.read_text()
-    bench()
-    measure.save(None, "suite", {})
-    assert command.COMMITTED.read_text() == before and len(list(tmp_path.iterdir())) == 1

@@ -10,7 +10,6 @@ import itertools
 import json
 import re
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -29,38 +28,17 @@ PAGES = [*sorted(REPO.glob("*.md")), *sorted(DOCS.glob("*.md"))]
 WITH_CODE = [page for page in PAGES if code_of(page).strip()]
 
 
-def run_page(page, tmp_path) -> tuple[int, str]:
-    """Run a page's code in a separate process, because it may register kinds and layouts.
-
-    Return the exit code and stderr.
-    """
-    return run_code(code_of(page), tmp_path / "stderr")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_code_of_a_page_runs_in_order(page, tmp_path):
-    code, errors = run_page(page, tmp_path)
+    # In a process of its own, because the code may register kinds and layouts.
+    code, errors = run_code(code_of(page), tmp_path / "stderr")
     assert code == 0, errors
 
 
 def test_pages_that_should_contain_code_contain_some():
     names = {page.name for page in WITH_CODE}
-    assert {
-        "README.md",
-        "serving.md",
-        "own_engine.md",
-        "coming_from.md",
-        "hybrid_models.md",
-    } <= names
-
-
-@pytest.mark.slow
-def test_error_in_a_page_names_its_line(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# Page\n\n```python\nx = 1\n```\n\ntext\n\n```python\nassert x == 2\n```\n")
-    code, errors = run_page(page, tmp_path)
-    assert code == 1 and "line 10" in errors and "AssertionError" in errors
+    assert {"README.md", "serving.md", "own_engine.md", "hybrid_models.md"} <= names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -98,12 +76,6 @@ def test_every_public_name_is_in_the_reference(name):
     assert names and names <= referenced()
 
 
-def test_the_packages_with_public_names_are_found():
-    assert {"kvcache", "kvcache_lab", "kvcache_serve.demo", "kvcache_serve.server"} <= {
-        *public_packages()
-    }
-
-
 def test_every_name_in_the_reference_exists():
     text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
     for path in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE):
@@ -130,16 +102,6 @@ def test_links_to_files_have_existing_targets(page):
 
 
 PICTURES = sorted((DOCS / "images").glob("*.svg"))
-
-
-@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
-def test_pictures_have_a_title_and_both_color_schemes_and_no_external_source(picture):
-    text = picture.read_text()
-    root = ElementTree.fromstring(text)
-    svg = "{http://www.w3.org/2000/svg}"
-    assert root.findtext(f"{svg}title") and root.findtext(f"{svg}desc")
-    assert "@media (prefers-color-scheme: dark)" in root.findtext(f"{svg}style")
-    assert "href" not in text and "@import" not in text and "<script" not in text
 
 
 def test_pictures_have_alternative_texts_and_are_shown():
@@ -171,11 +133,6 @@ def test_every_page_is_linked_from_the_first_page():
     text = (DOCS / "index.md").read_text()
     for page in DOCS.glob("*.md"):
         assert page.name == "index.md" or re.search(rf"\]\({page.name}[)#]", text), page.name
-
-
-def test_readme_is_short():
-    text = (REPO / "README.md").read_text()
-    assert len(text.splitlines()) <= 130 and len(text.split()) <= 1400
 
 
 def test_results_have_one_line_per_row(tmp_path):

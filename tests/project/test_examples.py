@@ -5,37 +5,24 @@ import doctest
 import importlib
 import json
 
+import numpy as np
 import pytest
 
+import kvcache
+from tests.machinery import roots
 from tests.machinery.forked import run_code
 from tests.machinery.shared import REPO
 
-DOCUMENTED = [
-    "kvcache.assembly", "kvcache.kinds", "kvcache.allocator.hashing", "kvcache.allocator.manager",
-    "kvcache.allocator.prefix_cache", "kvcache.allocator.request",
-    "kvcache.compat.ascend_block_table", "kvcache.compat.block_space_manager",
-    "kvcache.compat.block_space_manager.manager", "kvcache.compat.kv_cache_manager",
-    "kvcache.compat.kv_transfer", "kvcache.compat.vllm_block_table", "kvcache.memory_plan",
-    "kvcache.metrics", "kvcache_exchange.router_events.publisher",
-    "kvcache_exchange.router_events.subscriber", "kvcache.specs",
-    "kvcache_serve.engine.transformers.layer_shapes",
-    "kvcache_serve.engine.transformers.paged_model", "kvcache_serve.engine.batch",
-    "kvcache_serve.engine.drafters", "kvcache_serve.engine.engine",
-    "kvcache_serve.engine.scheduler", "kvcache.compat.kv_transfer.aggregate",
-    "kvcache.compat.kv_transfer.cache_events", "kvcache.transfer.description", "kvcache.layouts",
-    "kvcache.placement", "kvcache.transfer.memory", "kvcache.transfer.plan.transfer_plan",
-    "kvcache.compat.kv_transfer.postprocess", "kvcache.compat.kv_transfer.connector_calls",
-    "kvcache.transfer.sharding", "kvcache.compat.kv_transfer.topology", "kvcache.worker.worker",
-    "kvcache.worker.tables.attention_metadata", "kvcache.worker.tables.block_tables",
-    "kvcache.worker.pages.storage",
-]  # fmt: skip
-
-
+# These need their engine, or end in a KeyboardInterrupt, which doctest cannot expect.
+LEFT_OUT = ("kvcache_sglang", "kvcache_vllm", "kvcache_serve.engine.signals")
+DOCUMENTED = {
+    name: path
+    for path in roots.files(".py")
+    if ">>> " in path.read_text() and not (name := roots.module_name(path)).startswith(LEFT_OUT)
+}
 # Servers are tested elsewhere: prefill_decode_proxy.py in test_vllm_docs.py.
 SERVERS = {"prefill_decode_proxy.py"}
 EXAMPLES = [path for path in sorted((REPO / "examples").glob("*.py")) if path.name not in SERVERS]
-
-
 NOTEBOOKS = sorted((REPO / "examples").glob("*.ipynb"))
 
 
@@ -64,18 +51,6 @@ def test_examples_run(path, tmp_path):
 def test_docstring_examples_give_the_documented_results(name):
     module = importlib.import_module(name)
     own = {name: getattr(module, name) for name in (*vars(module), *getattr(module, "__all__", ()))}
-    names = {**vars(importlib.import_module("kvcache")), **own}
-    for public in (
-        "KVCacheManager",
-        "Request",
-        "BlockPool",
-        "GroupSpec",
-        "KVStorage",
-        "GroupTable",
-        "BlockTables",
-        "np",
-    ):
-        source = importlib.import_module("kvcache") if public != "np" else None
-        names[public] = getattr(source, public) if source else importlib.import_module("numpy")
-    failed, attempted = doctest.testmod(module, extraglobs={**names, **own})
-    assert attempted > 0 and failed == 0
+    names = {each: getattr(kvcache, each) for each in kvcache.__all__} | own | {"np": np}
+    failed, attempted = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)
+    assert failed == 0 and (attempted or "+SKIP" in DOCUMENTED[name].read_text())

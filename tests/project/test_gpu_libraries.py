@@ -35,11 +35,6 @@ def run(python, program, *arguments, path=""):
     return json.loads(done.stdout)
 
 
-def test_libraries_are_small_enough_to_be_carried(libraries):
-    assert len(libraries) == 3
-    assert sum(path.stat().st_size for path in libraries) < 12 << 20
-
-
 def test_op_libraries_load_in_an_older_torch(libraries):
     python = environment_folder() / "bin" / "python"
     if not has_torch(python):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import transports
-from benchmarks.gpu import costs, device_transfers, load_beside_step, machine, say, sizes
+from benchmarks.gpu import device_transfers, load_beside_step, say, sizes
 from kvcache.transfer import fetching, memory
 from kvcache.transfer.transport.spans import Spans
 from kvcache.worker.pages import pinning
@@ -39,30 +39,6 @@ def told(capsys):
 
 def failures(rows):
     return [row["failed"] for row in rows if "failed" in row]
-
-
-# Missing dependencies ---------------------------------------------------------------------------------
-
-
-def test_stages_without_their_package_are_skipped_by_name(monkeypatch, capsys):
-    monkeypatch.setattr(machine, "has_module", lambda name: name == "transformers")
-    monkeypatch.setattr(load_beside_step, "TRANSPORTS", ("nixl",))
-    assert device_transfers.main(["nixl"]) == 0
-    assert load_beside_step.main() == 0
-    transfers, loads = told(capsys)
-    assert transfers["skipped"].startswith("NIXL is not installed")
-    assert loads["skipped"].startswith("NIXL is not installed")
-
-
-def test_costs_are_computed_from_profiler_records():
-    names = [
-        "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pageable)", "Memset (Device)",
-        "void copy_blocks_kernel<16>(Params)",
-    ]  # fmt: skip
-    assert costs.of_records(names) == {
-        "launches": 1, "copies": 2, "fills": 1, "pageable_copies": 1,
-    }  # fmt: skip
-    assert costs.of_records([]) == {}  # without a profiler, the costs are unknown
 
 
 # Transfers --------------------------------------------------------------------------------------------
@@ -176,30 +152,6 @@ def test_unpinned_staging_memory_is_detected(small, monkeypatch, capsys):
     monkeypatch.setattr(pinning, "_register", refuse)
     assert device_transfers.main(["tcp"]) == 1
     assert any("copies of pageable memory" in text for text in failures(told(capsys)))
-
-
-def test_failed_move_ends_its_pair(small, monkeypatch):
-    def refused(*_):
-        raise RuntimeError("NIXL_ERR_BACKEND")
-
-    def client_fails(name, pool, is_server, *_):
-        return None, {} if is_server else {"kvcache": refused}
-
-    monkeypatch.setattr(transports, "kvcache_moves", client_fails)
-    pair = transports.Pair("tcp", {}, pool_bytes=1 << 16)
-    with pytest.raises(RuntimeError, match="tcp, kvcache: RuntimeError: NIXL_ERR_BACKEND"):
-        pair.move("kvcache", 4, 4096, np.random.default_rng(0))
-    assert not pair.is_open
-
-
-def test_process_that_cannot_start_reports_the_reason(small, monkeypatch):
-    def refused(*_):
-        raise RuntimeError("VRAM is not registered")
-
-    monkeypatch.setattr(transports, "kvcache_moves", refused)
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    with pytest.raises(RuntimeError, match="tcp: RuntimeError: VRAM is not registered"):
-        transports.Pair("tcp", {}, pool_bytes=1 << 16)
 
 
 # Loads ------------------------------------------------------------------------------------------------

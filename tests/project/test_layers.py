@@ -14,39 +14,26 @@ import pytest
 from tests.machinery import roots
 from tests.machinery.shared import REPO
 
-# The rooms of the kernel and of the packages, from the inside out. A room may import from rings inside
-# its own, and from the rooms listed in `MAY_IMPORT`.
-RINGS = {
-    "ground":
-        {*("kvcache.checks", "kvcache.lazy", "kvcache.kinds", "kvcache.step", "kvcache.specs"),
-        *("kvcache.events", "kvcache.layouts", "kvcache.native", "kvcache.placement"),
-        *("kvcache.extensions", "kvcache.formats", "kvcache._core")},
-    "kernel":
-        {*("kvcache", "kvcache.allocator", "kvcache.memory_plan", "kvcache.ops", "kvcache.worker"),
-        *("kvcache.ops_by_copies", "kvcache.assembly", "kvcache.transfer", "kvcache.sources"),
-        *("kvcache.metrics", "kvcache.sanitizer", "kvcache.compat", "kvcache.cli"),
-        "kvcache.__main__"},
-    "exchange":
-        {*("kvcache_exchange", "kvcache_exchange.transport", "kvcache_exchange.router_events"),
-        *("kvcache_exchange.hints", "kvcache_exchange.store", "kvcache_exchange.disaggregation"),
-        *("kvcache_exchange.peers", "kvcache_exchange.plugins", "kvcache_exchange.tracing"),
-        "kvcache_exchange.cli"},
-    "packages": {*("kvcache_serve", "kvcache_serve.engine", "kvcache_serve.engine.transformers"),
-        *("kvcache_serve.server", "kvcache_serve.demo", "kvcache_serve.cli"),
-        *("kvcache_lab", "kvcache_lab.cli", "kvcache_sglang", "kvcache_sglang.sanitizer"),
-        *("kvcache_vllm", "kvcache_vllm.sanitizer")},
-}  # fmt: skip
-KERNEL, EXCHANGE = RINGS["ground"] | RINGS["kernel"], RINGS["exchange"]
-GROUND = RINGS["ground"]
+GROUND = {
+    *("kvcache.checks", "kvcache.lazy", "kvcache.kinds", "kvcache.step", "kvcache.specs"),
+    *("kvcache.events", "kvcache.layouts", "kvcache.native", "kvcache.placement"),
+    *("kvcache.extensions", "kvcache.formats", "kvcache._core"),
+}
+EXCHANGE = {
+    *("kvcache_exchange", "kvcache_exchange.transport", "kvcache_exchange.router_events"),
+    *("kvcache_exchange.hints", "kvcache_exchange.store", "kvcache_exchange.disaggregation"),
+    *("kvcache_exchange.peers", "kvcache_exchange.plugins", "kvcache_exchange.tracing"),
+    "kvcache_exchange.cli",
+}
 
-# Maps each room to the rooms that it may import in addition to itself and the ground ring. Packages may
-# also import the kernel.
+# Maps each room to the rooms that it may import in addition to itself and the ground ring, from the
+# inside out. Packages may also import the kernel.
 MAY_IMPORT = {
     **{room: set() for room in GROUND},
     "kvcache": set(),
     "kvcache.memory_plan": set(),
-    "kvcache.ops": {"kvcache.ops_by_copies"},
     "kvcache.ops_by_copies": set(),
+    "kvcache.ops": {"kvcache.ops_by_copies"},
     "kvcache.allocator": set(),
     "kvcache.worker": {"kvcache.memory_plan", "kvcache.ops", "kvcache.ops_by_copies"},
     "kvcache.assembly": {"kvcache.allocator", "kvcache.memory_plan", "kvcache.worker"},
@@ -75,7 +62,10 @@ MAY_IMPORT = {
     "kvcache_serve.engine.transformers": {"kvcache_serve.engine"},
     "kvcache_serve.server": {"kvcache_serve.engine", *EXCHANGE},
     "kvcache_serve.demo": {"kvcache_serve.engine", "kvcache_serve.engine.transformers"},
-    "kvcache_serve.cli": {room for room in RINGS["packages"] if "_serve" in room} | EXCHANGE,
+    "kvcache_serve.cli": {
+        *("kvcache_serve", "kvcache_serve.engine", "kvcache_serve.engine.transformers"),
+        *("kvcache_serve.server", "kvcache_serve.demo", *EXCHANGE),
+    },
     "kvcache_lab": EXCHANGE,
     "kvcache_lab.cli": {"kvcache_lab", *EXCHANGE},
     "kvcache_sglang": EXCHANGE,
@@ -83,6 +73,7 @@ MAY_IMPORT = {
     "kvcache_vllm": EXCHANGE,
     "kvcache_vllm.sanitizer": {"kvcache_exchange.plugins"},
 }
+KERNEL = {room for room in MAY_IMPORT if room.split(".")[0] == "kvcache"}
 # Modules of the kernel whose names without an underscore are public, in addition to the names in
 # `__all__` of `kvcache` and its packages.
 PUBLIC_MODULES = {
@@ -93,29 +84,22 @@ PUBLIC_MODULES = {
 }
 # These names are public, too, but only packages on top of the kernel need them.
 FOR_PACKAGES = REPO / "docs" / "reference" / "packages.md"
-TORCH_FREE = {
-    "kvcache", "kvcache_exchange", "kvcache_exchange.router_events", "kvcache.lazy",
-    "kvcache.extensions", "kvcache.checks", "kvcache.kinds", "kvcache.step", "kvcache.specs",
-    "kvcache.formats", "kvcache.events", "kvcache.memory_plan", "kvcache.allocator", "kvcache.metrics",
-    "kvcache.native", "kvcache.sanitizer", "kvcache.layouts", "kvcache.placement", "kvcache.cli",
-}  # fmt: skip
-# Modules that do not need torch, in packages that otherwise do.
-TORCH_FREE_MODULES = {
-    "kvcache.sources", "kvcache.sources.base", "kvcache.sources.loads",
-    "kvcache_exchange.disaggregation", "kvcache_exchange.disaggregation.connector",
-    "kvcache_exchange.disaggregation.layout", "kvcache_exchange.disaggregation.leases",
-    "kvcache_exchange.disaggregation.offer", "kvcache_exchange.disaggregation.options",
-    "kvcache_exchange.disaggregation.steps", "kvcache.transfer",
-    "kvcache.compat.kv_transfer.aggregate", "kvcache.compat.kv_transfer.cache_events",
-    "kvcache.transfer.description", "kvcache.transfer.plan.fragments", "kvcache.transfer.fetching",
-    "kvcache.transfer.plan.patterns", "kvcache.transfer.plan.token_range",
-    "kvcache.transfer.plan.transfer_plan", "kvcache.compat.kv_transfer.connector_calls",
-    "kvcache.transfer.sharding", "kvcache.transfer.states", "kvcache.transfer.transport.base",
-    "kvcache.transfer.transport.spans", "kvcache.compat.kv_transfer.topology",
-    "kvcache_exchange.store", "kvcache_exchange.store.base", "kvcache_exchange.store.identity",
-    "kvcache_exchange.store.prefixes", "kvcache_exchange.store.stats",
-    "kvcache_exchange.store.value_format", "kvcache_exchange.store.writes",
-}  # fmt: skip
+# What works without torch. Other modules of `kvcache.transfer` and of the exchange need it.
+WITHOUT_TORCH = [
+    *("kvcache", "kvcache.lazy", "kvcache.extensions", "kvcache.checks", "kvcache.kinds"),
+    *("kvcache.step", "kvcache.specs", "kvcache.formats", "kvcache.events", "kvcache.memory_plan"),
+    *("kvcache.allocator", "kvcache.metrics", "kvcache.native", "kvcache.sanitizer"),
+    *("kvcache.layouts", "kvcache.placement", "kvcache.cli", "kvcache.sources", "kvcache.transfer"),
+    *("kvcache.sources.loads", "kvcache.transfer.fetching", "kvcache.transfer.plan.token_range"),
+    *("kvcache.transfer.plan.transfer_plan", "kvcache.transfer.states"),
+    *("kvcache.transfer.transport.base", "kvcache.compat.kv_transfer.aggregate"),
+    *("kvcache.compat.kv_transfer.cache_events", "kvcache.compat.kv_transfer.connector_calls"),
+    *("kvcache.compat.kv_transfer.topology", "kvcache_exchange", "kvcache_exchange.router_events"),
+    *("kvcache_exchange.disaggregation", "kvcache_exchange.disaggregation.connector"),
+    *("kvcache_exchange.disaggregation.leases", "kvcache_exchange.disaggregation.steps"),
+    *("kvcache_exchange.store", "kvcache_exchange.store.identity", "kvcache_exchange.store.writes"),
+    *("kvcache_exchange.store.prefixes", "kvcache_exchange.store.value_format"),
+]
 
 
 def room_of(module: str) -> str:
@@ -125,31 +109,15 @@ def room_of(module: str) -> str:
     return next((name for name in names if name in MAY_IMPORT), parts[0])
 
 
-def is_torch_free(module: str) -> bool:
-    return room_of(module) in TORCH_FREE or module in TORCH_FREE_MODULES
-
-
 def imports_of(path: Path):
-    """Yield (module, is_at_import_time) for every import in a file, even inside functions."""
-    tree = ast.parse(path.read_text())
-    parents = {c: node for node in ast.walk(tree) for c in ast.iter_child_nodes(node)}
-    for node in ast.walk(tree):
+    """Yield the modules that a file imports, even inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "kvcache":
+            yield from (f"kvcache.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            names = [node.module]
-            if node.module == "kvcache":
-                names = [f"kvcache.{alias.name}" for alias in node.names]
-        else:
-            continue
-        at_import = True
-        above = parents.get(node)
-        while above is not None:
-            lazy = isinstance(above, ast.FunctionDef | ast.AsyncFunctionDef)
-            typing_only = isinstance(above, ast.If) and "TYPE_CHECKING" in ast.dump(above.test)
-            at_import &= not (lazy or typing_only)
-            above = parents.get(above)
-        yield from ((name, at_import) for name in names)
+            yield node.module
 
 
 def imported_modules(path: Path, modules: Collection[str]):
@@ -175,17 +143,16 @@ def test_imports_go_downwards():
     for path in FILES:
         room = room_of(roots.module_name(path))
         allowed = MAY_IMPORT[room] | {room} | (GROUND if room in KERNEL else KERNEL)
-        for name, _ in imports_of(path):
+        for name in imports_of(path):
             is_below = not name.startswith("kvcache") or room_of(name) in allowed
             assert is_below, f"{path.relative_to(REPO)}: {room} may not import {name}"
 
 
-def test_no_ring_may_import_an_outer_ring():
-    order = {room: i for i, ring in enumerate(RINGS.values()) for room in ring}
-    assert set(order) == set(MAY_IMPORT)
+def test_no_room_may_import_an_outer_room():
+    order = list(MAY_IMPORT)
     for room, allowed in MAY_IMPORT.items():
         for target in allowed - {"kvcache"}:
-            assert order[target] <= order[room], f"{room} may import {target}, an outer layer"
+            assert order.index(target) <= order.index(room), f"{room} may import {target}"
 
 
 def names_for_packages() -> set[str]:
@@ -272,22 +239,6 @@ def test_no_two_classes_share_a_name():
     assert not {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
-@pytest.mark.slow
-def test_control_plane_does_not_mention_torch():
-    for path in FILES:
-        if is_torch_free(roots.module_name(path)):
-            names = [name for name, at_import in imports_of(path) if at_import]
-            assert not [n for n in names if n.split(".")[0] == "torch"], path
-
-
-@pytest.mark.parametrize("module", sorted(TORCH_FREE_MODULES))
-def test_modules_without_torch_import_none_that_needs_it(module):
-    (path,) = [p for p in FILES if roots.module_name(p) == module]
-    for name, at_import in imports_of(path):
-        free = is_torch_free(name)
-        assert free or not at_import or not name.startswith("kvcache"), name
-
-
 def test_core_has_no_torch_and_no_cuda():
     for path in [p for package in ("core", "worker") for p in (REPO / "csrc" / package).rglob("*")]:
         if path.suffix in {".h", ".cpp"}:
@@ -295,8 +246,8 @@ def test_core_has_no_torch_and_no_cuda():
             assert "#include <torch" not in text and "cuda" not in text.replace("no CUDA", "")
 
 
-WITHOUT_TORCH = """
-import sys
+PROGRAM = """
+import importlib, sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "torch":
@@ -322,8 +273,9 @@ cache = CacheDescription(
     engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8, block_size=4
 )
 assert plan_transfer(cache, cache, 0).num_fragments == 2
+for module in sys.argv[1:]:
+    importlib.import_module(module)
 assert "torch" not in sys.modules
-import importlib
 for package, name in ("kvcache", "BlockTables"), ("kvcache.compat", "copy_kv_blocks"):
     try:
         getattr(importlib.import_module(package), name)
@@ -336,26 +288,21 @@ print("works")
 
 
 def test_control_plane_works_without_torch():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
+    command = [sys.executable, "-c", PROGRAM, *WITHOUT_TORCH]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == "works\n", done.stderr
 
 
 def private_names_in(path: Path):
     """Yield what a file reads of other objects' private names."""
-    own = {
-        "_replace",
-        "_fields",
-        "_kvcache_request",
-    }  # of named tuples, and what we add to vLLM's objects
+    # Of named tuples, and what we add to vLLM's objects.
+    own = {"_replace", "_fields", "_kvcache_request"}
+    attribute_functions = ("getattr", "hasattr", "setattr")
     for node in ast.walk(ast.parse(path.read_text())):
         name = None
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
             name = node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
-            "getattr",
-            "hasattr",
-            "setattr",
-        ):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in attribute_functions:
             name = str(getattr(node.args[1], "value", ""))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
             yield from (each.name for each in node.names if each.name.startswith("_"))

@@ -98,14 +98,6 @@ def test_editable_install_is_found_beside_a_checkout_named_like_the_package(tmp_
     assert 'Revealed type is "def (' in says
 
 
-def test_release_is_published_only_after_its_tests():
-    if not RELEASE.exists():
-        pytest.skip("a source distribution contains no workflows")
-    publish = RELEASE.read_text().partition("\n  publish:\n")[2]
-    assert "needs: [sdist, wheels, test]" in publish
-    assert "if: startsWith(github.ref, 'refs/tags/')" in publish
-
-
 # --- the check of wheels --------------------------------------------------------------------------
 
 
@@ -115,30 +107,9 @@ def wheel(tmp_path, tag):
     return path
 
 
-def test_wheel_is_checked_with_its_python_version(tmp_path):
-    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    assert wheel_check.python_of(wheel(tmp_path, tag)) == sys.executable
-
-
 def test_wheel_check_fails_without_the_python_version(tmp_path, capsys):
     assert wheel_check.main([str(wheel(tmp_path, "cp399"))]) == 1
     assert "FAILED: there is no Python 3.99: expected one" in capsys.readouterr().out
-
-
-def test_wheel_check_fails_if_the_wheel_cannot_be_installed(tmp_path, monkeypatch, capsys):
-    def use(path, torch, python):
-        raise wheel_check.Failed(f"pip install: no torch {torch}")
-
-    monkeypatch.setattr(wheel_check, "use", use)
-    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    assert wheel_check.main(["--torch", "9.9", "--", str(wheel(tmp_path, tag))]) == 1
-    assert "FAILED: pip install: no torch 9.9" in capsys.readouterr().out
-
-
-def test_wheel_check_fails_without_a_wheel(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(wheel_check, "REPO", tmp_path)
-    assert wheel_check.main([]) == 1
-    assert "there is no wheel in dist/: `make wheel` builds one" in capsys.readouterr().out
 
 
 def test_every_source_file_states_its_license():

@@ -70,18 +70,6 @@ def test_a_race_is_found_in_every_order(barrier, order):
     assert "st.shared.u32" in race and "ld.shared.u32" in race
 
 
-@pytest.mark.parametrize("barrier", ["", "bar.warp.sync -1;"])
-def test_a_warp_barrier_orders_a_warp(barrier):
-    _, accesses = run(_STORE + barrier + _READ_OTHER.replace("63", "31"), threads=32)
-    assert bool(accesses.races) == (not barrier)
-
-
-def test_thread_blocks_are_not_ordered():
-    _, accesses = run("st.global.u32 [%rd4], %r1;", blocks=2)
-    assert len(accesses.races) == 1
-    assert not run("ld.global.u32 %r5, [%rd4];", blocks=2)[1].races
-
-
 _CLUSTER = """
 barrier.cluster.arrive.release.aligned;
 barrier.cluster.wait.acquire.aligned;
@@ -136,21 +124,3 @@ def test_invalid_and_misaligned_addresses_end_the_launch():
         run("ld.global.u32 %r5, [%rd4+2];")
     with pytest.raises(Trap, match="outside of shared memory"):
         run("st.shared.u32 [%r4+4104], %r1;")
-
-
-@pytest.mark.parametrize(("stride", "sectors", "wavefronts"), [(4, 4, 1), (8, 8, 2), (128, 32, 32)])
-def test_transactions_follow_from_the_stride(stride, sectors, wavefronts):
-    body = f"""
-    mul.lo.s32 %r5, %r1, {stride};
-    add.s32 %r6, %r2, %r5;
-    cvt.u64.u32 %rd5, %r5;
-    add.s64 %rd6, %rd2, %rd5;
-    ld.global.u32 %r7, [%rd6];
-    st.shared.u32 [%r6], %r7;
-    """
-    _, accesses = run(body, threads=32)
-    counts = accesses.transactions
-    assert counts["loads", 1] == 4 and counts["bytes", 0] == 128
-    # numpy aligns the words to 16 bytes, so one more sector can be touched.
-    assert counts["loads", 0] - sectors in (0, 1)
-    assert (counts["shared", 0], counts["shared", 1]) == (wavefronts, 1)

@@ -3,10 +3,7 @@
 
 import sys
 
-import pytest
-
 from tests.machinery import vllm_environment
-from tests.machinery.shared import REPO
 
 LISTED = "vllm (0.41.1)\nAvailable versions: 0.41.1, 0.41.0, 0.33.0\n"
 
@@ -27,12 +24,6 @@ def test_missing_version_fails_with_the_reason(monkeypatch, capsys):
     assert "FAILED: tests with the newest vLLM: pip index versions vllm" in capsys.readouterr().out
 
 
-def test_failing_index_fails_with_the_last_line_of_pip(monkeypatch, capsys):
-    command = [sys.executable, "-c", "import sys; sys.exit('no matching distribution')"]
-    with pytest.raises(vllm_environment.Unavailable, match="no matching distribution"):
-        vllm_environment.call(command)
-
-
 def test_other_versions_are_skipped_if_they_cannot_be_installed(monkeypatch, capsys):
     def install(version):
         raise vllm_environment.Unavailable(f"no {version}")
@@ -41,8 +32,3 @@ def test_other_versions_are_skipped_if_they_cannot_be_installed(monkeypatch, cap
     monkeypatch.setattr(sys, "argv", ["vllm_environment", "--vllm", "0.32.0"])
     assert vllm_environment.main() == 0
     assert "SKIPPED: tests with vLLM: no 0.32.0" in capsys.readouterr().out
-
-
-def test_nightly_job_runs_the_newest_version():
-    text = (REPO / ".github" / "workflows" / "nightly.yml").read_text()
-    assert "make test-vllm VLLM=newest" in text and "schedule:" in text

@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests a real `kvcache serve` process over sockets, with a fuzzer and with a storm of hostile
-clients.
-"""
+"""Tests a real `kvcache serve` process over sockets, with random requests of hostile clients."""

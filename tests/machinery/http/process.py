@@ -36,10 +36,7 @@ class ServeProcess:
     """
 
     def __init__(
-        self,
-        *args: str,
-        model: str = "llama",
-        environment: dict[str, str] | None = None,
+        self, *args: str, model: str = "llama", environment: dict[str, str] | None = None
     ) -> None:
         self.log, self._reader = "", None
         self._pipe, theirs = context.Pipe(duplex=False)

@@ -134,7 +134,7 @@ class Pools:
         >>> pools = Pools(torch.device("cpu"), num_bytes=1 << 20, pool_bytes=8 << 20)
         >>> pages, host = pools.pages(4096)
         >>> pages.num_blocks, host.num_blocks, pages.page_bytes
-        (128, 128, 65536)
+        (384, 384, 65536)
         >>> len(pools.pairs(pages))  # pages that move 1 MiB
         16
     """

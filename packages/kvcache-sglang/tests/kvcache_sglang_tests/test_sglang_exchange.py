@@ -7,7 +7,6 @@ environment.
 """
 
 import contextlib
-import copy
 import json
 import os
 import signal
@@ -26,7 +25,6 @@ pytest.importorskip("sglang")
 
 from kvcache_exchange.disaggregation.offer import sealed
 from kvcache_sglang.options import options_from_environment
-from kvcache_sglang.params import offer_in, offer_of, params_for
 from tests.machinery import roots
 from tests.machinery.engine_process import some_prompts
 from tests.machinery.ports import free_port
@@ -233,35 +231,6 @@ def test_fp8_scales_are_offered_where_they_are_applied_and_must_be_equal():
         layout(plain, half, backends=["fa3", "torch_native"])
 
 
-# Changes to an offer, and what the log says. All others are tested in kvcache_exchange.
-WRONG = {
-    "another model":
-        (lambda o: o["identity"]["model"].update(head_size=64), "serve the same model"),
-    "another prompt": (lambda o: o.update(digest="0" * 64), "the offer is for other tokens"),
-    "an ended lease": (lambda o: o["lease"].update(generation=1), "has ended: set a longer"),
-}  # fmt: skip
-
-
-@pytest.mark.exhaustive
-@needs_vllm
-@pytest.mark.parametrize("what", WRONG)
-def test_invalid_offers_are_rejected_in_one_line_and_the_requests_computed(what, engines):
-    change, message = WRONG[what]
-    sglang, vllm = engines.sglang, engines.vllm()
-    prompts = some_prompts(8, 2, 100, 200)
-    wanted = alone(sglang, prompts)
-    offers = copy.deepcopy(offers_of(vllm.prefill(prompts)))
-    change(offers[0])
-    before, began = sglang.said(message), time.monotonic()
-    # Without a new seal, only the invalid seal would be reported.
-    tokens, computed = sglang.decode(prompts, [sealed(offers[0]), offers[1]])
-    assert time.monotonic() - began < TIMEOUT_S and tokens == wanted
-    assert computed == len(prompts[0]) + len(prompts[1]) - in_pages(prompts[1:])
-    assert sglang.said(message) == before + 1
-    for engine in (vllm, sglang):
-        engine.wait_until_empty(timeout_s=60)
-
-
 @needs_vllm
 def test_local_prefixes_are_not_read_and_unneeded_offers_are_given_back(engines):
     sglang, vllm = engines.sglang, engines.vllm()
@@ -306,25 +275,6 @@ def test_many_requests_are_answered_by_a_pool_that_is_too_small(engines, folders
         assert sglang.ask("state")["loads"] > 3
     finally:
         sglang.close()
-
-
-@needs_vllm
-def test_stopped_senders_cost_the_load_but_no_answer(engines):
-    sglang, vllm = engines.sglang, engines.vllm()
-    prompts = some_prompts(11, 3, 100, 300)
-    wanted = alone(sglang, prompts)
-    offers = offers_of(vllm.prefill(prompts))
-    vllm.signal(signal.SIGSTOP)
-    before = sglang.ask("state")["failed"]
-    try:
-        began = time.monotonic()
-        assert sglang.decode(prompts, offers)[0] == wanted
-        assert time.monotonic() - began < TIMEOUT_S + 10
-        assert sglang.ask("state")["failed"] == before + 3
-    finally:
-        vllm.signal(signal.SIGCONT)
-    for engine in (vllm, sglang):
-        engine.wait_until_empty(timeout_s=60)
 
 
 @needs_vllm
@@ -625,24 +575,10 @@ def test_requests_whose_kv_depends_on_more_than_tokens_have_no_offer(engines):
         assert Exchange._has_other_inputs(types.SimpleNamespace(**plain | {name: "x"}))
 
 
-def test_params_carry_offers_as_text():
-    assert params_for(None) == {"kvcache": "offer"}
-    assert json.loads(params_for({"version": 4})["kvcache"]) == {"version": 4}
-    assert offer_of({}) is None and offer_of({"kvcache": [None]}) is None
-    for text in ("", "{", 5, [], "[" * 100_000):
-        with pytest.raises(ValueError, match="is not JSON: expected 'offer'"):
-            offer_in(text)
-    with pytest.raises(ValueError, match="version of the offer is None"):
-        offer_in("{}")
-
-
 @pytest.mark.parametrize("text,message", [
-    ("", "expected a JSON object"),
     ("{", "expected a JSON object"),
     ("[]", "KVCACHE_EXCHANGE is \\[\\]: expected a Mapping"),
     ('{"ports": 1}', "KVCACHE_EXCHANGE has 'ports': expected some of host, port"),
-    ('{"port": -1}', "port is -1: expected 0 to 65535"),
-    ('{"lease_s": 0}', "lease_s is 0.0: expected seconds above 0"),
 ])  # fmt: skip
 def test_wrong_options_are_rejected_at_startup(text, message, monkeypatch):
     monkeypatch.setenv("KVCACHE_EXCHANGE", text)

@@ -5,7 +5,6 @@ import contextlib
 import json
 import random
 import signal
-import threading
 import time
 import types
 
@@ -199,31 +198,6 @@ def test_updates_of_the_weights_at_runtime_switch_the_storage_off(fails, stores,
     made.register_mem_host_pool_v2(host_pool("page_first"), PoolName.SWA)
     window = PoolTransfer(name=PoolName.SWA, keys=keys, host_indices=slots_of(range(2)))
     assert made.batch_set_v2([window]) == {PoolName.SWA: [False] * 2}
-
-
-def test_several_threads_read_and_write(stores):
-    pool = host_pool()
-    made, errors = storage(pool), []
-    wanted = pages_of(pool, range(PAGES))
-
-    def work(first):
-        rng = random.Random(first)
-        for _ in range(100):
-            page = first + rng.randrange(10)
-            keys, slots = keys_of(page, 1), slots_of([page])
-            if rng.random() < 0.5:
-                made.batch_set_v1(keys, slots)
-            elif made.batch_get_v1(keys, slots) == [True] and not torch.equal(
-                pool.get_data_page(page * PAGE), wanted[page]
-            ):
-                errors.append(page)
-
-    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 10, 20, 30)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and made.stats["read"] > 50
 
 
 def test_pools_of_hybrid_models_are_stored_and_read_back(stores):

@@ -236,10 +236,7 @@ WORKS = [
     {"seed": 2, "aborts": True},
     {"seed": 3, "keys": True},
 ]
-HOST = {
-    "enable_hierarchical_cache": True,
-    "hicache_write_policy": "write_back",
-}
+HOST = {"enable_hierarchical_cache": True, "hicache_write_policy": "write_back"}
 SMALL = {"max_total_tokens": 720, "dtype": "float32"}
 TOKENS = {"page_size": 1, "disable_overlap_schedule": False, "schedule_policy": "lpm"}
 # SGLang's options of both engines, and those of the engine with kvcache's prefix cache.

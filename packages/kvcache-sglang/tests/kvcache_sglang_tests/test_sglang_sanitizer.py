@@ -205,16 +205,6 @@ def pages():
     return found
 
 
-def test_requests_hold_the_pages_that_they_fill(pages):
-    pages._allocator.alloc(8)
-    assert pages.holders() == [0, 0, 0, 0]
-    pages.take("a", np.array([4, 5, 6]))
-    assert pages.holders() == [0, 1, 0, 0]
-    pages._allocator.alloc_decode(slots(7))  # continues in page 1
-    pages.take("a", np.array([7]))
-    assert pages.holders() == [0, 1, 0, 0]
-
-
 def test_pages_are_held_until_the_allocator_gets_them_back(pages):
     pages._allocator.alloc(8)
     pages.take("a", np.array([4, 8]))
@@ -222,11 +212,3 @@ def test_pages_are_held_until_the_allocator_gets_them_back(pages):
     assert pages.holders() == [0, 1, 0, 0]
     pages._allocator.clear()
     assert pages.holders() == [0, 0, 0, 0]
-
-
-def test_a_page_that_is_handed_out_twice_has_two_holders(pages):
-    pages._allocator.alloc(4)
-    pages.take("a", np.array([4]))
-    pages._allocator.alloc(4)
-    pages.take("b", np.array([4]))
-    assert pages.holders() == [0, 2, 0, 0]

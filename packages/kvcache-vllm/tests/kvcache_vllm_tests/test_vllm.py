@@ -9,7 +9,6 @@ import copy
 import functools
 import gc
 import itertools
-import os
 import pickle
 import types
 import weakref
@@ -46,6 +45,7 @@ from tests.machinery.vllm_schedulers import (
     IS_032,
     LONGEST,
     MAMBA_MODES,
+    NUM_SEEDS,
     PAIRS,
     RETENTIONS,
     SideBySide,
@@ -65,8 +65,6 @@ def models(tmp_path_factory):
 
 
 BOTH, HITS = (False, True), {"hit tokens": 0}
-# Each case runs with this number of consecutive seeds. With 60, each case has over 3,000 requests.
-NUM_SEEDS = int(os.environ.get("KVCACHE_VLLM_SEEDS", "1"))
 
 
 def alike(
@@ -101,7 +99,6 @@ DECISIONS = {
         case for groups in ("window", "window, full", "window, window, full")
         for retention in RETENTIONS for case in alike(groups, 2_000, 60, retention=retention)
     ],
-    # vLLM caches every block of these groups, including the last block of a chunk, which no hit reads.
     # vLLM caches every block of these groups, including the last block of a chunk, which no hit reads.
     # Hits end at multiples of all groups' block sizes, of which the chunked group's is the largest.
     "chunked local attention": [
@@ -254,25 +251,32 @@ def test_in_a_tight_pool_only_the_order_of_a_requests_blocks_differs(
     assert counts["hit tokens"] > 0 and counts["preemptions"] > 0
 
 
+STATES = (*(f"mamba {mode}" for mode in MAMBA_MODES), "mamba7 align")
+TIGHT = [
+    *((1, groups, 120, 150, {}) for groups in
+      ("window", "window, full", "chunked, full", "chunked32, full")),
+    *((2, f"{kind}, {kind}, full", n, 150, {"drafts": kind == "mamba7 align"})
+      for kind in STATES for n in (60, 150)),
+    # vLLM sends all blocks of a session to the worker again, and the worker copies the session's last
+    # state from them.
+    *((seed, "mamba align, full", n, 120, {"sessions": True, "retention": None})
+      for seed, n in ((0, 3_000), (1000, 150), (1014, 150))),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("groups", ["window", "window full", "chunked full", "chunked32 full"])
-def test_requests_with_windows_complete_in_a_tight_pool(groups, is_async, models):
+@pytest.mark.parametrize("seed,groups,num_blocks,num_steps,options", TIGHT)
+def test_windows_and_states_are_correct_in_a_tight_pool(
+    seed, groups, num_blocks, num_steps, options, is_async, models
+):
     """Hits and preemptions differ from vLLM's, because blocks leave windows and are evicted in a
-    different order. All requests must finish and release their blocks.
+    different order. All requests must read their own KV, finish and release their blocks.
     """
     config = engine_config(models["llama"], is_async=is_async)
-    sides = SideBySide(1, config, tuple(groups.split()), 120, exact=False, retention=0)
-    assert sides.run(150)["requests"] > 50
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("num_blocks", [60, 150])
-@pytest.mark.parametrize("kind", [*(f"mamba {mode}" for mode in MAMBA_MODES), "mamba7 align"])
-def test_states_are_correct_in_a_tight_pool(kind, num_blocks, is_async, models):
-    config = engine_config(models["llama"], is_async=is_async)
-    options = {"exact": False, "retention": 0, "drafts": kind == "mamba7 align"}
-    counts = SideBySide(2, config, (kind, kind, "full"), num_blocks, **options).run(150)
-    assert counts["requests"] > 40
+    options = {"exact": False, "retention": 0, **options}
+    sides = SideBySide(seed, config, tuple(groups.split(", ")), num_blocks, **options)
+    counts = sides.run(num_steps)
+    assert counts["parts"] > 20 if "sessions" in options else counts["requests"] > 40
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -286,17 +290,6 @@ def test_states_written_inside_chunks_overwrite_no_state_in_use(num_blocks, is_a
     sides = SideBySide(3, config, ("mamba2 align", "mamba2 align", "full"), num_blocks, exact=False)
     assert sides.run(120)["requests"] > 40
     assert min(contents.checkpoints for contents in sides.contents) > 10
-
-
-@pytest.mark.parametrize("seed,num_blocks", [(0, 3_000), (1000, 150), (1014, 150)])
-def test_session_continues_from_its_own_states(seed, num_blocks, models):
-    """vLLM sends all blocks of a session to the worker again, and the worker copies the session's
-    last state from them.
-    """
-    config = engine_config(models["llama"])
-    groups = ("mamba align", "full")
-    counts = SideBySide(seed, config, groups, num_blocks, exact=False, sessions=True).run(120)
-    assert counts["parts"] > 20
 
 
 class FakeConnector:
@@ -538,17 +531,6 @@ class TestLaterVersions:
             ValueError, match="fast is True: kvcache's usage_of supports only vLLM's"
         ):
             manager.usage_of("r", fast=True)
-
-    def test_method_is_adapted_only_once(self, ours):
-        def usage_of(self, request_id, fast=False):
-            raise NotImplementedError
-
-        ours.usage_of = lambda self, request_id: request_id
-        later = self.later(usage_of)
-        compatibility.accept_new_parameters(ours, later)
-        adapted = ours.usage_of
-        compatibility.accept_new_parameters(ours, later)
-        assert ours.usage_of is adapted
 
     def test_a_new_parameter_without_a_default_is_rejected_by_name(self, ours):
         def free(self, request, reason):

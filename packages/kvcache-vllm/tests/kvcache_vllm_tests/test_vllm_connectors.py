@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connectors of vLLM that hold blocks and read block hashes, with kvcache's manager.
+"""Connectors of vLLM that hold blocks and read block hashes, with kvcache's manager."""
 
-`python -m tests.machinery.vllm_connectors` runs the same cases with at least 3,000 requests each.
-"""
-
+import collections
 import types
 
 import pytest
@@ -16,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvcache_vllm.connectors import what_connector_lacks
 from tests.machinery.vllm_connectors import CASES, CPU, REMOTE, STORE, run_case, transfer_config
 from tests.machinery.vllm_models import behaviours, write_config
-from tests.machinery.vllm_schedulers import PAIRS, engine_config, make_scheduler
+from tests.machinery.vllm_schedulers import NUM_SEEDS, PAIRS, engine_config, make_scheduler
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +31,10 @@ def manager(model):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decisions_and_transfers_are_the_same(case, model):
-    counts = run_case(model, case, 0, 80)
+    counts = collections.Counter()
+    for seed in range(NUM_SEEDS):
+        counts += run_case(model, case, seed, 80)
+    print(f"{case}: seeds 0 to {NUM_SEEDS - 1}, {dict(counts)}, 0 differences")
     num_transfers = counts["external tokens"] if case[0] == REMOTE else counts["stored blocks"]
     assert counts["requests"] > 20 and num_transfers > 100
 

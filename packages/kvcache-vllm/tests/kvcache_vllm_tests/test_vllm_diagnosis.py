@@ -121,18 +121,9 @@ def test_malformed_configurations_are_named(content, message, tmp_path, capsys):
      "pipeline_parallel_size is 2: this connector supports only 1"),
     ([*connector("OffloadingConnector", "offloading", spec_name="Spec")],
      "connector OffloadingConnector: Unsupported spec type: Spec"),
-    (
-        [
-            *connector(
-                "OffloadingConnector",
-                "offloading",
-                spec_name="KVCacheOffloadingSpec",
-                spec_module_path="kvcache_vllm.offloading",
-                cpu_bytes_to_use="much",
-            )
-        ],
-        "cpu_bytes_to_use is 'much'",
-    ),
+    ([*connector("OffloadingConnector", "offloading", spec_name="KVCacheOffloadingSpec",
+                 spec_module_path="kvcache_vllm.offloading", cpu_bytes_to_use="much")],
+     "cpu_bytes_to_use is 'much'"),
     (["--additional-config", '{"kvcache": {"evict": "lru"}}'], "option 'evict' for kvcache"),
     (["--no-such-option"], "vLLM rejects them: unrecognized arguments: --no-such-option"),
 ])  # fmt: skip

@@ -29,6 +29,7 @@ from kvcache_exchange.router_events import CacheView, EventPublisher, EventSubsc
 from kvcache_exchange.router_events.translator import EventTranslator
 from kvcache_exchange.router_events.wire import GPU, WireBatch, decode_batch, encode_batch
 from tests.machinery.cache_user import CacheUser, shown
+from tests.machinery.ports import free_port
 
 LOCAL = "tcp://127.0.0.1:0"
 DEADLINE_S = 20
@@ -210,23 +211,11 @@ def test_optional_event_fields_equal_those_of_vllm():
     assert {e.medium for e in batch.events} == {"GPU", "CPU"}
 
 
-def free_ports(count):
-    """Return free ports below Linux's ephemeral range, from which other sockets could take them
-    immediately.
-    """
-    with zmq.Context() as context:
-        sockets = [context.socket(zmq.PUB) for _ in range(count)]
-        places = {"min_port": 20_000, "max_port": 32_000}
-        ports = [each.bind_to_random_port("tcp://127.0.0.1", **places) for each in sockets]
-        context.destroy(linger=0)
-    return ports
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_our_reader_follows_vllms_publisher(seed):
     """Events are published with vLLM's own classes and sockets, and some messages are lost."""
     rng = random.Random(seed)
-    ports = free_ports(2)
+    ports = [free_port() for _ in range(2)]
     # vLLM binds to an address that contains a star, and connects to any other address.
     theirs = ZmqEventPublisher(
         0,

@@ -32,7 +32,7 @@ CASES = [
 RUNNERS = {
     "first": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
     "second": {
-        **{"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        **{"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     },
 }
 
@@ -125,26 +125,6 @@ class Pool:
         return self.sanitizer._blocks.device.blocks["num_holders"][list(blocks)].tolist()
 
 
-def test_hit_blocks_have_several_holders():
-    pool = Pool()
-    pool.holds.scheduled = {"a", "b"}
-    pool.holds.take("a", ([1, 2], [3, 4]), 0)
-    pool.holds.take("b", ([1, 5], [0, 6]), 4)
-    assert pool.holders(1, 2, 3, 5, 6) == [2, 1, 1, 1, 1]
-    pool.holds.release("a")
-    assert pool.holders(1, 2, 3, 5, 6) == [1, 0, 0, 1, 1]
-
-
-def test_blocks_that_the_window_has_left_are_released():
-    pool = Pool()
-    pool.holds.scheduled = {"a"}
-    pool.holds.take("a", ([1, 2, 3, 4], [5, 6, 7, 8]), 0)
-    pool.holds.leave(["a"], [15])  # token 15 attends to tokens 8 and later
-    assert pool.holders(1, 2, 5, 6, 7, 8) == [1, 1, 0, 0, 1, 1]
-    pool.holds.leave(["a"], [16])
-    assert pool.holds.of("a")[1] == [0, 0, 7, 8]
-
-
 def test_waiting_requests_release_blocks_that_are_allocated_to_others():
     pool = Pool()
     pool.holds.scheduled = {"a"}
@@ -162,14 +142,6 @@ def test_waiting_requests_keep_blocks_that_others_hit():
     pool.holds.take("b", ([1, 2, 7], [0, 5, 8]), 8)
     assert pool.holders(1, 2, 3, 5, 7) == [2, 2, 1, 2, 1]
     assert pool.holds.exclusive("b", 0, [1, 2, 7]) == [0, 0, 7]
-
-
-def test_blocks_allocated_to_two_scheduled_requests_stay_shared():
-    pool = Pool()
-    pool.holds.scheduled = {"a", "b"}
-    pool.holds.take("a", ([1], [2]), 0)
-    pool.holds.take("b", ([1], [3]), 0)
-    assert pool.holders(1) == [2]
 
 
 def test_prefill_checkpoints_are_states():
