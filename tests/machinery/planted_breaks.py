@@ -72,6 +72,8 @@ _MOST_SECONDS = 400  # time limit for the runs with one defect
 
 POOL, MANAGER, OPS = "csrc/core/pool/", "csrc/core/manager/", "csrc/ops/"
 RULES, SANITIZER = "csrc/core/groups/rules/", "csrc/sanitizer/"
+EXCHANGE = "packages/kvcache-exchange/src/kvcache_exchange/"
+OFFERS, STORE = EXCHANGE + "disaggregation/", EXCHANGE + "store/"
 DEFECTS = [
     Defect(
         "pool",
@@ -385,6 +387,96 @@ DEFECTS = [
         "vLLM 35138",
     ),
 ]
+DEFECTS += [
+    # Faults of the exchange, as code that once was there.
+    Defect(
+        "version of an offer", EXCHANGE + "identity.py",
+        '        compared.append(("version of the weights", self.version, other.version, change))\n', "",
+        "epochs", "weights change while peers offer KV",
+    ),
+    Defect(
+        "offer of a stale request", OFFERS + "connector.py",
+        " or has_other_state or is_stale:", " or has_other_state:",
+        "epochs", "offers and rows of an old epoch",
+    ),
+    Defect(
+        "loads of an old epoch", OFFERS + "connector.py",
+        "is_new_epoch = self._epoch != cache.epoch", "is_new_epoch = False",
+        "epochs", "weights change between the offer and the load",
+    ),
+    Defect(
+        "leases of invalid blocks", OFFERS + "connector.py",
+        "if not is_new_epoch and self._num_invalidations == cache.num_invalidations:",
+        "if not is_new_epoch:",
+        "disaggregation disaggregation", "a peer reads a page that its sender has invalidated",
+    ),
+    Defect(
+        "store of an old epoch", STORE + "tier.py",
+        "        if cache.epoch == self._epoch:\n            return\n", "        return\n",
+        "epochs", "weights change while a store has KV",
+    ),
+    Defect(
+        "keys of an old epoch", STORE + "rank.py",
+        "                self._identity = replace(self._identity, version=order.version)\n", "",
+        "epochs", "weights change while a store has KV",
+    ),
+    Defect(
+        "failed removal", STORE + "rank.py",
+        "self._store.remove(self._invalid[0])\n            self._invalid.popleft()",
+        "self._store.remove(self._invalid.popleft())",  # what the store failed to remove returns
+        "store_ranks store", "a value that was removed returns",
+    ),
+    Defect(
+        "load of a forgotten adapter", "kvcache/sources/loads.py",
+        "return self._manager.cache.adapter_root(load.request) != load.root", "return False",
+        "forgotten_adapters", "vLLM 42125",
+    ),
+    Defect(
+        "scales of an offer", "kvcache/transfer/plan/transfer_plan.py",
+        "    _check_scales(local, remote, sides)\n", "",
+        "scales", "SGLang 34765",
+    ),
+    Defect(
+        "scales of a store", STORE + "identity.py",
+        "sorted((number, each) for number, each in pages.scales.items() if each is not None)", "[]",
+        "scales", "SGLang 34765",
+    ),
+    Defect(
+        "share of states", STORE + "identity.py",
+        "    if isinstance(rank, Share) and has_rest:", "    if False:",
+        "store_ranks", "vLLM 49499",
+    ),
+    Defect(
+        "match without read_cache", OFFERS + "connector.py",
+        " or not request.read_cache:", ":",
+        "disaggregation", "take_cached of a request with read_cache=False",
+    ),
+    Defect(
+        "topic of a replay", EXCHANGE + "router_events/replay_client.py",
+        "if topic and frames[1] != topic:", "if False:",
+        "router_events", "vLLM 45174",
+    ),
+    Defect(
+        "numbers of a restart", EXCHANGE + "router_events/publisher.py",
+        "            time.time_ns() // 1_000,\n", "            0,\n",
+        "router_events", "Dynamo 14652",
+    ),
+    Defect(
+        "announcement of a restart", EXCHANGE + "router_events/publisher.py",
+        "        self._send([WireCleared()], time.time())  # the cache", "        # the cache",
+        "router_events", "Dynamo 14652",
+    ),
+    Defect(
+        "hashes of a stored prefix", STORE + "prefixes.py",
+        "return min(request.num_tokens - 1, num_hashed) //", "return (request.num_tokens - 1) //",
+        "store hit_ends", "checkpoints ignore tokens that hashes also cover",
+    ),
+    Defect(
+        "ends of hits with lookahead", "csrc/core/groups/hit_ends.h",
+        "chain.num_hashable(num_tokens) * chain.block_size(), with", "num_tokens, with",
+        "hit_ends", "checkpoints ignore tokens that hashes also cover",
+    ),
+]  # fmt: skip
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from kvcache import (
     Admit,
@@ -60,6 +61,7 @@ class Strided(AttentionKind):
         return max(num_computed_tokens // self.stride - 1, 0) * self.stride
 
 
+EXCHANGEABLE = ("full_attention", "sliding_window", "chunked_local")
 # (kind, block size, options) of the layers. Equal layers form one group.
 MIXES = [
     [("full_attention", 4, {})],
@@ -82,6 +84,7 @@ MIXES = [
 ]
 
 WITH_STATES = [mix for mix in MIXES if any(kind == "recurrent" for kind, _, _ in mix)]
+EXCHANGED = [mix for mix in MIXES if {kind for kind, _, _ in mix} <= {*EXCHANGEABLE}]
 
 # Values of options and parameters that need more than their type.
 NAMES: dict[str, Callable[[random.Random], object]] = {
@@ -94,7 +97,7 @@ NAMES: dict[str, Callable[[random.Random], object]] = {
     "CacheOptions.retention_interval": lambda r: r.choice([None, 0, 4, 8, 12]),
     "CacheOptions.explain_misses": lambda r: r.choice([None, 1, 2]),
     "CacheOptions.watermark": lambda r: r.choice([0.0, 0.1]),
-    "CacheOptions.max_num_reqs": lambda r: r.choice([2, 5]),
+    "CacheOptions.max_num_reqs": lambda r: r.choice([2, 5, 8]),
     "CacheOptions.num_host_blocks": lambda r: r.choice([0, 6, 12, 40]),
     "CacheOptions.num_preallocate_tokens": lambda r: r.choice([0, 5, 64]),
     "CacheOptions.enable_caching": lambda r: r.random() < 0.9,
@@ -129,6 +132,13 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         )
         self.plan, self.ranks = self._build(rng, options)
         self.cache = self.ranks[0]
+        self.scale = 1.0  # of fp8: what is stored depends on it
+        if self.layers[0].dtype != "uint8":
+            self.scale = rng.choice([0.5, 1.0])
+            for storage in (each for rank in self.ranks for each in rank.storages):
+                if storage.dtype is torch.float8_e4m3fn:
+                    scales = torch.full((storage.num_layers, 1), self.scale)
+                    storage.set_scales(scales, scales)
         self.manager: KVCacheManager = self.cache.manager
         specs = self.manager.groups
         self.kinds = [make_kind(each.kind, each.options) for each in specs]
@@ -155,14 +165,16 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         self.held: list[list[int]] = []  # blocks that a connector holds one by one
         self.in_flight: list[int] = []  # steps that were not reported as completed
         # Plans of the last of these, which the worker has yet to carry out.
-        self.pending: list[tuple[StepPlan, list[Span]]] = []
+        self.pending: list[tuple[StepPlan, list[Span], list[int]]] = []
         self.most_pending = rng.choice([0, 0, 1, 2, 3])
+        self.loras = [*([None] * rng.choice([9, 9, 1])), ("alpha", "/a"), ("beta", "/b", "1")]
         # With fences, what steps have read stays until they are reported as completed.
-        self.reading: list[tuple[int, list[Cells]]] = []
+        self.reading: list[tuple[int, list[Cells], list[int], list[bytes]]] = []
         self.view: set[tuple] = set()  # what events say is cached
         self.tier = self.connector = self.mover = None
+        if rng.random() < 0.6:
+            self.tier = wire.tier_of(self)
         if len(self.ranks) == 1:
-            self.tier = wire.tier_of(self) if rng.random() < 0.5 else None
             self.connector, self.mover = wire.connector_of(self)
         self.sources = [each for each in (self.tier, self.connector) if each is not None]
         wire.engines[name] = self
@@ -170,12 +182,12 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         # Operations that need not wait until the worker has carried out all plans.
         at_any_time = {
             **{self.step: 40, self.free: 6, self.report: 4, self.fork: 3, self.abort: 2},
-            **{self.lose_plan: 1, self.change: 2, self.weights: 0.5, self.reads: 2},
+            **{self.lose_plan: 1, self.change: 2, self.weights: 1, self.reads: 2},
             **{self.wrong_call: 2, self.append_tokens: 1, self.reject: 1, self.finish_receiving: 3},
         }
         operations = {
             **{**at_any_time, self.release_blocks: 1, self.hold_blocks: 1},
-            **{self.lose_page: 1, self.poll: 6 if self.sources else 0},
+            **{self.lose_page: 2, self.poll: 6 if self.sources else 0},
         }
         if not self.has_state:
             operations |= {self.admit: 3, self.extend: 3, self.advance: 2}
@@ -189,8 +201,10 @@ class Engine(SlotBytes, Laws, WalkedCalls):
 
     @staticmethod
     def draw_layers(rng: random.Random) -> list[LayerSpec]:
-        layers = []
-        for i, (kind, size, options) in enumerate(rng.choice([*MIXES, *(2 * WITH_STATES)])):
+        layers, dtype = [], rng.choice(["uint8", "uint8", "float8_e4m3fn"])
+        for i, (kind, size, options) in enumerate(
+            rng.choice(rng.choice([MIXES, WITH_STATES, EXCHANGED]))
+        ):
             more: dict = {"state_bytes": 2 * HEAD_SIZE}
             if kind != "recurrent":
                 more = {"num_kv_heads": 1, "head_size": HEAD_SIZE}
@@ -203,13 +217,14 @@ class Engine(SlotBytes, Laws, WalkedCalls):
                 more["transferred"] = False
             for j in range(rng.choice([1, 1, 2])):
                 layers.append(
-                    LayerSpec(f"{i}.{j}", kind, size, dtype="uint8", options=options, **more)
+                    LayerSpec(f"{i}.{j}", kind, size, dtype=dtype, options=options, **more)
                 )
         return layers
 
     def _build(self, rng: random.Random, options: dict) -> tuple[CachePlan, list[KVCache]]:
         self.most_batched = 16
         kernel_sizes, num_ranks = options.pop("kernel_sizes"), options.pop("num_ranks")
+        cp_size = 1 if options.pop("is_tp") else num_ranks  # or ranks that hold the same KV head
         has_encoder = any(each.kind == "cross_attention" for each in self.layers)
 
         def plan_of(rank: int, num_bytes: int) -> CachePlan:
@@ -219,16 +234,21 @@ class Engine(SlotBytes, Laws, WalkedCalls):
                 max_model_len=LONGEST,
                 max_num_batched_tokens=self.most_batched,
                 max_encoder_tokens=6 if has_encoder else None,
-                context_parallel=ContextParallel(dcp_world_size=num_ranks, dcp_rank=rank),
+                context_parallel=ContextParallel(dcp_world_size=cp_size, dcp_rank=rank % cp_size),
             )
 
         whole = plan_of(0, 1 << 20)
-        pages = rng.choice([1.0, 1.3, 1.6, 2.0, 3.0, 8.0]) * whole.pages_per_request(LONGEST)
+        is_exchanged = {each.kind for each in self.layers} <= {*EXCHANGEABLE}
+        sizes = [1.0, 1.3, 1.6, 2.0, 3.0, 8.0][2 * is_exchanged :]
+        pages = rng.choice(sizes) * whole.pages_per_request(LONGEST)
         num_bytes = (int(pages) + 2) * whole.page_bytes
         options |= {"max_num_reqs": options.get("max_num_reqs") or 4, "enable_events": True}
         options["fence_frees"] = rng.random() < 0.4
         options["num_host_blocks"] = rng.choice([0, 0, 4, 8, 16, 40])
-        if num_ranks > 1:
+        if options["num_host_blocks"]:
+            options["host_write"] = rng.choice(["back", "through"])
+        self.cp_size = cp_size
+        if cp_size > 1:
             options["cp_kv_cache_interleave_size"] = rng.choice([1, 2])
         while True:  # an option that the others do not allow is named, and left out
             try:
@@ -255,7 +275,7 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         lora = request.lora
         if lora and lora[0] in self.generations:  # weights that only this engine has
             lora = (*lora, self.name, self.generations[lora[0]])
-        return owner_of(self.version, lora, request.cache_salt)
+        return owner_of(self.version, lora, request.cache_salt, self.scale)
 
     def new_row(self) -> Row:
         rng = self.rng
@@ -275,7 +295,7 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         units = [*tokens]
         num_prompt = rng.choice([rng.randint(1, 34), min(differs, 26) + rng.randint(1, 8)])
         options = {
-            "lora": rng.choice([None] * 9 + [("alpha", "/a"), ("beta", "/b", "1")]),
+            "lora": rng.choice(self.loras),
             "cache_salt": rng.choice([None] * 15 + ["salt"]),
             "session": rng.choice([None, "one"]),
             "read_cache": rng.random() < 0.95,
@@ -369,7 +389,9 @@ class Engine(SlotBytes, Laws, WalkedCalls):
             self.check_cached(each)
 
     def step(self) -> None:
-        rng = self.rng
+        rng, pool = self.rng, self.manager.pool
+        while 2 * pool.num_free < pool.num_total and rng.random() < 0.5:
+            rng.choice([self.free, self.report, self.release_blocks, self.withdraw])()
         able = [each for each in self.rows.values() if each.by_step and not each.is_receiving]
         able = [each for each in able if rng.random() < 0.8]
         rng.shuffle(able)
@@ -407,6 +429,12 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         new = [self.new_admit(left) for _ in range(most_new)]
         if version != (self.version, self.generations):  # hits that were looked up may be gone
             new = [self.without_external(*each) for each in new]
+        alone = [each for each in new if each[0].source is not None][:1]
+        if alone and rng.random() < 0.6:  # the other rows may take what the load needs
+            for each, _ in new:
+                if each is not alone[0][0]:
+                    self.put_back(each)
+            new, rows, counts, ids, rejected, ahead, leaving = alone, [], [], [], [], [], []
         if not rows and not leaving and not new and rng.random() < 0.8:
             return
         before = {each: (self.computed(each), each.request.num_tokens) for each in rows}
@@ -500,6 +528,8 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         """Return how many tokens a source has for a new request."""
         self.carry_out_all()
         source = self.rng.choice([self.tier, *self.sources] if self.tier else self.sources)
+        if self.connector is not None and self.foreign_offers() and self.rng.random() < 0.7:
+            source = self.sources[-1]
         if source is self.tier:
             n = source.match(each.request)
             if n is None and self.rng.random() < 0.8:  # the store answers soon
@@ -514,15 +544,21 @@ class Engine(SlotBytes, Laws, WalkedCalls):
                 n = 0
         if n:
             each.source = source
-            if self.rng.random() < 0.1:
+            if not each.request.read_cache:
+                raise Wrong(f"{n} tokens are matched for {each.name}, which reads no cache")
+            if self.rng.random() < 0.2:
                 self.weights()  # between the match and the step
         return n
 
+    def foreign_offers(self) -> list[tuple]:
+        return [each for each in self.wire.offers if each[0] is not self]
+
     def offer_for(self, each: Row) -> dict | None:
         """Return an offer of any engine, for a request with its tokens."""
-        if not self.wire.offers:
+        offers = self.foreign_offers()
+        if not offers:
             return None
-        _, of, offer = self.rng.choice(self.wire.offers)
+        _, of, offer = self.rng.choice(offers)
         other = of.request
         if len(other.token_ids) >= LONGEST - 1:
             return None
@@ -532,6 +568,7 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         each.request = Request(
             each.request.request_id + "*", of.tokens[:n], lora=other.lora, cache_salt=other.cache_salt,
             mm_items=other.mm_items, block_hashes=[] if self.hashing[0] else None,
+            read_cache=each.request.read_cache,
         )  # fmt: skip
         each.add_hashes(n)
         return json.loads(json.dumps(offer))
@@ -554,7 +591,7 @@ class Engine(SlotBytes, Laws, WalkedCalls):
                 self.reading.clear()
                 self.returned(self.call(self.manager.report, report))
             source.save(report)
-            if self.rng.random() < 0.3:  # from now on, hits come from the store
+            if self.rng.random() < 0.5:  # from now on, hits come from the store
                 self.wire.answer_all()
                 self.call(self.manager.cache.reset)
 
@@ -589,7 +626,7 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         return False
 
     def begin(self, each: Row) -> None:
-        if self.rng.random() < 0.05:
+        if self.rng.random() < 0.1:
             self.weights()  # between the step and the load
         try:
             each.source.begin(each.request)
@@ -648,7 +685,14 @@ class Engine(SlotBytes, Laws, WalkedCalls):
             self.admitted(each, start)
             if not each.is_receiving:
                 jobs.append((each, start))
-        self.pending.append((plan, self.spans_of(jobs)))
+        if self.rng.random() < 0.5:
+            self.check_written(jobs)
+        copied = plan.swap_out[:, 0].tolist()
+        if copied:  # rows may write to their blocks: an evicted block is copied before that
+            tables = [ids for each in self.rows.values() for ids in self.blocks(each)]
+            held = {page for ids in tables for page in ids.tolist()}
+            copied = [page for page in copied if page not in held]
+        self.pending.append((plan, self.spans_of(jobs), copied))
         loading = [each for each in new if each.row >= 0 and each.source is not None]
         while len(self.pending) > (0 if loading else self.most_pending):
             self.carry_out()
@@ -659,15 +703,16 @@ class Engine(SlotBytes, Laws, WalkedCalls):
 
     def carry_out(self) -> None:
         """Carry out the oldest plan that the worker has not carried out."""
-        plan, spans = self.pending.pop(0)
+        plan, spans, copied = self.pending.pop(0)
         for rank in self.ranks:
             rank.worker.apply(plan)
+        copies = self.bytes_of(copied)
         cells = self.compute(spans)
         if self.manager.options.fence_frees:
             pages = [kind.pages for kind in self.kinds]
             kept = [each for each in cells if pages[each.group].is_transferable]
             kept = [each for each in kept if pages[each.group].has_slots]
-            self.reading.append((plan.step_id, kept))
+            self.reading.append((plan.step_id, kept, copied, copies))
 
     def carry_out_before_load(self, each: Row) -> None:
         """Carry out the plan that has admitted a row, and all others if there are no fences."""
@@ -774,7 +819,8 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         elif self.connector is not None:
             self.carry_out_all()
         keep = not is_out and (each.is_receiving or rng.random() < 0.2)
-        if keep and not each.is_receiving and self.connector is not None and rng.random() < 0.7:
+        offers = not is_out and not each.is_receiving and self.connector is not None
+        if offers and rng.random() < 0.6:
             self.publish(each)
             return
         if each.is_receiving:
@@ -790,11 +836,19 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         self.decide(each)
         del self.rows[each.row]
         self.log(f"{self.name}: publish {each.name}")
-        offer = self.connector.publish(each.request, lease_s=self.rng.choice([0.5, 50.0, 50.0]))
+        offer = self.connector.publish(each.request, lease_s=self.rng.choice([0.5, 5.0, 50.0]))
         each.row = -1
         if offer is not None:
             self.wire.offers.append((self, each, offer))
             del self.wire.offers[:-6]
+
+    def withdraw(self) -> None:
+        """End a lease early."""
+        if own := [row for of, row, _ in self.wire.offers if of is self]:
+            each = self.rng.choice(own)
+            self.log(f"{self.name}: withdraw {each.name}")
+            self.connector.withdraw(each.request)
+            self.take_from(self.sources[-1])
 
     def pages_of(self, each: Row) -> list[Cells]:
         """Return the transferred tokens of a row with their slots."""
@@ -905,6 +959,8 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         child.contents = parent.contents[:shared]
         child.last_start = child.start_before = shared
         self.rows[row] = child
+        if rng.random() < 0.2:
+            self.abort()
 
     def report(self) -> None:
         done = len(self.in_flight) - len(self.pending)
@@ -912,9 +968,11 @@ class Engine(SlotBytes, Laws, WalkedCalls):
             n = self.rng.randint(1, done)
             step = self.in_flight[n - 1]
             del self.in_flight[:n]
-            for _, cells in [each for each in self.reading if each[0] <= step]:
+            for _, cells, copied, copies in [each for each in self.reading if each[0] <= step]:
                 for each in cells:
                     self.check_slots(each, each.read, "before its step is reported")
+                if self.bytes_of(copied) != copies:
+                    raise Wrong(f"one of {copied} is overwritten before it is copied to the host")
             self.reading = [each for each in self.reading if each[0] > step]
             self.returned(self.call(self.manager.report, StepReport(step, completed=True)))
 
@@ -977,6 +1035,8 @@ class Engine(SlotBytes, Laws, WalkedCalls):
             self.put_back(new[0][0])
             return
         (each, _), row = new[0], int(plan.answers.new.rows[0])
+        if self.rng.random() < 0.5:
+            self.report()  # of earlier steps
         affected = self.call(self.manager.abort, plan.step_id)
         if each.source is not None:
             each.source.cancel(each.request)
@@ -1002,24 +1062,26 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         self.end(each, keep=True)
 
     def lose_page(self) -> None:
-        """Lose the content of a page, and report it at once."""
-        rows = self.on_device()
-        if not rows:
-            return
-        each = self.rng.choice(rows)
-        blocks = [
-            b
-            for g in range(len(self.kinds))
-            for b in self.manager.block_ids(each.request, g).tolist()
-            if b
-        ]
-        if not blocks or self.kept:
+        """Lose the content of a page, and report it. Until then, only the own store may get it."""
+        while self.kept:
+            self.release_blocks()
+        tables = [table.tolist() for each in self.on_device() for table in self.blocks(each)]
+        leased = [offer["blocks"] for of, _, offer in self.wire.offers if of is self]
+        if leased and self.rng.random() < 0.5:
+            tables = [ids for offered in leased for ids in offered]
+        blocks = [block for table in tables for block in table if block]
+        if not blocks:
             return
         page = self.rng.choice(blocks)
         self.reading.clear()
         for rank in self.ranks:
             for layer in range(rank.pages.num_layers):
                 rank.pages.layer(layer)[page] = 255
+        if self.tier is not None and self.wire.num_tiers == 1 and not self.in_flight:
+            if self.manager.last_step_id >= 0:
+                self.tier.save(StepReport(self.manager.last_step_id, completed=True))
+            if self.rng.random() < 0.5:
+                self.wire.answer_all()
         if self.tier is None and self.in_flight and self.rng.random() < 0.5:
             self.carry_out_all()
             report = StepReport(self.in_flight[-1], True, failed_pages=[page])
@@ -1058,9 +1120,12 @@ class Engine(SlotBytes, Laws, WalkedCalls):
     def weights(self) -> None:
         """Change the weights of the model or of an adapter."""
         rng, cache = self.rng, self.manager.cache
-        if rng.random() < 0.2:
-            self.call(cache.start_epoch, rng.choice([None, "a", "a", "a", "b"]))
-            self.version = cache.model_version
+        if rng.random() < 0.4:  # engines often get the same weights, at about the same time
+            name = rng.choice([None, "a", "b", *(e.version for e in self.wire.engines.values())])
+            for each in self.wire.engines.values():
+                if each is self or (name and rng.random() < 0.7):
+                    each.call(each.manager.cache.start_epoch, name)
+                    each.version = each.manager.cache.model_version
         else:
             name = rng.choice(["alpha", "beta"])
             self.call(cache.forget_adapter, name)

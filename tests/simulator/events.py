@@ -39,6 +39,7 @@ class Sockets:
         self.subscribed: list[Socket] = []
         self.fault_rate = 0.0
         self.states: dict[str, dict[int, Shown]] = {}  # by publisher, after each batch
+        self.topics: dict[tuple[str, int], str] = {}  # of each batch of each publisher
 
     def socket(self, kind: int) -> Socket:
         return Socket(self, kind, self.acting)
@@ -77,7 +78,9 @@ class Sockets:
         """Check a view that says that it is exact. Return whether it does."""
         if not reader.is_exact:
             return False
-        view = reader.view
+        view, topic = reader.view, reader._topic.decode()
+        if topic and reader.next_seq and self.topics[publisher, reader.next_seq - 1] != topic:
+            raise Wrong(f"a subscriber of topic {topic!r} has taken batches of another topic")
         found = {(m, g, each) for m, g in view.places for each in view.hashes(m, g)}
         if found != (self.states[publisher][reader.next_seq - 1] if reader.next_seq else set()):
             raise Wrong(f"the view at event batch {reader.next_seq} is not what was cached")
@@ -175,19 +178,23 @@ class Publishing:
     """An engine's publisher, and what a reader of each of its batches must know."""
 
     def __init__(self, sockets: Sockets, number: int, seed: str, rng: random.Random) -> None:
-        sockets.acting = f"e{number}"
+        sockets.acting = self.name = f"e{number}"
         self.waiting: deque[set] = deque()  # what was cached when each queued batch was taken
         self.states = sockets.states.setdefault(sockets.acting, {})
         self.publisher = EventPublisher(
             f"tcp://127.0.0.1:{5000 + number}",
             f"tcp://127.0.0.1:{6000 + number}",
-            topic=rng.choice(["", "kv@a@b"]),
+            topic=rng.choice(["", "kv@a@b", "kv@a@bc"]),
             event_encoding=rng.choice(["map", "array"]),
             hash_seed=seed,
             buffer_steps=rng.choice([1, 5, 40, 10_000]),
         )
         self.publisher._socket.on_send = self.sent
-        self.states[self.publisher._buffer.stop - 1] = frozenset()
+        number = self.publisher._buffer.stop - 1
+        if self.states and number <= max(self.states):
+            raise Wrong(f"a new publisher begins with {number}, which its predecessor has reached")
+        self.states[number], self.topics = frozenset(), sockets.topics
+        self.topics[sockets.acting, number] = self.publisher.topic
         self.publisher._router.serve = self.work
 
     def describe(self) -> dict:
@@ -203,6 +210,7 @@ class Publishing:
 
     def sent(self, number: int) -> None:
         self.states[number] = self.shown(self.waiting.popleft())
+        self.topics[self.name, number] = self.publisher.topic
 
     def shown(self, view: set) -> Shown:
         """Return how readers name the blocks, without those whose parents are being loaded."""

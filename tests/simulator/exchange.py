@@ -15,7 +15,7 @@ from kvcache_exchange.disaggregation import Connector, layouts_of_plan
 from kvcache_exchange.disaggregation.leases import Leases, done_message, is_lease_over
 from kvcache_exchange.disaggregation.offer import RankAddress
 from kvcache_exchange.disaggregation.steps import RankHandshake, Results
-from kvcache_exchange.store import BlockStore, StoreTier
+from kvcache_exchange.store import BlockStore, Share, StoreRank, StoreTier
 from kvcache_exchange.store.thread import Call
 
 FAULTS = ("missing", "corrupt", "short", "swapped", "raises", "full", "torn")
@@ -97,7 +97,7 @@ class StoreClient(BlockStore):
         return sizes
 
     def remove(self, keys):
-        if self.store.fault() == "raises":
+        if self.store.fault() in ("raises", "full", "torn", "short"):
             raise OSError("the store is down")
         for key in keys:
             if self.store.values.pop(key, None) is not None:
@@ -169,7 +169,7 @@ class Wire:
     threads: ClassVar[list[SteppedThread]] = []  # of the world that is being created
 
     def __init__(self, rng: random.Random) -> None:
-        self.now, self.store = 0.0, SimulatedStore(rng)
+        self.now, self.store, self.num_tiers = 0.0, SimulatedStore(rng), 0
         self.own_threads: list[SteppedThread] = []
         self.engines: dict[str, object] = {}
         self.processes = itertools.count()
@@ -218,20 +218,30 @@ class Wire:
 
     def tier_of(self, engine) -> StoreTier | None:
         """Connect an engine to the store. None if a store cannot fill its groups."""
-        cache = engine.cache
+        cache, size, num_staged = engine.cache, len(engine.ranks), engine.rng.choice([4, 20])
+        cp_size, tp_size = engine.cp_size, size // engine.cp_size
         try:
-            return StoreTier(
-                cache.manager,
-                cache.pages,
-                StoreClient(self.store),
-                model="simulated",
-                contents=list(cache.storages),
-                host_pages=cache.host_pages,
-                staging_bytes=engine.rng.choice([4, 20]) * (cache.pages.page_bytes + 192),
-                timeout_s=0.5,
-                announce=True,
-                circuit=Circuit(2, 0.1, 0.2, clock=lambda: self.now),
-            )
+            ranks = [
+                StoreRank(
+                    cache.manager,
+                    each.pages,
+                    StoreClient(self.store),
+                    model="simulated",
+                    rank=Share.of_rank(
+                        num_layers=len(engine.layers), num_heads=1, tp_rank=i % tp_size,
+                        tp_size=tp_size, cp_rank=i % cp_size, cp_world_size=cp_size,
+                    ),
+                    contents=list(each.storages),
+                    host_pages=each.host_pages,
+                    staging_bytes=num_staged * (cache.pages.page_bytes + 192),
+                    timeout_s=0.5,
+                    circuit=Circuit(2, 0.1, 0.2, clock=lambda: self.now),
+                )
+                for i, each in enumerate(engine.ranks)
+            ]  # fmt: skip
+            found = StoreTier.over(cache.manager, ranks, announce=True)
+            self.num_tiers += 1
+            return found
         except ValueError:
             return None
 

@@ -45,6 +45,9 @@ class Laws:
         written = {*cleared, *filled}
         if len(written) < len(filled) + len(plan.zero) + len(plan.fresh):
             raise Wrong("a plan writes a page twice")
+        for each in filter(None, map(self.rows.get, plan.append_rows.tolist())):
+            if self.manager.state(each.request) is RequestState.SWAPPED_OUT:
+                raise Wrong(f"a plan has blocks of {each.name}, which is on the host")
         if written & {*plan.copy[:, 0].tolist()}:
             raise Wrong("a plan copies from a page that it writes")
         for row, status, start in zip(*plan.answers.new[:3]):
@@ -61,6 +64,19 @@ class Laws:
                 given = {*blocks.tolist()} - {*old[g].tolist()} - written - {0}
                 if given and self.kinds[g].pages.is_transferable:
                     raise Wrong(f"pages {given} of {each.name} in group {g} are not fresh")
+
+    def check_written(self, jobs: list[tuple[Row, int]]) -> None:
+        """Check that rows write to no block that another row holds."""
+        tables = {each: self.blocks(each) for each in self.rows.values()}
+        for g, (kind, size) in enumerate(zip(self.kinds, self.manager.block_sizes)):
+            if kind.pages.wraps or kind.pages.of_encoder or not kind.pages.has_slots:
+                continue
+            for each, start in jobs:
+                end = self.manager.num_computed_tokens(each.request)
+                own = {*tables[each][g][start // size : -(-end // size)].tolist()} - {0}
+                for other, blocks in tables.items():
+                    if other is not each and not own.isdisjoint(blocks[g].tolist()):
+                        raise Wrong(f"{each.name} writes to a block of {other.name}")
 
     def check_held(self, each: Row, start: int) -> None:
         """Check that a row that computes from `start` holds no block that no token reads."""

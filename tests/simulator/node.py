@@ -32,7 +32,7 @@ class Node(Hints, Engine):
         super().__init__(f"e{number}", rng, *parts)
         self.taken: list = []
         self.num_declined = self.num_offered = 0
-        self.share = rng.choice([0, 0, 0.3, 0.9])  # of prompts that all engines receive
+        self.share = rng.choice([0, 0.3, 0.9])  # of prompts that all engines receive
         network = self.wire.network
         others = [f"e{i}" for i in range(network.size) if i != number]
         if self.connector is not None and rng.random() < 0.95:
@@ -53,7 +53,7 @@ class Node(Hints, Engine):
         ):
             at = self.operations.index(call)
             self.weights_of[at] = max(self.weights_of[at], weight)
-        self.weights_rate = rng.choice([0, 0.05, 1])
+        self.weights_rate = rng.choice([0, 0.1, 0.3, 1])
 
     def free(self, rows: list[Row] | None = None) -> None:
         loads = any(each.source is not None for each in self.rows.values())
@@ -104,7 +104,7 @@ class Node(Hints, Engine):
     # Peers -----------------------------------------------------------------------------------------
 
     def match(self, each: Row) -> int:
-        if self.peers is None or self.rng.random() < 0.25:
+        if self.peers is None or self.rng.random() < (0.8 if self.foreign_offers() else 0.3):
             return super().match(each)
         self.carry_out_all()
         for _ in range(3):
@@ -163,7 +163,7 @@ class Node(Hints, Engine):
         n, groups = offer["num_tokens"], self.plan.transferred_groups
         if not least <= n < len(tokens):
             raise Wrong(f"{n} tokens are offered of {len(tokens)}, at least {least}")
-        contents = extended([], tokens[:n], owner_of(self.version, None, salt))
+        contents = extended([], tokens[:n], owner_of(self.version, None, salt, self.scale))
         for g, blocks in zip(groups, offer["blocks"]):
             first, size = self.kinds[g].first_needed_token(n), self.manager.block_sizes[g]
             slots = [blocks[p // size] * size + p % size for p in range(first, n)]

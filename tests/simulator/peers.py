@@ -128,7 +128,7 @@ class Network:
                 min_tokens=rng.choice([1, 1, 4]),
                 timeout_s=rng.choice([0.2, 1.0]),
                 lease_s=rng.choice([0.3, 5.0, 50.0]),
-                max_kept_share=rng.choice([0.2, 0.6, 1.0]),
+                max_kept_share=rng.choice([0.3, 1.0, 1.0]),
             )
         except ValueError:
             return None

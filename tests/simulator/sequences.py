@@ -62,7 +62,7 @@ class Sequences:
     def __init__(self, name: str, rng: random.Random, log: Callable) -> None:
         self.name, self.rng, self.log = name, rng, log
         self.caching, self.size = rng.random() < 0.8, rng.choice([1, 2, 3, 4, 8])
-        self.window = rng.choice([None, None, 2, 5, 8, 13])
+        self.window = rng.choice([None, None, None, None, 2, 5, 8, 13])
         self.num_gpu, self.num_cpu = rng.choice([6, 12, 25, 60]), rng.choice([0, 1, 8, 40])
         self.manager = BlockSpaceManager(
             self.size,

@@ -49,6 +49,7 @@ class SlotBytes:
     kinds: list[KindProperties]
     layer_numbers: list[list[int]]  # of each group's layers
     rng: random.Random
+    cp_size: int
     num_checked: int
 
     def owner(self, request: Request) -> int:
@@ -59,11 +60,12 @@ class SlotBytes:
         self.views: list[list[list[tuple[np.ndarray, np.ndarray]]]] = []
         for g, kind in enumerate(self.kinds):
             of_group = []
-            for rank in self.ranks:
+            for number, rank in enumerate(self.ranks):
                 found, storage = [], rank.storages[g]
                 for i, layer in enumerate(self.layer_numbers[g]):
                     parts = [storage.key_cache(i), storage.value_cache(i)]
                     for part, tensor in enumerate(parts[: 2 if kind.pages.has_slots else 1]):
+                        part += number * (not kind.pages.has_slots)  # ranks have other states
                         view = tensor.view(torch.int64).numpy().view(np.uint64)[:, :, 0]
                         found.append((view, factors_of(layer, part, view.shape[2])))
                 of_group.append(found)
@@ -73,6 +75,10 @@ class SlotBytes:
             self.ranks[0].storages[g].block_size * self.ranks[0].storages[g].blocks_per_page
             for g in range(len(self.kinds))
         ]
+
+    def bytes_of(self, pages: list[int]) -> list[bytes]:
+        layers = [r.pages.layer(i) for r in self.ranks for i in range(r.pages.num_layers)]
+        return [layer[pages].numpy().tobytes() for layer in layers] if pages else []
 
     def put(self, g: int, contents: Contents, slots: Sequence[np.ndarray]) -> None:
         """Write the KV of tokens, or states. None: garbage."""
@@ -105,7 +111,7 @@ class SlotBytes:
             for view, factors in views:
                 found = view[own // view.shape[1], own % view.shape[1]]
                 wrong |= is_own & (found != digests * factors).any(1)
-        copies = 1 if self.kinds[g].pages.has_slots else len(self.ranks)
+        copies = len(self.ranks) // (self.cp_size if self.kinds[g].pages.has_slots else 1)
         for faults, what in ((num_found != copies, "no place for"), (wrong, "wrong bytes of")):
             if faults.any():
                 i = right[int(faults.nonzero()[0][0])]

@@ -33,6 +33,8 @@ TYPES: dict[str, Callable[[random.Random], object]] = {
     "Sequence[tuple[int, int, int, float | None]]": lambda r: [(0, 4, 35, None)],
 }
 
+_PARAMETERS: dict[Callable, list[inspect.Parameter]] = {}  # by function
+
 
 def public_calls(owner: object) -> dict[str, Callable]:
     """Return the public methods of an object by name."""
@@ -74,7 +76,10 @@ def arguments_of(
 ) -> tuple[list, dict]:
     """Draw the arguments of a call. Optional ones are left out half of the time."""
     positional, keywords = [], {}
-    for each in inspect.signature(call).parameters.values():
+    key = getattr(call, "__func__", call)
+    if key not in _PARAMETERS:
+        _PARAMETERS[key] = [*inspect.signature(call).parameters.values()]
+    for each in _PARAMETERS[key]:
         is_optional = each.default is not each.empty
         if is_optional and rng.random() < 0.5:
             continue

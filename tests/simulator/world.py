@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvcache import LayerSpec
-from tests.simulator.engine import Engine
+from tests.simulator.engine import EXCHANGEABLE, Engine
 from tests.simulator.exchange import Wire
 from tests.simulator.node import Node
 from tests.simulator.peers import Network
@@ -22,7 +22,7 @@ MOST_TRIALS = 400  # runs with fewer operations
 
 def exchangeable(layer: LayerSpec) -> LayerSpec:
     """Return a layer whose blocks other engines can load, if its kind allows it."""
-    if layer.kind not in ("full_attention", "sliding_window", "chunked_local"):
+    if layer.kind not in EXCHANGEABLE:
         return layer
     return replace(layer, cached=True, transferred=True)
 
@@ -48,11 +48,16 @@ class World:
             "num_hash_lookahead_tokens": 0,
             "hash_block_size": rng.choice([None, None, 1, 2, 4]),
             "kernel_sizes": rng.choice([None, None, None, [2], [1]]),
-            "num_ranks": rng.choice([1] * 7 + [2]),
+            "num_ranks": rng.choice(
+                [1, 1, 1, 1 + any(each.kind == "recurrent" for each in self.layers)]
+            ),
+            "is_tp": rng.random() < 0.9,
         }
-        if rng.random() < 0.15:  # the engine computes hashes
+        if self.shared["num_ranks"] == 1 and rng.random() < 0.1:
+            self.shared |= {"num_ranks": 2, "is_tp": False}
+        if rng.random() < 0.2:  # the engine computes hashes
             self.shared |= {"hash_algorithm": "engine:blake2b", "hash_bytes": 16}
-            self.shared["num_hash_lookahead_tokens"] = rng.choice([0, 0, 1, 2])
+            self.shared["num_hash_lookahead_tokens"] = rng.choice([0, 1, 2])
         if rng.random() < 0.85:  # most engines can exchange KV
             self.layers = [exchangeable(each) for each in self.layers]
             self.shared |= {"kernel_sizes": None, "enable_caching": True}
