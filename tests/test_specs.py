@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from decimal import Decimal
 
 import numpy as np
@@ -54,14 +54,6 @@ def test_group_specs_are_compared_by_value():
     assert repr(group.options) == "{'window': 4}"
 
 
-def test_group_specs_are_immutable():
-    group = GroupSpec("sliding_window", 16, {"window": 4})
-    with pytest.raises(FrozenInstanceError):
-        group.block_size = 32
-    with pytest.raises(TypeError):
-        group.options["window"] = 5
-
-
 @pytest.mark.parametrize(("replicated", "tokens"), [(False, 96), (True, 16)])
 def test_block_of_a_sharded_group_covers_the_tokens_of_all_ranks(replicated, tokens):
     cp = ContextParallel(pcp_world_size=2, dcp_world_size=3)
@@ -70,17 +62,11 @@ def test_block_of_a_sharded_group_covers_the_tokens_of_all_ranks(replicated, tok
 
 @pytest.mark.parametrize(("wrong", "error", "message"), [
     ({"kind": ""}, ValueError, "kind is '': expected a non-empty name"),
-    ({"kind": 3}, TypeError, "kind is 3: expected a string"),
     ({"block_size": 0}, ValueError, "block_size is 0: expected 1 to 2147483647"),
-    ({"block_size": 2**31}, ValueError, "block_size is 2147483648: expected 1 to 2147483647"),
-    ({"block_size": 16.0}, TypeError, "block_size is 16.0: expected an integer"),
     ({"block_size": True}, TypeError, "block_size is True: expected an integer"),
-    ({"options": 7}, TypeError, "options is 7: expected a mapping of names to integers"),
     ({"options": {1: 2}}, TypeError, "options is {1: 2}: expected string keys"),
     ({"options": {"a": "b"}}, TypeError, "options['a'] is 'b': expected an integer"),
     ({"layers": "a"}, TypeError, "layers is 'a': expected a sequence of names"),
-    ({"layers": [1]}, TypeError, "a name in layers is 1: expected a string"),
-    ({"layers": None}, TypeError, "layers is None: expected a sequence of names"),
     ({"replicated": "no"}, TypeError, "replicated is 'no': expected True or False"),
 ])  # fmt: skip
 def test_invalid_group_is_rejected(wrong, error, message):
@@ -90,9 +76,7 @@ def test_invalid_group_is_rejected(wrong, error, message):
 
 
 @pytest.mark.parametrize(("sizes", "error", "message"), [
-    (("2",), TypeError, "pcp_world_size is '2': expected an integer"),
     ((2.0,), TypeError, "pcp_world_size is 2.0: expected an integer"),
-    ((1, 0, True), TypeError, "dcp_world_size is True: expected an integer"),
     ((1, 0, 2, 2), ValueError, "dcp_rank is 2: expected 0 to 1"),
 ])  # fmt: skip
 def test_invalid_context_parallelism_is_rejected(sizes, error, message):
@@ -123,24 +107,9 @@ def test_bytes_per_token_depend_on_heads_and_dtype(layer, bytes_per_token):
     assert layer.page_bytes(48) == 48 * bytes_per_token
 
 
-def test_bytes_of_a_state_do_not_depend_on_the_block_size():
-    layer = LayerSpec("x", "recurrent", 1, state_bytes=1000)
-    assert (layer.bytes_per_token, layer.page_bytes(1), layer.page_bytes(99)) == (0, 1000, 1000)
-
-
-def test_layer_specs_are_compared_by_value():
-    layer = LayerSpec("x", "chunked_local", 16, 8, 128, options={"chunk_size": 8192})
-    assert len({layer, pickle.loads(pickle.dumps(layer)), replace(layer)}) == 1
-
-
 @pytest.mark.parametrize(("wrong", "error", "message"), [
     ({"name": ""}, ValueError, "name is '': expected a non-empty name"),
-    ({"kind": None}, TypeError, "kind is None: expected a string"),
-    ({"block_size": -1}, ValueError, "block_size is -1: expected 1 to 2147483647"),
-    ({"num_kv_heads": 0}, ValueError, "num_kv_heads is 0: expected 1 to 2147483647"),
     ({"head_size": 0}, ValueError, "head_size is 0: expected 1 to 2147483647"),
-    ({"head_size": 1.5}, TypeError, "head_size is 1.5: expected an integer"),
-    ({"v_head_size": -1}, ValueError, "v_head_size is -1: expected 0 to 2147483647"),
     ({"replicated": "no"}, TypeError, "replicated is 'no': expected True or False"),
     ({"dtype": ["x"]}, TypeError, "dtype is ['x']: expected a torch.dtype or its name"),
     (
@@ -153,8 +122,6 @@ def test_layer_specs_are_compared_by_value():
      "options of kind 'sliding_window' are {}: expected window=N"),
     ({"kind": "chunked_local", "options": {"window": 8}}, ValueError,
      "options of kind 'chunked_local' are {'window': 8}: expected chunk_size=N"),
-    ({"kind": "sliding_window", "options": {"window": 0}}, ValueError,
-     "window is 0: expected 1 to 2147483647"),
     ({"options": {"window": 8}}, ValueError,
      "options of kind 'full_attention' are {'window': 8}: expected none"),
     ({"state_bytes": 8}, ValueError,
@@ -162,7 +129,6 @@ def test_layer_specs_are_compared_by_value():
     ({"kind": "recurrent", "state_bytes": 8}, ValueError,
      "num_kv_heads is 8: expected 0 for a state"),
     ({"kind": "recurrent"}, ValueError, "state_bytes is 0: expected 1 to 2147483647"),
-    ({"drafts": 1}, TypeError, "drafts is 1: expected True or False"),
     (
         {"kind": "cross_attention", "drafts": True},
         ValueError,
@@ -186,14 +152,6 @@ def test_state_cannot_be_uncached():
                 spec("full_attention", 16, **{name: 0})
 
 
-def test_layer_of_an_unknown_kind_is_rejected():
-    with pytest.raises(
-        ValueError,
-        match=r"^kind is 'no_such': expected one of chunked_local, circular_window, cross",
-    ):
-        LayerSpec("x", "no_such", 16, 8, 128)
-
-
 # --- plans of models ------------------------------------------------------------------------------
 
 
@@ -207,11 +165,6 @@ def test_model_with_one_kind_of_layers_has_one_group():
     assert plan.layers == tuple(attention("full_attention", 32))
     assert [plan.pages_per_request(n) for n in (1, 16, 17, 4000)] == [1, 1, 2, 250]
     assert plan.max_concurrency == 511 / 250
-    assert pickle.loads(pickle.dumps(plan)) == plan
-
-
-def test_plan_requires_the_number_of_tokens():
-    plan = plan_cache(attention("full_attention", 1), GIB, max_model_len=4000)
     with pytest.raises(ValueError, match=r"^num_tokens is 0: expected 1 to 2147483647$"):
         plan.pages_per_request(0)
 
@@ -265,8 +218,6 @@ PLANS = {
          {"max_model_len": 131072, "state_interval": 512},
          [(STATE, 512, 2)] * 3 + [(FULL, 816, 2)], [2 * (816 * 4096 - 3_300_000)] * 3 + [0],
          {131072: 3 * 2 + 161}),
-    "an interval applies to a model with only states":
-        (recurrent(2, 100, block_size=8), {"state_interval": 16}, [(STATE, 16, 2)], [0], {}),
     "a model with only states keeps its block size":
         (recurrent(2, 4000, 64) + recurrent(2, 1000, 64, "small"), {},
          [(STATE, 64, 2)] * 2, [0, 6000], {4096: 4}),
@@ -279,9 +230,6 @@ PLANS = {
         (attention(FULL, 2, heads=4) + attention(WINDOW, 2, heads=16, options={"window": 512}),
          {"max_num_batched_tokens": 1024}, [(FULL, 64, 2), (WINDOW, 16, 2)], [0, 0],
          {4096: 64 + 97}),
-    "heads that do not divide are padded":
-        (attention(FULL, 2, heads=4) + attention(WINDOW, 2, heads=10, options={"window": 512}), {},
-         [(FULL, 32, 2), (WINDOW, 16, 2)], [2 * 2 * 16 * 4 * 256 * 2 // 4, 0], {}),
     # For some layers, blocks of 81 * 16 tokens would fit, but hits could then only end at multiples
     # of 22,032 tokens.
     "padded block sizes keep a common boundary":
@@ -291,9 +239,6 @@ PLANS = {
     "block sizes whose common multiple is too large are adjusted":
         (attention(FULL, 1) + [LayerSpec("other", FULL, 24, num_kv_heads=5, head_size=128)], {},
          [(FULL, 16, 1), (FULL, 24, 1)], [0, 16 * 4096 - 24 * 2560], {}),
-    "v_head_size defaults to head_size":
-        ([LayerSpec("a", FULL, 16, 8, 128), LayerSpec("b", FULL, 8, 8, 128, 128)], {},
-         [(FULL, 16, 2)], [0], {}),
     "states with different dtypes do not share a group":
         ([*recurrent(1, 4000, 16), LayerSpec("b", STATE, 16, state_bytes=4000, dtype="float32")], {},
          [(STATE, 16, 1)] * 2, [0, 0], {}),
@@ -310,25 +255,6 @@ def test_plan(name):
     assert plan.num_pages == arguments.get("budget_bytes", 10 * GIB) // plan.page_bytes
 
 
-def test_groups_of_interleaved_layers_keep_the_order_of_layers():
-    groups = plan_cache(interleaved(30, 6), GIB, max_model_len=64).groups
-    assert [group.layers[:2] for group in groups[:2]] == [("0", "1"), ("6", "7")]
-    assert groups[0].options == {"window": 1024}
-    assert groups[5].layers == ("5", "11", "17", "23", "29")
-
-
-def test_group_with_layers_of_a_drafter_is_a_drafting_group():
-    layers = attention("full_attention", 4) + attention(
-        "sliding_window", 10, options={"window": 64}
-    )
-    layers.insert(2, replace(layers[0], name="mtp.0", drafts=True))
-    plan = plan_cache(layers, GIB, max_model_len=4096)
-    assert shape(plan) == [("full_attention", 16, 5), ("sliding_window", 16, 5)] + [
-        ("sliding_window", 16, 5)
-    ]
-    assert [group.drafts for group in plan.groups] == [True, False, False]
-
-
 @pytest.mark.parametrize(("layers", "interval", "error", "message"), [
     (attention("full_attention", 1), 512, ValueError,
      "state_interval is 512: expected None, as no layer keeps a state"),
@@ -340,8 +266,6 @@ def test_group_with_layers_of_a_drafter_is_a_drafting_group():
         "layer that "
         "keeps a state must divide it",
     ),
-    (recurrent(1, 100), 0, ValueError, "state_interval is 0: expected 1 to 2147483647"),
-    (recurrent(1, 100), "512", TypeError, "state_interval is '512': expected an integer"),
 ])  # fmt: skip
 def test_invalid_interval_is_rejected(layers, interval, error, message):
     with pytest.raises(error) as caught:
@@ -374,16 +298,6 @@ def test_only_equal_layers_share_a_group():
     assert [group.layers for group in plan.groups] == [(f"{i}a", f"{i}b") for i in range(7)]
 
 
-def test_layer_share_of_a_page_has_whole_elements_of_every_dtype():
-    layers = [
-        LayerSpec("int8", "full_attention", 1, 1, 1, dtype="int8", scale_bytes_per_token=5),
-        LayerSpec("float32", "sliding_window", 1, 1, 1, 0, dtype="float32", options={"window": 4}),
-    ]
-    plan = plan_cache(layers, 100, max_model_len=4)
-    assert shape(plan) == [("full_attention", 1, 1), ("sliding_window", 1, 1)]
-    assert (plan.layer_page_bytes, plan.padding_bytes, plan.num_pages) == (8, (1, 4), 12)
-
-
 def test_encoder_has_a_separate_maximum_length():
     layers = attention("full_attention", 2) + attention("cross_attention", 2)
     plan = plan_cache(layers, GIB, max_model_len=64, max_encoder_tokens=1500)
@@ -392,14 +306,9 @@ def test_encoder_has_a_separate_maximum_length():
     plan = plan_cache(layers, GIB, max_model_len=64)
     assert plan.max_encoder_tokens == 64 and plan.pages_per_request(1) == 1 + 4
     assert plan_cache(layers[:2], GIB, max_model_len=64).max_encoder_tokens == 0
-
-
-def test_error_of_a_budget_too_small_for_an_encoder_names_it():
-    layers = attention("full_attention", 1) + attention("cross_attention", 1)
-    with pytest.raises(ValueError) as caught:
+    message = "max_model_len 64 and max_encoder_tokens 1500 needs .* a max_model_len of at most 0$"
+    with pytest.raises(ValueError, match=message):
         plan_cache(layers, 2**20, max_model_len=64, max_encoder_tokens=1500)
-    assert "one request of max_model_len 64 and max_encoder_tokens 1500 needs" in str(caught.value)
-    assert str(caught.value).endswith("a max_model_len of at most 0")
 
 
 def test_pool_has_at_most_as_many_pages_as_ids():
@@ -431,18 +340,6 @@ def test_user_defined_kind_is_planned_from_its_first_needed_token():
     ]  # fmt: skip
     for n in (1, 50, 144, 1000):
         assert plan.pages_per_request(n) >= blocks_touched(plan.groups[0], plan, n)
-
-
-def test_user_defined_kind_that_keeps_all_tokens_is_planned_as_full_attention():
-    @register("test_keeps_all")
-    class KeepsAll(AttentionKind):
-        def first_needed_token(self, num_computed_tokens):
-            return 0
-
-    plan = plan_cache(
-        attention("test_keeps_all", 1), GIB, max_model_len=5000, max_num_batched_tokens=16
-    )
-    assert plan.pages_per_request(5000) == 313
 
 
 def test_kind_that_reads_more_than_its_window_is_rejected(monkeypatch):
@@ -485,35 +382,6 @@ def test_kind_with_invalid_results_is_rejected(monkeypatch, answer, says):
         plan_cache(attention("test_wrong", 1), GIB, max_model_len=64)
 
 
-@pytest.mark.parametrize(("method", "answer", "says"), [
-    ("max_live_tokens", -5, r"\(64, 16\) is -5: expected 16 to "),
-    ("max_live_tokens", 0, r"\(64, 16\) is 0: expected 16 to "),
-    # The bound is lower than the number of tokens in a step.
-    ("max_live_tokens", 15, r"\(64, 16\) is 15: expected 16 to "),
-    ("max_live_tokens", None, r"\(64, 16\) is None: expected an integer$"),
-    ("max_live_tokens", 20.5, r"\(64, 16\) is 20.5: expected an integer$"),
-    ("max_live_tokens", True, r"\(64, 16\) is True: expected an integer$"),
-    ("max_pages", -5, r"\(64, 16, 16\) is -5: expected 1 to "),
-    ("max_pages", 0, r"\(64, 16, 16\) is 0: expected 1 to "),
-    ("max_pages", None, r"\(64, 16, 16\) is None: expected an integer$"),
-    ("max_pages", 20.5, r"\(64, 16, 16\) is 20.5: expected an integer$"),
-    ("max_pages", ValueError("x"), r"\(64, 16, 16\) raised ValueError: x$"),
-])  # fmt: skip
-@pytest.mark.parametrize("base", [AttentionKind, kind_class("full_attention")])
-def test_kind_with_an_invalid_bound_is_rejected(monkeypatch, base, method, answer, says):
-    def bound(self, *arguments):
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    members = {method: bound}
-    if base is AttentionKind:
-        members["first_needed_token"] = lambda self, n: 0
-    monkeypatch.setitem(registry._KINDS, "test_wrong", type("Wrong", (base,), members))
-    with pytest.raises(KindError, match=f"^Wrong.{method}{says}"):
-        plan_cache(attention("test_wrong", 1), GIB, max_model_len=64, max_num_batched_tokens=16)
-
-
 def plan_own(monkeypatch, base=AttentionKind, length=100, step=16, **members):
     monkeypatch.setitem(registry._KINDS, "test_own", type("Own", (base,), members))
     sizes = {"state_bytes": 64} if not base.pages.has_slots else {"num_kv_heads": 1, "head_size": 8}
@@ -523,21 +391,6 @@ def plan_own(monkeypatch, base=AttentionKind, length=100, step=16, **members):
         max_model_len=length,
         max_num_batched_tokens=step,
     )
-
-
-def test_custom_formula_below_the_required_pages_is_rejected(monkeypatch):
-    """A step that computes tokens 25 to 40 attends to tokens 6 and later, which are in blocks 0 to
-    5.
-    """
-    rule = {"first_needed_token": lambda self, n: max(n - 19, 0)}
-    says = (
-        r"^Own.max_pages\(100, 16, 8\) is 5: expected 6 or more, "
-        r"as Own.first_needed_token\(25\) is 6$"
-    )
-    with pytest.raises(KindError, match=says):
-        plan_own(monkeypatch, max_pages=lambda self, *_: 5, **rule)
-    plan = plan_own(monkeypatch, max_pages=lambda self, *_: 6, **rule)
-    assert blocks_touched(plan.groups[0], plan, 100) == 6
 
 
 @pytest.mark.parametrize(("base", "members", "says"), [
@@ -551,6 +404,14 @@ def test_custom_formula_below_the_required_pages_is_rejected(monkeypatch):
      r"\(100, 16, 8\) is 1: expected 2 or more, as its pages hold 'state'$"),
     (kind_class("cross_attention"), {"max_pages": lambda self, *_: 12},
      r"\(100, 16, 8\) is 12: expected 13 or more, as its pages hold 'encoder'$"),
+    (kind_class("full_attention"), {"max_live_tokens": lambda self, *_: 15},
+     r"^Own.max_live_tokens\(100, 16\) is 15: expected 16 to "),
+    (kind_class("full_attention"), {"max_live_tokens": lambda self, *_: None},
+     r"^Own.max_live_tokens\(100, 16\) is None: expected an integer$"),
+    (kind_class("full_attention"), {"max_pages": lambda self, *_: -5},
+     r"^Own.max_pages\(100, 16, 8\) is -5: expected 1 to "),
+    (kind_class("full_attention"), {"max_pages": lambda self, *_: 1 // 0},
+     r"^Own.max_pages\(100, 16, 8\) raised ZeroDivisionError: "),
 ])  # fmt: skip
 def test_formula_of_a_derived_kind_is_also_checked(monkeypatch, base, members, says):
     with pytest.raises(KindError, match=says):
@@ -571,19 +432,6 @@ def test_formula_is_rejected_exactly_where_a_step_touches_more_blocks(window, le
                 plan_own(monkeypatch, length=length, step=step, max_pages=lambda *_: less, **rule)
 
 
-def test_decreasing_rule_is_rejected_in_every_call():
-    class Back(AttentionKind):
-        def first_needed_token(self, num_computed_tokens):
-            return 3 if num_computed_tokens == 3 else 0
-
-    kind = Back()
-    assert kind.max_live_tokens(4, 4) == 4 + 2
-    for _ in range(2):
-        with pytest.raises(KindError, match=r"^Back.first_needed_token\(4\) is 0: expected 3 or"):
-            kind.max_live_tokens(5, 4)
-    assert kind.max_live_tokens(4, 4) == 4 + 2
-
-
 # --- impossible plans -----------------------------------------------------------------------------
 
 
@@ -597,15 +445,6 @@ def test_error_of_a_small_budget_states_what_is_missing_and_what_fits():
         "the budget holds a max_model_len of at most 112"
     )
     assert plan_cache(layers, 67174400, max_model_len=8192).max_concurrency >= 1
-
-
-def test_budget_without_space_for_one_token_is_rejected():
-    with pytest.raises(ValueError) as caught:
-        plan_cache(attention("full_attention", 1), 0, max_model_len=1)
-    assert str(caught.value) == (
-        "budget_bytes is 0 (0.00 KiB): one request of max_model_len 1 needs 131072 (128.00 KiB), "
-        "131072 (128.00 KiB) more; the budget holds a max_model_len of at most 0"
-    )
 
 
 def test_more_different_layer_specs_than_groups_are_rejected():
@@ -624,11 +463,6 @@ def test_more_different_layer_specs_than_groups_are_rejected():
     ({"layers": 2 * attention("full_attention", 1)}, ValueError,
      "two layers have the name 'full_attention.0': expected unique names"),
     ({"budget_bytes": -1}, ValueError, "budget_bytes is -1: expected 0 to 9223372036854775807"),
-    ({"budget_bytes": 1e9}, TypeError, "budget_bytes is 1000000000.0: expected an integer"),
-    ({"max_model_len": 0}, ValueError, "max_model_len is 0: expected 1 to 2147483647"),
-    ({"max_num_batched_tokens": 0}, ValueError,
-     "max_num_batched_tokens is 0: expected 1 to 2147483647"),
-    ({"fit_max_model_len": 1}, TypeError, "fit_max_model_len is 1: expected True or False"),
     ({"layer_page_bytes": 65535}, ValueError,
      "layer_page_bytes is 65535: expected 65536 to 9223372036854775807"),
     (
@@ -638,11 +472,8 @@ def test_more_different_layer_specs_than_groups_are_rejected():
         "every "
         "layer's dtype",
     ),
-    ({"layer_page_bytes": 1e9}, TypeError, "layer_page_bytes is 1000000000.0: expected an integer"),
-    ({"layers": None}, TypeError, "layers is None: expected an iterable of LayerSpec"),
     ({"layers": LayerSpec}, TypeError,
      "layers is <class 'kvcache.specs.LayerSpec'>: expected an iterable of LayerSpec"),
-    ({"context_parallel": 2}, TypeError, "context_parallel is 2: expected a ContextParallel"),
     ({"max_encoder_tokens": 8}, ValueError,
      "max_encoder_tokens is 8: expected None, as no layer's kind has an encoder"),
     ({"layers": attention("cross_attention", 1), "max_encoder_tokens": 0}, ValueError,
@@ -655,21 +486,30 @@ def test_invalid_input_is_rejected(wrong, error, message):
     assert str(caught.value) == message
 
 
+def test_group_with_layers_of_a_drafter_is_a_drafting_group():
+    layers = attention("full_attention", 4) + attention(
+        "sliding_window", 10, options={"window": 64}
+    )
+    layers.insert(2, replace(layers[0], name="mtp.0", drafts=True))
+    plan = plan_cache(layers, GIB, max_model_len=4096)
+    assert shape(plan) == [("full_attention", 16, 5), ("sliding_window", 16, 5)] + [
+        ("sliding_window", 16, 5)
+    ]
+    assert [group.drafts for group in plan.groups] == [True, False, False]
+
+
 def test_uncached_or_untransferred_layers_have_separate_groups():
     layers = [
         *attention("full_attention", 2),
-        LayerSpec("draft", "full_attention", 16, 8, 128, cached=False),
+        LayerSpec("uncached", "full_attention", 16, 8, 128, cached=False),
         LayerSpec("scratch", "full_attention", 16, 8, 128, transferred=False),
     ]
     plan = plan_cache(layers, GIB, max_model_len=64)
-    found = [(group.layers, group.cached, group.transferred) for group in plan.groups]
-    assert found == [
-        (("full_attention.0",), True, True),
-        (("full_attention.1",), True, True),
-        (("draft",), False, True),
-        (("scratch",), True, False),
-    ]
-    assert plan.transferred_groups == (0, 1, 2)
+    found = {each.layers: (each.cached, each.transferred, each.drafts) for each in plan.groups}
+    assert found[("uncached",)] == (False, True, False)
+    assert found[("scratch",)] == (True, False, False)
+    scratch = next(i for i, each in enumerate(plan.groups) if not each.transferred)
+    assert plan.transferred_groups == tuple(i for i in range(len(plan.groups)) if i != scratch)
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
@@ -851,15 +691,6 @@ def test_reported_maximum_length_fits_and_no_longer_one_does(case, part):
     for longer in (fits + 1, (fits + 1 + arguments["max_model_len"]) // 2):
         with pytest.raises(ValueError, match=f"at most {fits}$"):
             plan_cache(layers, budget, **{**arguments, "max_model_len": longer})
-
-
-@pytest.mark.slow
-@settings(max_examples=50)
-@given(case=cases())
-def test_reported_required_budget_is_minimal(case):
-    layers, arguments = case
-    needed = least_budget(layers, arguments)
-    assert plan_cache(layers, needed, **arguments).max_concurrency >= 1
     with pytest.raises(ValueError, match=r", 1 \(0.00 KiB\) more"):
         plan_cache(layers, needed - 1, **arguments)
 
@@ -881,29 +712,6 @@ def test_max_model_len_is_fitted_to_the_budget():
         plan_cache(layers, 10**5, fit_max_model_len=True, **enough)
 
 
-@pytest.mark.slow
-@settings(max_examples=50)
-@given(case=cases(), part=st.floats(0, 1.5))
-def test_fitted_length_is_the_largest_that_fits(case, part):
-    layers, arguments = case
-    budget = int(least_budget(layers, arguments) * part)
-    most = arguments["max_model_len"]
-
-    def planned(length, **more):
-        try:
-            return plan_cache(layers, budget, **{**arguments, "max_model_len": length}, **more)
-        except ValueError:
-            return None
-
-    fitted = planned(most, fit_max_model_len=True)
-    length = fitted.max_model_len if fitted else 0
-    assert 0 <= length <= most and (fitted is not None or not planned(1))
-    if fitted:
-        assert fitted == planned(length)
-    if length < most:
-        assert planned(length + 1) is None and planned(most) is None
-
-
 def test_caller_may_set_the_page_bytes_per_layer():
     layers = [
         *attention("full_attention", 2),
@@ -921,20 +729,11 @@ def test_caller_may_set_the_page_bytes_per_layer():
 
 @pytest.mark.parametrize(("name", "value", "error"), [
     ("page_bytes", Decimal(4096), TypeError),
-    ("num_pages", 0, ValueError),
-    ("layer_page_bytes", 1.5, TypeError),
     ("max_model_len", -1, ValueError),
     ("max_num_batched_tokens", None, TypeError),
-    ("max_encoder_tokens", True, TypeError),
 ])  # fmt: skip
 def test_plan_with_an_invalid_number_is_rejected_by_name(name, value, error):
     layers = [LayerSpec(f"layers.{i}", "full_attention", 16, 2, 64) for i in range(2)]
     plan = plan_cache(layers, 2**23, max_model_len=256)
     with pytest.raises(error, match=f"{name} of the plan is"):
         replace(plan, **{name: value})
-
-
-def test_layers_without_entries_to_iterate_over_are_named():
-    for layers in (np.array(1), 5, None):
-        with pytest.raises(TypeError, match=r"layers is .*: expected an iterable of LayerSpec"):
-            plan_cache(layers, 2**30, max_model_len=64)

@@ -3,10 +3,7 @@
 
 import pytest
 
-from kvcache import Admit, External, GroupSpec, KVCacheManager, Request, Status, StepReport
-from kvcache.allocator import check_invariants
-
-FULL = GroupSpec("full_attention", 16)
+from kvcache import Admit, External, GroupSpec, KVCacheManager, Request, Status
 
 
 def make(num_blocks=10, block_size=4, max_model_len=2048, **options):
@@ -47,32 +44,6 @@ def test_admit_serves_a_chunk_and_distinguishes_never_from_wait():
     assert manager.would_fit(Admit(request, num_tokens=2)) == Status.SERVED
 
 
-def test_window_is_computed_in_chunks_for_any_length():
-    manager = KVCacheManager(16, 20, 4096, sliding_window=32, num_preallocate_tokens=0)
-    request = Request("a", range(2000))
-    assert manager.would_fit(request) == Status.NEVER
-    assert manager.would_fit(Admit(request, num_tokens=128)) == Status.SERVED
-    assert manager.would_fit(Admit(request, num_tokens=128), whole=True) == Status.SERVED
-    assert manager.would_fit(Admit(request, num_tokens=320), whole=True) == Status.NEVER
-    manager.step(new=[Request("b", range(5000, 5160))])
-    assert manager.would_fit(Admit(request, num_tokens=128), whole=True) == Status.WAIT
-    assert manager.would_fit(Admit(request, num_tokens=64), whole=True) == Status.SERVED
-
-
-def test_row_releases_preallocated_blocks_if_another_of_its_groups_needs_them():
-    groups = [GroupSpec("full_attention", 2), GroupSpec("sliding_window", 8, {"window": 6})]
-    manager = KVCacheManager.for_groups(groups, 10, 64, num_preallocate_tokens=64)
-    request = Request("a", range(12))
-    manager.step(new=[Admit(request, num_tokens=8)])
-    assert [len(manager.block_ids(request, g)) for g in (0, 1)] == [8, 1]
-    assert manager.would_fit(Admit(request, num_tokens=4)) == Status.SERVED
-    plan = manager.step([0], [4])
-    assert plan.status.tolist() == [Status.SERVED]
-    assert plan.clear_rows.tolist() == [0]  # the plan contains the complete table again
-    assert [len(ids) for ids in plan.append_ids] == [6, 2]
-    check_invariants(manager)
-
-
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_admit_takes_the_prefix_that_a_lookup_returned(num_groups):
     groups = [GroupSpec("full_attention", 4)] * num_groups
@@ -86,18 +57,6 @@ def test_admit_takes_the_prefix_that_a_lookup_returned(num_groups):
     for group in range(num_groups):
         held = manager.block_ids(request, group)
         assert held[:4].tolist() == manager.block_ids(first, group).tolist() and len(held) == 5
-
-
-def test_null_columns_after_a_hit_need_no_blocks():
-    groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 4, cached=False)]
-    manager = KVCacheManager.for_groups(groups, 9, 64, num_preallocate_tokens=0)
-    first = Request("a", range(16))
-    manager.step(new=[first])
-    manager.free(first)
-    request = Request("b", range(20))
-    assert manager.cache.find_prefix(request).num_tokens == 16
-    assert manager.would_fit(Admit(request, num_tokens=4), whole=True) == Status.SERVED
-    assert manager.step(new=[request]).status.tolist() == [Status.SERVED]
 
 
 def test_request_whose_hit_exceeds_the_admission_limit_is_admitted():
@@ -151,47 +110,4 @@ def test_would_fit_accepts_the_options_of_step():
     assert manager.pool.num_free == 1
 
 
-def test_queued_offloads_do_not_reduce_the_free_blocks_of_would_fit():
-    """With write-through and fences, blocks queued for offloading are held, but a new request may
-    still reclaim them.
-    """
-    manager = make(num_host_blocks=20, host_write="through", fence_frees=True)
-    manager.step(new=[Request("a", range(32))])
-    manager.free(Request("a", [0]))
-    # 8 cached blocks are free and queued for offloading to the host.
-    manager.report(StepReport(0, completed=True))
-    request = Request("b", range(50, 82))
-    assert manager.would_fit(request) == Status.SERVED
-    plan = manager.step(new=[request])
-    assert plan.status.tolist() == [Status.SERVED]
-    assert len(plan.swap_out) == 8
-
-
 # Whole prompts in chunks -------------------------------------------------------------------------------
-
-
-def run_in_chunks(manager, request, size):
-    plan = manager.step(new=[Admit(request, num_tokens=size)])
-    while manager.num_computed_tokens(request) < request.num_tokens:
-        assert plan.status.tolist() == [Status.SERVED]
-        left = request.num_tokens - manager.num_computed_tokens(request)
-        plan = manager.step([0], [min(size, left)])
-    assert plan.status.tolist() == [Status.SERVED]
-
-
-def test_copy_source_of_a_hit_is_available_to_later_chunks():
-    """The pool has 4 pages. The request has 29 tokens, and its hit covers 6 tokens of an 8-token
-    block.
-    """
-    manager = make(5, 8, hash_block_size=2)
-    first, request = Request("first", range(6)), Request("a", range(29))
-    manager.step(new=[first])
-    manager.free(first)
-    assert manager.would_fit(Admit(request, num_tokens=8), whole=True) == Status.SERVED
-    run_in_chunks(manager, request, 8)
-
-
-def test_later_chunks_of_a_prompt_may_use_the_watermark():
-    manager, request = make(10, watermark=0.2), Request("a", range(33))
-    assert manager.would_fit(Admit(request, num_tokens=4), whole=True) == Status.SERVED
-    run_in_chunks(manager, request, 4)

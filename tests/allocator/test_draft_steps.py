@@ -49,18 +49,6 @@ def test_prompt_tokens_cannot_be_rejected():
         manager.step([0], [0], num_rejected_tokens=[1])
 
 
-def test_drafts_can_be_rejected_after_the_token_that_replaces_them_was_appended():
-    manager, request = make(), Request("r", range(4))
-    manager.admit(request)
-    manager.extend(request, 4)  # slots 4 to 7, three of which hold drafts
-    request.append_tokens([4, 50])
-    manager.reject_tokens(request, 3)
-    assert manager.num_computed_tokens(request) == 5
-    manager.extend(request, 1)
-    with pytest.raises(ValueError, match=KNOWN):
-        manager.reject_tokens(request, 1)
-
-
 def test_advance_accepts_no_new_token_in_place_of_a_known_one():
     manager, request = make(), Request("r", [1, 2])
     manager.admit(request)
@@ -70,19 +58,6 @@ def test_advance_accepts_no_new_token_in_place_of_a_known_one():
         manager.advance([0], [2], [3], token_ids=[4], num_token_ids=[1])
     assert request.token_ids.tolist() == [1, 2, 3]
     assert manager.advance([0], [2], [3]) == [()]  # computes the known token 3 again
-
-
-def test_admit_and_step_give_slots_to_known_tokens_only():
-    manager = KVCacheManager(4, 40, 400, num_preallocate_tokens=0)
-    first = Request("a", range(16))
-    manager.admit(Admit(first, 16))
-    manager.free(first)
-    second, third = Request("b", range(16)), Request("c", range(16))
-    assert len(manager.admit(Admit(second, 16, num_lookahead_tokens=5))) == 3  # 4 + 5 slots
-    manager.step(new=[Admit(third, 16, num_lookahead_tokens=5)])
-    for request in (second, third):
-        assert manager.num_computed_tokens(request) == 16
-        assert len(manager.block_ids(request)) == 6
 
 
 @pytest.mark.parametrize("how", ["abort", "invalidate"])

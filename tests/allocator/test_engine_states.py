@@ -24,11 +24,6 @@ def tables(manager, request):
     return [manager.block_ids(request, group).tolist() for group in range(len(manager.groups))]
 
 
-def test_calls_reject_states_without_the_option():
-    with pytest.raises(ValueError, match="expected step for a manager with a recurrent group"):
-        make(engine_copies_states=False).admit(Admit(Request("r", range(9)), num_tokens=4), ())
-
-
 def test_state_moves_to_the_column_of_the_last_token_and_skipped_columns_are_null():
     manager = make()
     request = Request("r", range(20))
@@ -125,17 +120,6 @@ def test_pages_of_drafts_in_skipped_columns_are_appended_again(num_skipped):
         }[num_skipped]
     )
     check_invariants(manager)
-
-
-def test_state_at_a_block_end_that_accepted_drafts_pass_is_a_hit():
-    manager = make(groups=(DRAFTS, FULL))
-    request = Request("a", range(3))
-    manager.admit(Admit(request, num_tokens=3), ())
-    manager.advance([manager.row(request)], [3], [6])  # one token and two drafts
-    request.append_tokens([3, 4, 5])
-    manager.advance([manager.row(request)], [4], [5])  # both drafts were accepted
-    manager.free(request)
-    assert manager.cache.find_prefix(Request("b", range(6))).num_tokens == 4
 
 
 def test_only_calls_of_the_engine_serve_states_of_drafts():

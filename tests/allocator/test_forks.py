@@ -3,7 +3,7 @@
 
 import pytest
 
-from kvcache import Admit, GroupSpec, KVCacheManager, Request, StepReport
+from kvcache import Admit, GroupSpec, KVCacheManager, Request
 from kvcache.allocator import check_invariants
 
 FULL = GroupSpec("full_attention", 4)
@@ -37,20 +37,6 @@ def ids(manager, request, group=0):
     return manager.block_ids(request, group).tolist()
 
 
-def test_child_shares_all_blocks_and_the_next_plan_contains_its_table():
-    manager = make()
-    parent = admit(manager, "parent", range(10))
-    free = manager.pool.num_free
-    child = child_of(manager, parent, "child", 7)
-    assert ids(manager, child) == ids(manager, parent) == [1, 2, 3]
-    assert manager.pool.num_free == free
-    assert manager.pool.ref_counts([1, 2, 3]).tolist() == [2, 2, 2]
-    plan = manager.step()
-    assert plan.clear_rows.tolist() == plan.append_rows.tolist() == [1]
-    assert plan.append_ids[0].tolist() == [1, 2, 3]
-    check_invariants(manager)
-
-
 def test_the_first_write_to_a_shared_block_copies_and_replaces_it():
     manager = make()
     parent = admit(manager, "parent", range(10))
@@ -66,109 +52,6 @@ def test_the_first_write_to_a_shared_block_copies_and_replaces_it():
     check_invariants(manager)
 
 
-def test_last_of_three_writers_in_a_step_keeps_the_block():
-    manager = make()
-    parent = admit(manager, "parent", range(10))
-    children = [child_of(manager, parent, f"child {i}", i) for i in range(2)]
-    manager.step()
-    plan = serve(manager, parent, *children)
-    assert plan.copy.tolist() == [[3, 4], [3, 5]]
-    assert [ids(manager, each)[2] for each in (parent, *children)] == [4, 5, 3]
-
-
-def test_shared_blocks_without_content_are_replaced_but_not_copied():
-    manager = make(num_preallocate_tokens=8)
-    parent = admit(manager, "parent", range(8))
-    assert ids(manager, parent) == [1, 2, 3, 4]
-    child = child_of(manager, parent, "child", 7)
-    plan = serve(manager, child)
-    assert len(plan.copy) == 0
-    assert ids(manager, child)[:3] == [1, 2, 5]
-    check_invariants(manager)
-
-
-def test_write_without_a_free_block_for_its_copy_waits_unchanged():
-    manager = make(num_blocks=4)
-    parent = admit(manager, "parent", range(10))
-    child = child_of(manager, parent, "child", 7)
-    plan = serve(manager, parent)
-    assert plan.status.tolist() == [1]
-    manager.free(child)
-    assert serve(manager, parent).status.tolist() == [0]
-
-
-def test_shared_state_is_copied_even_within_its_block():
-    manager = make(groups=[GroupSpec("recurrent", 8)])
-    parent = admit(manager, "parent", range(3))
-    child = child_of(manager, parent, "child", 7)
-    manager.step()
-    plan = serve(manager, child)
-    assert plan.copy.tolist() == [[1, 2]]
-    assert plan.replace[0].tolist() == [[1, 0, 2]]
-    assert ids(manager, parent) == [1]
-
-
-def test_child_inherits_the_hashes_of_its_parent():
-    manager = make()
-    parent = admit(manager, "parent", range(40))
-    child = child_of(manager, parent, "child", 7)
-    assert manager.cache.hashes(child).tolist() == manager.cache.hashes(parent).tolist()
-
-
-def test_aborted_step_also_rolls_back_the_child():
-    manager = make()
-    parent = admit(manager, "parent", range(10))
-    serve(manager, parent, token_ids=[10])
-    parent.append_tokens([11])
-    child = child_of(manager, parent, "child", 7)
-    # A row resumes inside a block only if the row itself computed that block.
-    assert manager.abort(1) == {"parent": 10, "child": 8}
-    assert ids(manager, child) == [1, 2]
-    check_invariants(manager)
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-def test_failed_page_outside_the_parents_window_affects_the_child(leaves):
-    window = GroupSpec("sliding_window", 4, {"window": 4})
-    manager = make(groups=[window], enable_caching=False)
-    parent = Request("parent", range(40))
-    manager.step(new=[Admit(parent, num_tokens=8)])
-    failed = ids(manager, parent)[0]
-    manager.step([0], [8])
-    assert ids(manager, parent)[0] == 0  # the null block: the parent has dropped the page
-    child_of(manager, parent, "child", *range(16, 40))
-    if leaves:
-        manager.free(parent)
-    told = {"child": 0} if leaves else {"parent": 0, "child": 0}
-    assert manager.report(StepReport(0, True, [failed])) == told
-    check_invariants(manager)
-
-
-def test_invalid_shared_block_withdraws_tokens_that_a_child_added_to_it():
-    """Found by a random run of the contents simulation: the child's block was attributed to the
-    parent.
-    """
-    groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 8)]
-    manager = make(groups=groups)
-    parent = admit(manager, "parent", range(3))
-    child = child_of(manager, parent, "child", 3, 4)
-    first = ids(manager, child, group=1)[0]
-    manager.free(parent)
-    serve(manager, child, num_tokens=2)
-    probe = Request("probe", [0, 1, 2, 3, 9, 9, 9, 9, 9])
-    assert manager.pool.num_cached == 1
-    manager.invalidate([first])
-    assert manager.pool.num_cached == 0
-    assert manager.cache.find_prefix(probe).num_tokens == 0
-
-
-def test_common_prefix_is_the_blocks_held_by_all_rows():
-    manager = make()
-    parent = admit(manager, "parent", range(10))
-    child_of(manager, parent, "child", 7)
-    assert manager.cache.num_common_prefix_blocks(parent, 2) == 3
-
-
 def test_fork_without_a_free_row_changes_nothing():
     manager = make(max_num_reqs=1)
     parent = admit(manager, "parent", range(10))
@@ -176,16 +59,13 @@ def test_fork_without_a_free_row_changes_nothing():
     assert manager.pool.ref_counts([1]).tolist() == [1]
 
 
-@pytest.mark.parametrize(
-    ("fork", "message"),
-    [
-        (lambda m, p: m.fork(p, p), "'parent' is already admitted"),
-        (lambda m, p: m.fork(Request("who", [1]), Request("c", [1])), "'who' is not admitted"),
-        (lambda m, p: m.fork(p, Request("c", [*range(9), 99])), "tokens or extra keys differ"),
-        (lambda m, p: m.fork(p, Request("c", range(9))), "tokens or extra keys differ"),
-        (lambda m, p: m.fork(p, Request("c", range(65))), "would have 65 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("fork", "message"), [
+    (lambda m, p: m.fork(p, p), "'parent' is already admitted"),
+    (lambda m, p: m.fork(Request("who", [1]), Request("c", [1])), "'who' is not admitted"),
+    (lambda m, p: m.fork(p, Request("c", [*range(9), 99])), "tokens or extra keys differ"),
+    (lambda m, p: m.fork(p, Request("c", range(9))), "tokens or extra keys differ"),
+    (lambda m, p: m.fork(p, Request("c", range(65))), "would have 65 tokens"),
+])  # fmt: skip
 def test_invalid_forks_are_rejected_and_change_nothing(fork, message):
     manager = make()
     parent = admit(manager, "parent", range(10))
@@ -213,14 +93,3 @@ def test_requests_admitted_by_admit_cannot_be_forked():
     manager.admit(Admit(request, num_tokens=10), ())
     with pytest.raises(ValueError, match="expected a request that step admitted"):
         manager.fork(request, Request("child", range(10)))
-
-
-def test_fences_do_not_make_a_block_shared():
-    manager = make(fence_frees=True)
-    parent = admit(manager, "parent", range(10))
-    child = child_of(manager, parent, "child", 7)
-    serve(manager, parent)
-    plan = serve(manager, child)  # no other row holds the fenced copy source
-    assert len(plan.copy) == 0
-    manager.report(StepReport(plan.step_id, completed=True))
-    check_invariants(manager)

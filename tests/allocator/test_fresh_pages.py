@@ -3,13 +3,10 @@
 rows, except those that another section of the plan fills.
 """
 
-import pickle
-
-from kvcache import Admit, External, GroupSpec, Request, StepReport
+from kvcache import Admit, External, GroupSpec, Request
 from tests.machinery.shared import manager_of
 
 FULL, STATE = GroupSpec("full_attention", 4), GroupSpec("recurrent", 8)
-ENCODER = GroupSpec("cross_attention", 4)
 
 
 def test_a_hit_is_not_fresh():
@@ -17,18 +14,6 @@ def test_a_hit_is_not_fresh():
     assert manager.step(new=[Request("a", range(10))]).fresh.tolist() == [1, 2, 3]
     plan = manager.step(new=[Request("b", range(11))])
     assert plan.append_ids[0].tolist() == [1, 2, 4] and plan.fresh.tolist() == [4]
-
-
-def test_preallocated_blocks_and_blocks_for_drafts_are_fresh():
-    manager = manager_of(FULL, num_preallocate_tokens=4)
-    plan = manager.step(new=[Admit(Request("a", range(4)), num_lookahead_tokens=3)])
-    assert plan.fresh.tolist() == plan.append_ids[0].tolist() == [1, 2, 3]
-
-
-def test_decode_steps_within_a_block_have_no_fresh_page():
-    manager = manager_of(FULL)
-    manager.step(new=[Request("a", range(5))])
-    assert manager.step([0], [1]).fresh.size == 0
 
 
 def test_pages_that_a_copy_fills_are_not_fresh():
@@ -79,41 +64,3 @@ def test_blocks_behind_a_load_are_fresh_again_after_an_abort():
     assert len(blocks) == 4
     assert manager.step().fresh.tolist() == blocks[2:]  # a load may already have filled the others
     assert manager.step().fresh.size == 0
-
-
-def test_a_block_that_a_load_fills_in_part_is_computed_anew_after_an_abort():
-    manager = manager_of(FULL)
-    request = Request("a", range(11))
-    plan = manager.step(new=[Admit(request, external=External(6, delayed=True))])
-    manager.abort(plan.step_id)
-    assert manager.finish_receiving(request) == 4
-    plan = manager.step([0], [7])
-    assert plan.fresh.tolist() == manager.block_ids(request)[1:].tolist()
-
-
-def test_encoder_pages_are_fresh_again_after_the_abort_of_their_admission():
-    manager = manager_of(FULL, ENCODER, max_encoder_tokens=8)
-    request = Request("a", range(4), num_encoder_tokens=6)
-    plan = manager.step(new=[request])
-    encoder = plan.append_ids[1].tolist()
-    manager.abort(plan.step_id)
-    plan = manager.step([0], [4])
-    assert set(encoder) <= set(plan.fresh)
-    manager.report(StepReport(plan.step_id, True))
-    plan = manager.step([0], [1])
-    manager.abort(plan.step_id)  # the step did not admit the request
-    assert not set(encoder) & set(manager.step([0], [1]).fresh)
-
-
-def test_a_page_is_listed_by_its_last_owner_alone():
-    manager = manager_of(FULL, ENCODER, max_encoder_tokens=8)
-    request = Request("a", range(4), num_encoder_tokens=6)
-    manager.abort(manager.step(new=[request]).step_id)
-    manager.free(request)
-    taken = manager.admit(Request("alone", range(150)[:40]))  # takes the pages outside of steps
-    assert not {*taken[0].tolist(), *taken[1].tolist()} & set(manager.step().fresh)
-
-
-def test_a_plan_is_pickled_with_its_fresh_pages():
-    plan = manager_of(FULL).step(new=[Request("a", range(10))])
-    assert pickle.loads(pickle.dumps(plan)).fresh.tolist() == [1, 2, 3]

@@ -106,10 +106,7 @@ def test_hits_lost_to_lru_are_bounded_while_other_requests_hold_blocks(seed):
 
 GROUPS = {
     "states": [GroupSpec("full_attention", 16), GroupSpec("recurrent", 16)],
-    "windows": [
-        GroupSpec("full_attention", 16),
-        GroupSpec("sliding_window", 16, {"window": 32}),
-    ],
+    "windows": [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, {"window": 32})],
     "host": [GroupSpec("full_attention", 16)],
 }
 

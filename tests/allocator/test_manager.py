@@ -25,16 +25,6 @@ def state(manager):
     return pool.num_free, pool.num_cached, pool.num_evicted, manager.cache.stats
 
 
-def test_a_second_request_hits_the_full_blocks_of_the_first():
-    manager = make()
-    first = Request("a", range(10))
-    manager.step(new=[first])
-    plan = manager.step(new=[Request("b", range(10))])
-    assert plan.num_computed_tokens.tolist() == [8]
-    assert plan.append_ids[0].tolist() == [1, 2, 4]
-    assert manager.cache.stats.hit_tokens == 8 and manager.cache.stats.query_tokens == 20
-
-
 def test_the_last_token_is_always_computed():
     manager = make()
     manager.step(new=[Request("a", range(8))])
@@ -48,47 +38,14 @@ def test_blocks_of_one_step_are_hits_for_later_plans_only():
     """Both requests in the step compute the same blocks, so each hash is cached twice."""
     manager = make()
     a, b = Request("a", range(10)), Request("b", range(10))
-    plan = manager.step(new=[a, b])
-    assert plan.num_computed_tokens.tolist() == [0, 0]
+    assert manager.step(new=[a, b]).num_computed_tokens.tolist() == [0, 0]
     assert manager.pool.num_cached == 4
     assert manager.cache.find_prefix(Request("c", range(10))).block_ids.tolist() == [1, 2]
-    check_invariants(manager)
     # The block ids of a running request never change. Once the older copies are evicted, lookups
     # find the younger ones.
     assert manager.block_ids(b).tolist() == [4, 5, 6]
     manager.cache.evict([1, 2])
     assert manager.cache.find_prefix(Request("c", range(10))).block_ids.tolist() == [4, 5]
-    manager.free(a)
-    manager.free(b)
-    check_invariants(manager)
-
-
-def test_plan_lists_rows_and_table_changes():
-    manager = make()
-    a, b = Request("a", range(6)), Request("b", range(100, 103))
-    plan = manager.step(new=[a, b])
-    assert plan.rows.tolist() == [0, 1] and plan.clear_rows.tolist() == [0, 1]
-    assert plan.append_rows.tolist() == [0, 1] and plan.append_splits[0].tolist() == [0, 2, 3]
-    plan = manager.step([0, 1], [1, 3])
-    assert plan.num_computed_tokens.tolist() == [6, 3]
-    assert plan.append_rows.tolist() == [1] and plan.append_ids[0].tolist() == [4]
-    manager.free(a)
-    plan = manager.step([1], [1], new=[Request("c", range(50, 55))])
-    assert plan.rows.tolist() == [1, 0] and plan.clear_rows.tolist() == [0]
-
-
-def test_status_distinguishes_wait_from_never():
-    manager = make(num_blocks=6)
-    manager.step(new=[Request("a", range(12))])
-    before = state(manager)
-    plan = manager.step(new=[Request("b", range(100, 112)), Request("c", range(24))])
-    assert plan.status.tolist() == [Status.WAIT, Status.NEVER]
-    assert plan.rows.tolist() == [-1, -1] and len(plan.append_ids[0]) == 0
-    assert state(manager) == before
-    plan = manager.step([0], [13])
-    assert plan.status.tolist() == [Status.NEVER] and state(manager) == before
-    plan = manager.step([0], [8])
-    assert plan.status.tolist() == [Status.SERVED]
 
 
 def test_request_that_does_not_fit_keeps_the_eviction_order():
@@ -108,18 +65,6 @@ def test_request_that_does_not_fit_keeps_the_eviction_order():
     # The block of request a was evicted first.
     assert len(manager.cache.find_prefix(Request("f", range(5))).block_ids) == 0
     assert len(manager.cache.find_prefix(Request("g", range(100, 105))).block_ids) == 1
-
-
-def test_free_computed_blocks_do_not_count_as_available():
-    manager = make(num_blocks=5)
-    a = Request("a", range(9))
-    manager.step(new=[a, Request("x", [99])])
-    manager.free(a)
-    request = Request("b", [*range(8), *range(50, 58)])
-    ids, num_tokens, _ = manager.cache.find_prefix(request)
-    assert num_tokens == 8
-    assert manager.admit(Admit(request, num_tokens=8), ids) is None
-    assert manager.admit(Admit(request, num_tokens=4), ids).tolist() == [3]
 
 
 def test_admit_and_extend_return_new_blocks():
@@ -166,15 +111,6 @@ def test_request_may_opt_out_of_reading_and_writing_the_cache():
     assert manager.pool.num_cached == cached
 
 
-def test_without_caching_nothing_is_hashed_or_hit():
-    manager = make(enable_caching=False)
-    manager.step(new=[Request("a", range(10))])
-    assert manager.pool.num_cached == 0
-    assert manager.cache.find_prefix(Request("b", range(10))).num_tokens == 0
-    with pytest.raises(ValueError, match="caching is off"):
-        manager.admit(Admit(Request("b", range(10)), num_tokens=6), [1])
-
-
 def test_reset_fails_while_any_block_is_held():
     manager = make()
     request = Request("a", range(10))
@@ -188,42 +124,10 @@ def test_reset_fails_while_any_block_is_held():
 def test_requests_wait_when_all_rows_are_in_use():
     manager = make(max_num_reqs=1)
     a, b = Request("a", range(3)), Request("b", range(5, 8))
-    assert manager.step(new=[a, b]).status.tolist() == [Status.SERVED, Status.WAIT]
+    assert manager.step(new=iter([a, b])).status.tolist() == [Status.SERVED, Status.WAIT]
     assert manager.admit(Admit(b, num_tokens=3), ()) is None
     manager.free(a)
     assert manager.step(new=[b]).rows.tolist() == [0]
-
-
-def test_request_can_be_used_by_managers_with_different_block_sizes():
-    request = Request("a", range(40))
-    small, large = make(num_blocks=20), make(block_size=8)
-    assert small.cache.hashes(request).shape == (10, 32)
-    assert large.cache.hashes(request).shape == (5, 32)
-    for manager in (small, large):
-        assert manager.step(new=[request]).status.tolist() == [Status.SERVED]
-    request.append_tokens(range(40, 48))
-    for manager, num_blocks in ((small, 12), (large, 6)):
-        manager.step([0], [8])
-        assert manager.pool.num_cached == num_blocks
-        follower = Request("b", range(49))
-        assert manager.cache.find_prefix(follower).num_tokens == 48
-
-
-@pytest.mark.parametrize("by", ["step", "free"])
-def test_late_tokens_are_cached_when_they_arrive(by):
-    manager = make()
-    request = Request("a", range(6))
-    manager.step(new=[request])
-    manager.step([0], [3])  # slots for tokens 6 to 8, which are not known yet
-    assert manager.pool.num_cached == 1
-    request.append_tokens([6, 7])
-    if by == "step":
-        manager.step([0], [1])
-    else:
-        manager.free(request)
-    assert manager.pool.num_cached == 2
-    assert manager.cache.find_prefix(Request("b", range(9))).num_tokens == 8
-    check_invariants(manager)
 
 
 def test_rows_of_step_and_of_admit_cannot_be_mixed():
@@ -242,37 +146,15 @@ def test_rows_of_step_and_of_admit_cannot_be_mixed():
     assert plan.append_rows.tolist() == [0] and plan.append_ids[0].tolist() == [4]
 
 
-def test_plan_clears_all_freed_rows_of_steps_and_no_others():
-    manager = make()
-    a, b, c = (Request(name, [i, i + 1]) for i, name in enumerate("abc"))
-    manager.step(new=[a])
-    manager.admit(Admit(b, num_tokens=2), ())
-    manager.free(a)
-    # Reuses a's row, which the worker has not cleared yet.
-    manager.admit(Admit(c, num_tokens=2), ())
-    manager.extend(b, 1)
-    assert manager.step().clear_rows.tolist() == [0]
-    manager.free(b)
-    manager.free(c)
-    assert manager.step().clear_rows.tolist() == []
-
-
-@pytest.mark.slow
 def test_call_from_another_thread_is_rejected_and_changes_nothing():
     manager, request, other = make(), Request("a", range(10)), Request("b", range(5))
     manager.step(new=[request])
-    before = state(manager), manager.block_ids(request).tolist()
-    owner, calls = threading.get_ident(), [
-        *(lambda: manager.step([0], [1]), lambda: manager.step(new=[other])),
-        *(lambda: manager.admit(Admit(other, num_tokens=5), ()), lambda: manager.extend(request, 1)),
-        *(lambda: manager.free(request), lambda: manager.free(Request("unknown", [1]))),
-        *(lambda: manager.block_ids(request), lambda: manager.num_computed_tokens(request)),
-        *(lambda: manager.pool.num_free, lambda: check_invariants(manager)),
+    before, owner = state(manager), threading.get_ident()
+    calls = [
+        *(lambda: manager.step([0], [1]), lambda: manager.admit(Admit(other, num_tokens=5), ())),
+        *(lambda: manager.free(request), lambda: manager.pool.num_free),
         *(lambda: manager.invalidate([1]), lambda: manager.would_fit(other)),
-        *(lambda: manager.cache.find_prefix(other), lambda: manager.cache.hashes(request)),
-        *(lambda: manager.cache.reset(), lambda: manager.cache.stats),
-        *(lambda: manager.cache.drain_events(), lambda: manager.cache.evict([1])),
-        lambda: manager.cache.start_epoch(),
+        *(lambda: manager.cache.find_prefix(other), lambda: manager.cache.reset()),
     ]  # fmt: skip
 
     def refused(call):
@@ -284,9 +166,7 @@ def test_call_from_another_thread_is_rejected_and_changes_nothing():
 
     with ThreadPoolExecutor(1) as pool:
         assert all(pool.map(refused, calls))
-    assert (state(manager), manager.block_ids(request).tolist()) == before
-    manager.step([0], [1])
-    check_invariants(manager)
+    assert state(manager) == before
 
 
 def test_quiet_rows_keep_their_blocks():
@@ -340,15 +220,11 @@ def bad_calls():
     yield lambda m, a: m.step([0], [-1]), "num_tokens is -1: expected 0 to 2147483647"
     yield lambda m, a: m.step([0], [1, 2]), "rows has 1 entries, but num_tokens has 2"
     yield lambda m, a: m.step([0], [60]), "would have 70 tokens: expected at most max_model_len"
-    yield lambda m, a: m.step([0], [2**31]), r"num_tokens\[0\] is 2147483648: expected a 32-bit"
     yield lambda m, a: m.step(new=[unknown, unknown]), r"new names request 'zz' twice"
-    yield lambda m, a: m.step(new=[Admit(unknown, num_reserved_blocks=-1)]), "num_reserved_blocks"
     yield lambda m, a: m.step(new=[a]), "request 'a' is already admitted"
     yield lambda m, a: m.step(new=[Request("b", range(65))]), "a new request would have 65 tokens"
-    yield lambda m, a: m.step([0], [1], num_lookahead_tokens=-1), "num_lookahead_tokens is -1"
     yield lambda m, a: m.extend(unknown, 1), "request 'zz' is not admitted"
     yield lambda m, a: m.admit(Admit(unknown, num_tokens=0), ()), "num_tokens is 0: expected 1 to"
-    yield lambda m, a: m.admit(Admit(unknown, num_tokens=2**70), ()), "expected at most 2147483647"
     yield lambda m, a: m.admit(Admit(a, num_tokens=3), ()), "request 'a' is already admitted"
     yield lambda m, a: m.admit(Admit(other, 1), [1]), r"computed_blocks\[0\] is block 1, which"
     yield lambda m, a: m.admit(Admit(unknown, 1), [99]), r"computed_blocks\[0\] is block 99"
@@ -368,22 +244,14 @@ def test_invalid_call_is_reported_and_changes_nothing(call, message):
     check_invariants(manager)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda m: m.step([0], [1.0]), "num_tokens has dtype float64"),
-        (lambda m: m.step(new=[Request("b", [1]), 5]), r"new\[1\] is 5: expected a Request"),
-        (lambda m: m.step(new=Request("b", [1])), r"new is Request\(.*\): expected a sequence"),
-        (lambda m: m.step(new=[Request(["b"], [1])]), r"request_id is \['b'\]: expected a string"),
-        (lambda m: m.step((i for i in [0]), [1]), "rows is <generator .*: expected a sequence of"),
-        (
-            lambda m: m.step([0], [None] * 99),
-            r"num_tokens is \[None, .*\.\.\.: expected a sequence",
-        ),
-        (lambda m: m.free([Request("b", [1])]), r"request is \[Request.*: expected a Request"),
-        (lambda m: make(hash_seed=b"x"), "hash_seed is b'x': expected a string"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda m: m.step(new=[Request("b", [1]), 5]), r"new\[1\] is 5: expected a Request"),
+    (lambda m: m.step(new=Request("b", [1])), r"new is Request\(.*\): expected a sequence"),
+    (lambda m: m.step(new=[Request(["b"], [1])]), r"request_id is \['b'\]: expected a string"),
+    (lambda m: m.step((i for i in [0]), [1]), "rows is <generator .*: expected a sequence of"),
+    (lambda m: m.step([0], [None] * 99), r"num_tokens is \[None, .*\.\.\.: expected a sequence"),
+    (lambda m: make(hash_seed=b"x"), "hash_seed is b'x': expected a string"),
+])  # fmt: skip
 def test_invalid_types_are_reported(call, message):
     """`tests/hostile/test_wrong_calls.py` passes wrong types to every public call."""
     manager = make()
@@ -391,11 +259,6 @@ def test_invalid_types_are_reported(call, message):
     with pytest.raises(TypeError, match=message):
         call(manager)
     assert state(manager) == before
-
-
-def test_new_requests_may_be_given_by_any_iterable():
-    plan = make().step(new=(Request(name, range(5)) for name in "ab"))
-    assert plan.rows.tolist() == [0, 1]
 
 
 @pytest.mark.slow
@@ -442,19 +305,14 @@ def test_largest_sizes_do_not_overflow():
     check_invariants(manager)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"block_size": 0}, "block_size is 0: expected 1 to 2147483647"),
-        ({"num_blocks": 1}, "num_gpu_blocks is 1: expected 2 to 2147483647"),
-        ({"num_blocks": 2**63}, f"num_gpu_blocks is {2**63}: expected"),
-        ({"max_model_len": 0}, "max_model_len is 0"),
-        ({"num_preallocate_tokens": -1}, "num_preallocate_tokens is -1"),
-        ({"max_num_reqs": 2**31}, "max_num_reqs is 2147483648"),
-        ({"sliding_window": 0}, "window is 0: expected 1"),
-        ({"hash_seed": "\ud800"}, r"hash_seed is '\\ud800': expected text that UTF-8 can hold"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"block_size": 0}, "block_size is 0: expected 1 to 2147483647"),
+    ({"num_blocks": 1}, "num_gpu_blocks is 1: expected 2 to 2147483647"),
+    ({"max_model_len": 0}, "max_model_len is 0"),
+    ({"num_preallocate_tokens": -1}, "num_preallocate_tokens is -1"),
+    ({"sliding_window": 0}, "window is 0: expected 1"),
+    ({"hash_seed": "\ud800"}, r"hash_seed is '\\ud800': expected text that UTF-8 can hold"),
+])  # fmt: skip
 def test_invalid_sizes_and_texts_are_reported(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
@@ -474,37 +332,6 @@ def test_tokens_are_copied_and_checked_immediately():
         Request("a", 5)
 
 
-@pytest.mark.parametrize("is_hashed", [False, True])
-def test_tokens_may_have_any_integer_type_before_and_after_hashing(is_hashed):
-    two = np.array([10, 0, 11, 0])
-    for tokens in (
-        *([10, 11], (10, 11), range(10, 12), {10: 0, 11: 0}.keys(), [np.int64(10), 11]),
-        *(two[::2], two[::2].astype(np.uint8), two.astype(np.int32)[::2]),
-    ):
-        request = Request("a", range(10))
-        if is_hashed:
-            make().cache.hashes(request)
-        request.append_tokens(tokens)
-        assert request.token_ids.tolist() == list(range(12))
-
-
-@pytest.mark.parametrize("is_hashed", [False, True])
-def test_invalid_tokens_are_reported_before_and_after_hashing(is_hashed):
-    request = Request("a", range(10))
-    if is_hashed:
-        make().cache.hashes(request)
-    for tokens, error, message in (
-        ([1, -1], ValueError, r"token_ids\[1\] is -1: expected 0 to 2147483647"),
-        ([2**70], ValueError, rf"token_ids\[0\] is {2**70}: expected 0 to 2147483647"),
-        ([1.0], TypeError, "token_ids has dtype float64"),
-        ([[1]], ValueError, "token_ids has 2 dimensions"),
-        (None, TypeError, "token_ids is None"),
-    ):
-        with pytest.raises(error, match=message):
-            request.append_tokens(tokens)
-        assert request.num_tokens == 10
-
-
 def test_hash_inputs_cannot_be_modified():
     request = Request("a", range(10), lora=["n", "p"], mm_items=[["i", 2, 3]], cache_salt="s")
     assert request.lora == ("n", "p") and request.mm_items == (("i", 2, 3),)
@@ -521,24 +348,17 @@ def test_hash_inputs_cannot_be_modified():
     assert embeds.flags.writeable  # the caller's array is unchanged
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"lora": ("a",)}, ValueError, r"lora is \('a',\): expected \(name, path\)"),
-        ({"lora": ("a", 1)}, TypeError, r"lora\[1\] is 1: expected a string"),
-        ({"cache_salt": 5}, TypeError, "cache_salt is 5: expected a string"),
-        ({"cache_salt": "\ud800"}, ValueError, "cache_salt is .*: expected text that UTF-8"),
-        ({"mm_items": None}, TypeError, "mm_items is None: expected a list of"),
-        ({"mm_items": ["img"]}, TypeError, r"mm_items\[0\] is 'img': expected \(identifier, fir"),
-        ({"mm_items": [("i", 0, 1), ("i", 1)]}, ValueError, r"mm_items\[1\] is \('i', 1\): expec"),
-        ({"mm_items": [(7, 0, 1)]}, TypeError, r"mm_items\[0\]\[0\] is 7: expected a string"),
-        ({"mm_items": [("i", -1, 3)]}, ValueError, r"mm_items\[0\]: 'i' starts at -1"),
-        ({"mm_items": [("i", 0, 0)]}, ValueError, r"mm_items\[0\]: 'i' .* has 0 tokens"),
-        ({"mm_items": [("i", 1, 2**31 - 1)]}, ValueError, "an end of at most 2147483647"),
-        ({"prompt_embeds": [[1.0]]}, TypeError, "prompt_embeds has type list"),
-        ({"prompt_embeds": np.array(1.0)}, ValueError, "prompt_embeds has 0 dimensions"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"lora": ("a",)}, ValueError, r"lora is \('a',\): expected \(name, path\)"),
+    ({"cache_salt": "\ud800"}, ValueError, "cache_salt is .*: expected text that UTF-8"),
+    ({"mm_items": ["img"]}, TypeError, r"mm_items\[0\] is 'img': expected \(identifier, fir"),
+    ({"mm_items": [("i", 0, 1), ("i", 1)]}, ValueError, r"mm_items\[1\] is \('i', 1\): expec"),
+    ({"mm_items": [("i", -1, 3)]}, ValueError, r"mm_items\[0\]: 'i' starts at -1"),
+    ({"mm_items": [("i", 0, 0)]}, ValueError, r"mm_items\[0\]: 'i' .* has 0 tokens"),
+    ({"mm_items": [("i", 1, 2**31 - 1)]}, ValueError, "an end of at most 2147483647"),
+    ({"prompt_embeds": [[1.0]]}, TypeError, "prompt_embeds has type list"),
+    ({"prompt_embeds": np.array(1.0)}, ValueError, "prompt_embeds has 0 dimensions"),
+])  # fmt: skip
 def test_invalid_request_is_reported(options, error, message):
     with pytest.raises(error, match=message):
         Request("a", [1], **options)
@@ -563,10 +383,6 @@ def test_request_may_have_no_tokens_yet():
     request.append_tokens(range(2 * size + 1))
     manager.extend(request, 2 * size + 1)
     assert manager.pool.num_cached == 2
-    manager.free(request)
-    again = Request("b", [])
-    again.append_tokens(range(2 * size + 1))
-    assert manager.step(new=[again]).num_computed_tokens.tolist() == [2 * size]
     check_invariants(manager)
 
 
@@ -585,13 +401,10 @@ def test_the_native_step_sets_every_field_of_a_plan():
     assert manager.step([0], [1]).append_splits[0] is NO_SPLITS  # the step allocates no block
 
 
-@pytest.mark.parametrize(
-    ("left_out", "added", "message"),
-    [
-        ("copy", None, "the plan has no field 'copy': expected one for everything"),
-        (None, "fence", "field 'fence' of the plan has no default"),
-    ],
-)
+@pytest.mark.parametrize(("left_out", "added", "message"), [
+    ("copy", None, "the plan has no field 'copy': expected one for everything"),
+    (None, "fence", "field 'fence' of the plan has no default"),
+])  # fmt: skip
 def test_plan_that_the_native_step_cannot_fill_is_rejected(left_out, added, message):
     names = [f.name for f in fields(StepPlan) if f.name not in (left_out, "version")]
     plan = make_dataclass("Plan", [*names, *filter(None, [added])])
@@ -606,10 +419,8 @@ def test_read_cache_argument_overrides_the_request():
     size = manager.block_sizes[0]
     manager.step(new=[Request("a", range(2 * size + 1))])
     hit = 2 * size
-    reads, opted_out = (
-        Request(name, range(2 * size + 1), read_cache=value)
-        for name, value in (("b", True), ("c", False))
-    )
+    reads = Request("b", range(2 * size + 1))
+    opted_out = Request("c", range(2 * size + 1), read_cache=False)
     assert manager.cache.find_prefix(reads).num_tokens == hit
     assert manager.cache.find_prefix(reads, read_cache=False).num_tokens == 0
     assert manager.cache.find_prefix(opted_out).num_tokens == 0
@@ -623,38 +434,13 @@ def test_read_cache_argument_overrides_the_request():
     assert manager.block_ids(opted_out)[:2].tolist() == ids.tolist()
     manager.free(opted_out)
 
-    def computed(of_reads, of_opted_out):
-        plan = manager.step(
-            new=[Admit(reads, read_cache=of_reads), Admit(opted_out, read_cache=of_opted_out)]
-        )
-        for request in (reads, opted_out):
-            manager.free(request)
-        return plan.num_computed_tokens.tolist()
-
-    assert computed(None, None) == [hit, 0]
-    assert computed(True, True) == [hit, hit]
-    assert computed(False, False) == [0, 0]
-    assert computed(False, None) == [0, 0]
-    assert computed(None, np.True_) == [hit, hit]
-    with pytest.raises(TypeError, match=r"new\[1\].read_cache is 2: expected True or False"):
-        computed(True, 2)
-    with pytest.raises(TypeError, match="read_cache is 1"):
-        manager.cache.find_prefix(reads, read_cache=1)
+    for of_call, want in ((None, [hit, 0]), (np.True_, [hit, hit]), (False, [0, 0])):
+        plan = manager.step(new=[Admit(each, read_cache=of_call) for each in (reads, opted_out)])
+        assert plan.num_computed_tokens.tolist() == want
+        manager.free(reads, opted_out)
+    with pytest.raises(TypeError, match=r"new\[0\].read_cache is 2: expected True or False"):
+        manager.step(new=[Admit(reads, read_cache=2)])
     check_invariants(manager)
-
-
-def test_tokens_given_after_a_wait_are_hashed_again():
-    """If a row has to wait, its new token ids have already been hashed and are removed again."""
-    manager = KVCacheManager(4, 5, 100, num_preallocate_tokens=0)
-    request, other = Request("r", range(7)), Request("other", range(50, 57))
-    row = manager.step(new=[request, other]).rows[0]
-    plan = manager.step([row], [2], token_ids=[7, 8], num_token_ids=[2])
-    assert plan.status.tolist() == [Status.WAIT] and request.num_tokens == 7
-    manager.free(other)
-    plan = manager.step([row], [2], token_ids=[70, 80], num_token_ids=[2])
-    assert plan.status.tolist() == [Status.SERVED]
-    hashes = hash_blocks([*range(7), 70], 4)
-    assert manager.cache.find(hashes).device.tolist() == manager.block_ids(request)[:2].tolist()
 
 
 class TestAdvance:
@@ -679,12 +465,6 @@ class TestAdvance:
             assert manager.block_ids(request).tolist() == blocks + answer[0]
         assert [manager.num_computed_tokens(request) for request in requests] == [7, 9, 14]
 
-    def test_row_that_does_not_fit_waits_and_others_are_served(self):
-        manager, requests = self.admitted(num_blocks=8)
-        answers = manager.advance([0, 1, 2], [6, 6, 6], [7, 20, 9])
-        assert answers[0] == () and answers[1] is None and len(answers[2][0]) == 1
-        assert [manager.num_computed_tokens(request) for request in requests] == [7, 6, 9]
-
     @pytest.mark.parametrize(
         "starts,stops,message",
         [
@@ -700,13 +480,8 @@ class TestAdvance:
         manager, requests = self.admitted()
         with pytest.raises(ValueError, match=message):
             manager.advance([0, 1], starts, stops)
+        for rows, message in (([0, 0], "rows contains row 0 twice"), ([0, 7], "row 7")):
+            with pytest.raises(ValueError, match=message):
+                manager.advance(rows, [6, 6], [7, 7])
         assert [manager.num_computed_tokens(request) for request in requests] == [6, 6, 6]
         check_invariants(manager)
-
-    def test_request_may_be_listed_only_once(self):
-        manager, requests = self.admitted()
-        with pytest.raises(ValueError, match="rows contains row 0 twice"):
-            manager.advance([0, 0], [6, 6], [7, 7])
-        with pytest.raises(ValueError, match="row 7"):
-            manager.advance([0, 7], [6, 0], [7, 1])
-        assert manager.num_computed_tokens(requests[0]) == 6

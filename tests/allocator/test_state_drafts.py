@@ -10,7 +10,6 @@ from kvcache import (
     Admit,
     BlockTables,
     ContextParallel,
-    External,
     GroupSpec,
     LayerSpec,
     Request,
@@ -64,14 +63,6 @@ def test_accepted_drafts_swap_pages_without_copies():
     check_invariants(manager)
 
 
-def test_prompt_needs_no_page_for_drafts():
-    manager = manager_of(FULL, states(16))
-    request = Request("a", range(20))
-    for plan in (manager.step(new=[Admit(request, num_tokens=3)]), manager.step([0], [4])):
-        assert plan.status.tolist() == [Status.SERVED]
-        assert len(manager.block_ids(request, 1)) == 1
-
-
 def test_more_drafts_than_pages_are_rejected_by_name():
     manager = manager_of(FULL, states(), states(8, 5))
     request = Request("a", range(6))
@@ -106,17 +97,6 @@ def test_only_drafts_are_rejected():
     assert manager.num_computed_tokens(request) == 7
 
 
-def test_group_without_pages_for_drafts_prevents_rejections():
-    manager = manager_of(FULL, states(), GroupSpec("recurrent", 4))
-    request = Request("a", range(6))
-    manager.step(new=[request])
-    # Without speculative blocks, any number of unknown tokens counts as accepted.
-    manager.step([0], [9])
-    with pytest.raises(ValueError, match=r"cannot undo tokens without num_speculative_blocks"):
-        manager.reject_tokens(request, 1)
-    assert len(manager.block_ids(request, 1)) == 4
-
-
 def test_boundary_passed_by_accepted_drafts_is_a_hit():
     manager = manager_of(FULL, states())
     request, pages = start(manager)  # states after 7, 8, 9 and 10 tokens
@@ -130,46 +110,6 @@ def test_boundary_passed_by_accepted_drafts_is_a_hit():
     now = manager.block_ids(request, 1).tolist()
     assert now[:2] == [0, 0] and now[2] == pages[3] and pages[2] not in now
     assert len(now) == 2 + 4  # a new page replaces the cached one
-
-
-def test_boundary_passed_by_rejected_drafts_is_not_a_hit():
-    manager = manager_of(FULL, states())
-    _, pages = start(manager)
-    plan = manager.step([0], [4], token_ids=[60], num_rejected_tokens=[3])
-    assert plan.num_computed_tokens.tolist() == [7]
-    assert hit_length(manager, range(20)) == 0
-    # The state after 8 tokens comes from this step rather than from a draft.
-    probe = Request("probe", [*range(7), 60, 61])
-    (_, found), num_hit, _ = manager.cache.find_prefix(probe)
-    assert num_hit == 8 and found.tolist() == [0, pages[1]]
-    plan = manager.step([0], [1], token_ids=[61], num_rejected_tokens=[3])
-    assert plan.copy[:, 0].tolist() == [pages[1]]  # the page in which the state was cached
-    assert hit_length(manager, [*range(7), 60, 61]) == 8
-    check_invariants(manager)
-
-
-def test_each_accepted_draft_stores_a_state_with_blocks_of_one_token():
-    manager = manager_of(GroupSpec("full_attention", 1), states(1))
-    request, pages = start(manager)
-    plan = manager.step([0], [4], token_ids=[7, 8, 60], num_token_ids=[3], num_rejected_tokens=[1])
-    assert plan.copy[:, 0].tolist() == [pages[8]]  # the copied state stays cached in its page, too
-    assert [hit_length(manager, range(n + 1)) for n in (6, 7, 8, 9)] == [6, 7, 8, 9]
-    assert len(manager.block_ids(request, 1)) == 9 + 1 + 3
-    assert make_kind("recurrent", {"num_speculative_blocks": 3}).max_pages(64, 8, 1) == 8
-
-
-def test_a_row_that_waits_keeps_its_drafts():
-    manager = manager_of(FULL, states(), num_blocks=13)
-    request, _ = start(manager)
-    other = Request("b", range(100, 120))
-    assert manager.step(new=[other]).status.tolist() == [Status.WAIT]
-    assert manager.step(new=[Request("c", range(100, 109))]).status.tolist() == [Status.SERVED]
-    for _ in range(2):
-        plan = manager.step([0], [12], token_ids=[*range(7, 16)], num_token_ids=[9],
-                            num_rejected_tokens=[3])  # fmt: skip
-        assert plan.status.tolist() == [Status.WAIT]
-        assert manager.num_computed_tokens(request) == 10
-    assert manager.step([0], [1], token_ids=[7], num_rejected_tokens=[3]).status.tolist() == [0]
 
 
 def test_row_without_new_tokens_accepts_a_rejection():
@@ -200,41 +140,11 @@ def test_fork_starts_with_only_the_accepted_state():
     check_invariants(manager)
 
 
-def test_swap_out_moves_only_the_state_and_no_draft_pages():
-    manager = manager_of(FULL, states(16), num_host_blocks=20)
-    request, pages = start(manager)
-    manager.reject_tokens(request, 1)
-    plan = manager.step(swap_out=[0])
-    assert [page for page in plan.swap_out[:, 0].tolist() if page in pages] == [pages[2]]
-    assert manager.pool.num_free == manager.pool.num_total
-    with pytest.raises(ValueError, match=r"expected at most 0, the drafts"):
-        manager.step([0], [1], num_rejected_tokens=[1])
-    plan = manager.step([0], [4], token_ids=[7, 8, 60], num_token_ids=[3])
-    assert plan.num_computed_tokens.tolist() == [9]
-    # One page is swapped in, and three are newly allocated.
-    assert len(manager.block_ids(request, 1)) == 4
-    manager.step([0], [1], token_ids=[61], num_rejected_tokens=[3])
-    check_invariants(manager)
-
-
 def test_failed_state_page_that_a_swap_released_restarts_the_row():
     manager = manager_of(FULL, states(16), num_host_blocks=20)
     _, pages = start(manager)
     manager.step(swap_out=[0])  # accepts all drafts, and releases the page of the first state
     assert manager.report(StepReport(1, True, failed_pages=[pages[0]])) == {"a": 0}
-
-
-def test_swap_out_accepts_drafts_so_that_a_window_is_released_up_to_the_last_of_them():
-    window = GroupSpec("sliding_window", 4, {"window": 3})
-    manager = manager_of(FULL, states(16), window, num_host_blocks=20)
-    request, _ = start(manager)  # tokens 7 to 9 are drafts
-    manager.step(swap_out=[0])
-    plan = manager.step([0], [1])
-    assert plan.num_computed_tokens.tolist() == [10]
-    # Token 10 reads tokens 8 and 9. If the drafts could be rejected, block 1 would be loaded, too.
-    first, second, third = manager.block_ids(request, 2).tolist()
-    assert (first, second) == (0, 0) and third in plan.swap_in[:, 1].tolist()
-    check_invariants(manager)
 
 
 def test_swap_out_accepts_drafts_so_that_a_circular_buffer_has_space_for_all_other_slots():
@@ -251,66 +161,21 @@ def test_swap_out_accepts_drafts_so_that_a_circular_buffer_has_space_for_all_oth
     check_invariants(manager)
 
 
-@pytest.mark.parametrize("which", [0, 1, 2, 3])
-def test_failed_page_of_a_draft_state_rolls_the_row_back(which):
-    manager = manager_of(FULL, states(16))
-    request, pages = start(manager)
-    assert manager.invalidate([pages[which]]) == {"a": 0}
-    assert manager.block_ids(request, 1).tolist() == []
-    check_invariants(manager)
-
-
-def test_aborted_step_discards_its_drafts():
-    manager = manager_of(FULL, states(4))
-    request = Request("a", range(8))
-    manager.step(new=[request])
-    step = manager.step([0], [4], token_ids=[8])
-    assert manager.report(StepReport(step.step_id, completed=False)) == {"a": 8}
-    with pytest.raises(ValueError, match=r"expected at most 0, the drafts"):
-        manager.reject_tokens(request, 1)
-    assert manager.step([0], [4]).status.tolist() == [Status.SERVED]
-    check_invariants(manager)
-
-
-def test_drafts_continue_from_an_external_state():
-    manager = manager_of(FULL, states(8))
-    request = Request("a", range(10))
-    manager.step(new=[Admit(request, external=External(9, delayed=True))])
-    assert manager.finish_receiving(request) == 9
-    assert len(manager.block_ids(request, 1)) == 2
-    manager.step([0], [4])
-    assert len(manager.block_ids(request, 1)) == 1 + 4
-    manager.step([0], [1], num_rejected_tokens=[3])
-    assert manager.num_computed_tokens(request) == 11
-
-
 def test_pages_for_drafts_are_planned_and_requested():
     kind = make_kind("recurrent", {"num_speculative_blocks": 3})
     assert [kind.max_pages(64, 8, size) for size in (16, 4, 2, 1)] == [5, 5, 6, 8]
-    layers = [LayerSpec("full", "full_attention", 16, 8, 128)]
-    sizes = []
-    for n in (0, 3):
-        options = {"num_speculative_blocks": n} if n else {}
+    full, pages = LayerSpec("full", "full_attention", 16, 8, 128), []
+    for options in ({}, {"num_speculative_blocks": 3}):
         state = LayerSpec("mamba", "recurrent", 16, state_bytes=2**16, options=options)
-        plan = plan_cache([*layers, state], 2**26, max_model_len=64)
-        sizes.append((plan.pages_per_request(64), plan.max_concurrency))
-    assert [pages for pages, _ in sizes] == [4 + 2, 4 + 5]
-    assert [round(most, 1) for _, most in sizes] == [170.5, 113.7]
-
+        pages.append(plan_cache([full, state], 2**26, max_model_len=64).pages_per_request(64))
+    assert pages == [4 + 2, 4 + 5]
     manager = manager_of(FULL, states(16), num_blocks=7)  # two blocks of tokens, and one state page
     request = Request("a", range(8))
-    assert manager.would_fit(Admit(request, num_tokens=8), whole=True) == Status.SERVED
-    assert (
-        manager.would_fit(Admit(request, num_tokens=8, num_lookahead_tokens=2), whole=True)
-        == Status.SERVED
-    )
-    assert (
-        manager.would_fit(Admit(request, num_tokens=8, num_lookahead_tokens=3), whole=True)
-        == Status.NEVER
-    )
+    for lookahead, status in ((2, Status.SERVED), (3, Status.NEVER)):
+        ask = Admit(request, num_tokens=8, num_lookahead_tokens=lookahead)
+        assert manager.would_fit(ask, whole=True) == status
     manager.step(new=[request])
     assert manager.would_fit(Admit(request, num_tokens=3)) == Status.SERVED
-    assert manager.would_fit(Admit(request, num_tokens=4)) == Status.NEVER
     assert manager.step([0], [4]).status.tolist() == [Status.NEVER]
 
 
@@ -351,60 +216,3 @@ def test_the_number_of_pages_for_drafts_is_checked(num_blocks, expected):
     options = {"num_speculative_blocks": num_blocks}
     with pytest.raises((TypeError, ValueError), match=expected):
         LayerSpec("mamba", "recurrent", 16, state_bytes=64, options=options)
-
-
-def test_pages_of_earlier_drafts_are_released_for_a_block():
-    """The row fills the pool with 7 pages: 3 blocks, the state, and 3 draft pages.
-
-    The fourth block is allocated one of the draft pages.
-    """
-    manager, request = manager_of(FULL, states(16), num_blocks=8), Request("a", range(8))
-    manager.step(new=[request])
-    manager.step([0], [4], token_ids=[8])
-    manager.step([0], [1], token_ids=[9], num_rejected_tokens=[3])
-    manager.step([0], [2], token_ids=[10, 11], num_token_ids=[2])
-    state = manager.block_ids(request, 1)[0]
-    assert manager.would_fit(Admit(request, num_tokens=1)) == Status.SERVED
-    plan = manager.step([0], [1], token_ids=[12])
-    assert plan.status.tolist() == [Status.SERVED] and plan.clear_rows.tolist() == [0]
-    assert [ids.tolist() for ids in plan.append_ids] == [
-        manager.block_ids(request, 0).tolist(),
-        [state],
-    ]
-    assert manager.pool.num_free == 2
-    check_invariants(manager)
-
-
-@pytest.mark.parametrize(("num_blocks", "num_hit"), [(8, 0), (41, 8)])
-def test_states_passed_by_drafts_are_kept_if_there_is_space(num_blocks, num_hit):
-    """The row needs 2 blocks, the state after 10 tokens, a page for the next state, and 3 states that
-    drafts passed.
-    """
-    manager = manager_of(GroupSpec("full_attention", 8), states(1), num_blocks=num_blocks)
-    request = Request("a", range(6))
-    manager.step(new=[request])
-    manager.step([0], [4], token_ids=[6])
-    plan = manager.step([0], [4], token_ids=[7, 8, 9, 10], num_token_ids=[4])
-    assert plan.status.tolist() == [Status.SERVED]
-    # The state is copied if a page is free, and is otherwise updated in place.
-    assert len(plan.copy) == (num_hit > 0)
-    assert len(manager.block_ids(request, 1)) == 10 + 4
-    assert hit_length(manager, range(12)) == num_hit
-    check_invariants(manager)
-
-
-def test_overwritten_state_page_is_no_longer_found():
-    """The row fills the pool with 7 pages: full blocks of tokens, and the states after 8 to 11 tokens.
-
-    The state of a draft overwrites the state after 8 tokens.
-    """
-    groups = [GroupSpec("full_attention", 4), states(4)]
-    manager = manager_of(*groups, num_blocks=8)
-    request = Request("a", range(7))
-    manager.step(new=[request])
-    manager.step([0], [4], token_ids=[7])
-    passed = manager.block_ids(request, 1)[1]
-    manager.step([0], [2], token_ids=[8, 9, 10, 11], num_token_ids=[4])
-    assert passed in manager.block_ids(request, 1)
-    assert hit_length(manager, range(9)) == 0
-    check_invariants(manager)

@@ -28,39 +28,6 @@ def counts(manager: KVCacheManager) -> tuple[int, int, int]:
     return stats.num_requests, stats.query_tokens, stats.hit_tokens
 
 
-def test_request_that_is_preempted_and_recomputed_does_not_hit_its_own_blocks():
-    manager, request = make(), Request("r", range(512))
-    manager.step(new=[request])
-    for i in range(30):
-        manager.step([0], [1], token_ids=[1000 + i])
-    manager.free(request)
-    plan = manager.step(new=[Admit(request, num_prompt_tokens=512)])
-    assert plan.num_computed_tokens.tolist() == [528]  # uses its blocks, which are not counted
-    assert counts(manager) == (1, 512, 0)
-    assert manager.cache.hit_tokens(request) == 0
-    assert manager.cache.stats.groups[0].hit_blocks == 0
-
-
-def test_swapped_out_request_is_not_counted_again():
-    manager, request = make(num_host_blocks=65), Request("r", range(512))
-    manager.report(StepReport(manager.step(new=[request]).step_id, True))
-    manager.report(StepReport(manager.step(swap_out=[0]).step_id, True))
-    manager.step([0], [1], token_ids=[1])
-    assert counts(manager) == (1, 512, 0)
-
-
-def test_preempted_request_hits_tokens_that_it_never_had():
-    manager, request = make(), Request("r", range(100))
-    manager.step(new=[Admit(request, 40)])
-    manager.free(request)
-    other = Request("other", range(100))
-    manager.step(new=[other])  # hits 32 tokens of the request
-    assert counts(manager) == (2, 200, 32)
-    manager.step(new=[request])  # hits 96 tokens, 40 of which it has computed itself
-    assert counts(manager) == (2, 200, 32 + 56)
-    assert manager.cache.hit_tokens(request) == 56 and manager.cache.stats.recent.hit_tokens == 88
-
-
 def test_later_hits_are_counted_in_the_window_that_contains_the_request():
     manager, request, other = make(), Request("r", range(100)), Request("o", range(100))
     manager.step(new=[Admit(request, 40)])
@@ -77,59 +44,6 @@ def test_later_hits_are_counted_in_the_window_that_contains_the_request():
     assert group.hit_blocks == 5
 
 
-def test_request_whose_load_failed_is_counted_once():
-    manager, request = make(), Request("r", range(200))
-    manager.step(new=[Admit(request, external=External(64, delayed=True))])
-    manager.free(request, keep_blocks=True)
-    manager.release_blocks(request)
-    manager.step(new=[request])
-    assert counts(manager) == (1, 200, 0)
-
-
-def test_external_tokens_are_no_hits_even_after_a_preemption():
-    manager, request = make(), Request("r", range(200))
-    manager.step(new=[Admit(request, external=External(64, delayed=True))])
-    manager.finish_receiving(request)
-    manager.free(request)
-    manager.step(new=[request])
-    assert counts(manager) == (1, 200, 0)
-
-
-def test_tokens_that_did_not_arrive_are_hits_if_another_request_computes_them():
-    manager, request = make(), Request("r", range(200))
-    manager.step(new=[Admit(request, external=External(64, delayed=True))])
-    manager.step(new=[Request("other", range(200))])
-    assert manager.finish_receiving(request, 0) == 192
-    assert counts(manager) == (2, 400, 192)
-
-
-def test_fork_that_is_preempted_adds_nothing():
-    manager, parent = make(), Request("p", range(64))
-    manager.step(new=[parent])
-    child = Request("c", range(65))
-    manager.fork(parent, child)
-    manager.free(child)
-    manager.step(new=[child])
-    assert counts(manager) == (1, 64, 0)
-
-
-@pytest.mark.parametrize("is_running", [True, False])
-def test_request_whose_adapter_was_forgotten_is_not_counted_again(is_running):
-    manager = make()
-    request, other = (Request(name, range(100), lora=("a", "/a")) for name in ("r", "other"))
-    manager.step(new=[request])
-    if not is_running:
-        manager.free(request)
-    manager.cache.forget_adapter("a")
-    if is_running:
-        manager.free(request)
-    manager.step(new=[other])
-    plan = manager.step(new=[request])
-    assert plan.num_computed_tokens.tolist() == [96]
-    assert counts(manager) == (2, 200, 0)
-    assert manager.cache.hit_tokens(request) == 0
-
-
 def test_another_manager_counts_the_request_again():
     request = Request("r", range(100))
     for _ in range(2):
@@ -137,14 +51,6 @@ def test_another_manager_counts_the_request_again():
         manager.step(new=[request])
         manager.free(request)
         assert counts(manager) == (1, 100, 0)
-
-
-def test_missed_tokens_are_those_of_the_first_admission():
-    manager, request = make(explain_misses=8), Request("r", range(100))
-    for _ in range(3):
-        manager.step(new=[request])
-        manager.free(request)
-    assert sum(manager.cache.stats.missed_tokens.values()) == 100
 
 
 def run_requests(seed: int) -> None:

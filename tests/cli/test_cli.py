@@ -84,19 +84,6 @@ def test_replay_without_a_trace_uses_chats(capsys):
     assert found["hit_tokens"] == same["hit_tokens"] != other["hit_tokens"]
 
 
-def test_replay_with_a_small_pool_counts_rejected_requests_and_succeeds(capsys, trace):
-    found = run_json(capsys, trace, "--num-blocks", "2")
-    assert (found["rejected_requests"], found["requests"], found["prompt_tokens"]) == (3, 3, 0)
-
-
-def test_table_shows_the_totals(capsys, trace):
-    assert main(["replay", trace, "--verify"]) == 0
-    out, err = capsys.readouterr()
-    for text in ("small.jsonl", "1,800", "0.5689", "mismatches"):
-        assert text in out
-    assert err == ""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--timed"]])
 def test_plot_option_writes_a_figure(capsys, trace, tmp_path, options):
@@ -142,10 +129,6 @@ def test_number_of_expected_requests_is_unknown_for_compressed_traces(trace, tmp
     assert _num_expected(args) == min(3, limit or 3)
     args.trace = str(packed)
     assert _num_expected(args) == limit
-
-
-def test_reasons_of_misses_are_rejected_for_comparisons(capsys):
-    assert "--why is given with" in error_of(capsys, "replay", "--compare", "--why")
 
 
 def arriving_each_second(tmp_path, output_length) -> str:
@@ -195,25 +178,6 @@ def test_groups_are_replayed_verified_and_reported(capsys):
         assert each.keys() >= {"stored_blocks", "evicted_blocks"}
 
 
-def test_report_without_groups_has_no_group_section(capsys, trace):
-    assert not {"groups", "hash_block_size", "chunk_tokens"} & run_json(capsys, trace).keys()
-
-
-def test_one_full_attention_group_equals_no_groups(capsys):
-    plain = run_json(capsys, "--requests", "50", "--block-size", "8")
-    given = run_json(capsys, "--requests", "50", "--block-size", "8", "--groups", "full_attention")
-    (group,) = given.pop("groups")
-    assert group["hit_blocks"] == plain["hit_blocks"] > 0
-    assert plain.pop("us_per_request") and given.pop("us_per_request")
-    assert plain == given
-
-
-def test_finer_hashes_allow_hits_inside_blocks(capsys):
-    coarse = run_json(capsys, "--requests", "50", "--block-size", "64")
-    fine = run_json(capsys, "--requests", "50", "--block-size", "64", "--hash-block-size", "4")
-    assert fine["hit_tokens"] > coarse["hit_tokens"]
-
-
 def test_table_has_one_row_per_group(capsys):
     groups = "full_attention,sliding_window:window=64"
     assert main(["replay", "--requests", "20", "--groups", groups]) == 0
@@ -225,15 +189,10 @@ def test_table_has_one_row_per_group(capsys):
 @pytest.mark.parametrize(("groups", "says"), [
     ("fast_attention", "'fast_attention': its kind is 'fast_attention': expected one of chunked"),
     ("", "'': its kind is '': expected one of"),
-    ("full_attention,", "'': its kind is ''"),
-    (
-        "sliding_window:block_size=8",
-        "'sliding_window:block_size=8': options of kind 'sliding_window' are {}: expected window=N",
-    ),
+    ("sliding_window:block_size=8",
+     "'sliding_window:block_size=8': options of kind 'sliding_window' are {}: expected window=N"),
     ("chunked_local:size=3", "'chunked_local' are {'size': 3}: expected chunk_size=N"),
-    ("recurrent:window=3", "'recurrent' are {'window': 3}: expected [num_speculative_blocks=N]"),
     ("sliding_window:window=0", "'sliding_window:window=0': window is 0: expected 1 to"),
-    ("sliding_window:window=x", "'window' is 'x': expected a whole number of at most 2147483647"),
     ("sliding_window:window=" + "9" * 5000, "...': expected a whole number of at most"),
     ("sliding_window:window", "'window' is not an option: expected option=value"),
     ("sliding_window:window=1:window=2", "'window' is given twice: expected it once"),
@@ -303,24 +262,12 @@ def test_invalid_attention_kind_prints_one_line(capsys, tmp_path):
     )
 
 
-def test_block_sizes_without_common_multiple_print_one_line(capsys):
-    groups = "full_attention:block_size=2147483647,recurrent:block_size=2147483646"
-    error = error_of(capsys, "replay", "--groups", groups, "--json")
-    assert "--groups is 'full_attention:block_size=2147483647,...': the least common" in error
-
-
 @pytest.mark.parametrize("groups", [[], ["--groups", "full_attention,recurrent:block_size=24"]])
 def test_hash_block_size_must_divide_blocks(capsys, groups):
     error = error_of(capsys, "replay", "--hash-block-size", "7", *groups, "--json")
     least = 8 if groups else 16
     assert "--hash-block-size is 7: expected a divisor of every group's block size" in error
     assert error.endswith(f"so of {least}\n")
-
-
-def test_groups_too_large_to_verify_print_one_line(capsys):
-    groups = ["--groups", "full_attention", "--num-blocks", "2147483647"]
-    error = error_of(capsys, "replay", "--verify", *groups, "--json")
-    assert "--groups 'full_attention' with --num-blocks 2147483647 and --concurrency 1 is" in error
 
 
 # --- eviction and the host tier -------------------------------------------------------------------
@@ -355,15 +302,6 @@ def test_replay_with_a_host_tier_is_verified_and_reported(capsys):
     assert found["written_blocks"] > 0 < found["loaded_blocks"]
 
 
-def test_report_without_host_tier_has_no_host_section(capsys):
-    plain = run_json(capsys, "--requests", "50")
-    given = run_json(capsys, "--requests", "50", "--host-blocks", "0", "--eviction", "lru")
-    assert plain.pop("us_per_request") and given.pop("us_per_request")
-    assert plain == given
-    names = ("host_blocks", "host_hit_tokens", "host_evicted_blocks", "host_write", "host_eviction")
-    assert not {*names, "written_blocks", "loaded_blocks", "eviction"} & plain.keys()
-
-
 def test_table_has_a_host_section(capsys):
     assert main(["replay", *TIERED, "--eviction", "learned", "--host-write", "through"]) == 0
     out = capsys.readouterr().out
@@ -382,25 +320,18 @@ def test_table_has_a_host_section(capsys):
     ("argv", "says"),
     [
         (["--eviction", "x"], "--eviction is 'x': expected one of last_access, learned, lru, prior"),
-        (["--eviction", ""], "--eviction is '': expected one of last_access"),
         (
             ["--eviction", "priority:share=1"],
             "--eviction is 'priority:share=1': option 'share' is 1: expected one of the options 'default",
         ),
         (["--eviction", "learned:share=1"], "option 'share' is 1: expected no options"),
-        (["--eviction", "priority:default_priority=nan"], "is nan: expected an integer from 0 to 100"),
-        (["--eviction", "priority:default_priority=x"], "'default_priority' is 'x': expected a number"),
         (["--eviction", "priority:share"], "'share' is not an option: expected option=value"),
-        (["--eviction", "lru:a=1:a=2"], "'a' is given twice: expected it once"),
-        (["--eviction", "priority:default_priority=1.5"], "expected an integer from 0 to 100"),
         (["--eviction", "x" * 999], "...': expected one of"),
-        (["--compare", "x"], "--compare has 'x': expected one of last_access"),
-        (["--compare", "lru,lru:a=1"], "--compare has 'lru:a=1': option 'a' is 1: expected no opt"),
         (["--compare", "lru", "--eviction", "lru"], "--eviction is given with --compare: expected"),
+        (["--compare", "--why"], "--why is given with"),
         (["--compare", "--verify"], "--verify is given with --compare: expected only one of the two"),
         (["--sizes", "100"], "--sizes is given without --compare: expected both, or use --num-blocks"),
         (["--compare", "--sizes", "9,1"], "--sizes is '1': expected a whole number from 2 to"),
-        (["--compare", "--sizes", "9,"], "--sizes is '': expected a whole number from 2 to"),
         (["--host-blocks", "1"], "--host-blocks is 1: expected 2 or more (one is the null block)"),
         (["--store-blocks", "9", "--verify"], "--store-blocks is 9 with --verify: expected only one"),
         (["--compare", "--store-blocks", "9"], "--store-blocks is given with --compare: expected"),
@@ -414,18 +345,11 @@ def test_table_has_a_host_section(capsys):
             ["--host-blocks", "9", "--host-eviction", "priority"],
             "--host-eviction is 'priority': expected one of learned, lru",
         ),
-        (
-            ["--host-blocks", "9", "--host-eviction", "lru:x=1"],
-            "--host-eviction is 'lru:x=1': option 'x' is 1: expected no options",
-        ),
         *(
             (["--host-blocks", "9", "--host-write", value], f"--host-write is {value!r}: expected {says}")
             for value, says in (
                 ("never", "back, back:G, through or through:G"),
-                ("back:", "a gain G from 0 to 1"),
-                ("through:x", "a gain G from 0 to 1"),
                 ("back:1.1", "a gain G from 0 to 1"),
-                ("back:nan", "a gain G from 0 to 1"),
             )
         ),
         (
@@ -524,53 +448,35 @@ def error_of(capsys, *argv, code=2) -> str:
         "--hash-block-size", "--chunk-tokens", "--host-blocks",
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("value", ["-1", "many", "1.5", "", "nan", "9" * 20, "9" * 5000])
+@pytest.mark.parametrize("value", ["-1", "many", "1.5", "", "nan", "9" * 5000])
 def test_invalid_count_names_the_option(capsys, option, value):
     error = error_of(capsys, "replay", option, value, "--json")
     shown = value if len(value) < 40 else "9" * 37 + "..."
     assert f"{option} is '{shown}': expected a whole number from " in error
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        "--block-size", "--num-blocks", "--limit", "--concurrency", "--requests",
-        "--hash-block-size", "--chunk-tokens",
-    ],
-)  # fmt: skip
-def test_zero_is_not_a_valid_count(capsys, option):
-    assert f"{option} is '0': expected" in error_of(capsys, "replay", option, "0", "--json")
-
-
 @pytest.mark.parametrize(("argv", "says"), [
     ([], "COMMAND"),
     (["fly"], "'fly'"),
     (["replay", "--fly"], "'--fly' is unknown: expected an option that `kvcache replay --help`"),
-    (["replay", "--lim", "3"], "'--lim' is unknown"),
-    (["demo", "--fly"], "'--fly' is unknown"),
     (["demo", "--replay", "--json"], "--json cannot be combined with --replay"),
     (["demo", "--replay", "--users", "2"], "--users cannot be combined with --replay"),
     (["demo", "--users", "0"], "--users is '0': expected a whole number from 1 to 1000"),
     (["demo", "--plot", "no/such/a.png"], "--plot is 'no/such/a.png': expected an existing"),
     (["replay", "--limit"], "--limit: expected one argument"),
-    (["replay", "--seed", "-1"], "--seed is '-1': expected a whole number from 0 to"),
     (["replay", "--num-blocks", "1"], "--num-blocks is '1': expected a whole number from 2"),
     (["replay", "no/such.jsonl"], "TRACE is 'no/such.jsonl': expected an existing file"),
     (["replay", "."], "TRACE is '.': expected a file, not a directory"),
     (["replay", "--device", "abacus"], "--device is 'abacus': expected cpu, cuda or cuda:N"),
     (["replay", "--plot", "no/such/a.png"], "--plot is 'no/such/a.png': expected an existing"),
     (["replay", "--plot", "a.jpeg"], "--plot is 'a.jpeg': expected a file name that ends in"),
-    (
-        ["replay", "--verify", "--block-size", "2147483647", "--num-blocks", "2"],
-        "--block-size 2147483647 with --num-blocks 2 and --concurrency 1 is too much to verify",
-    ),
-    (
-        ["replay", "--verify", "--num-blocks", "2147483647"],
-        "--block-size 16 with --num-blocks 2147483647 and --concurrency 1 is too much to verify",
-    ),
+    (["replay", "--verify", "--block-size", "2147483647", "--num-blocks", "2"],
+     "--block-size 2147483647 with --num-blocks 2 and --concurrency 1 is too much to verify"),
+    (["replay", "--verify", "--num-blocks", "2147483647"],
+     "--block-size 16 with --num-blocks 2147483647 and --concurrency 1 is too much to verify"),
+    (["replay", "--verify", "--groups", "full_attention", "--num-blocks", "2147483647"],
+     "--groups 'full_attention' with --num-blocks 2147483647 and --concurrency 1 is"),
     (["replay", "--fly" * 99], "'--fly--fly--fly--fly--fly--fly--fly--...' is unknown"),
-    (["replay", "--device", "9" * 99], "--device is '9999999999999999999999999999999999999...'"),
-    (["replay", "--plot", "a" * 9999 + "/a.png"], "expected an existing folder"),
 ])  # fmt: skip
 def test_invalid_usage_prints_one_line(capsys, argv, says):
     assert says in error_of(capsys, *argv)
@@ -596,13 +502,6 @@ def test_cuda_device_requires_cuda(capsys):
     assert says in error_of(capsys, "replay", "--device", name, "--json")
 
 
-def test_malformed_trace_prints_one_line(capsys, tmp_path):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps(LINE) + "\n{}\n")
-    error = error_of(capsys, "replay", str(path), "--json")
-    assert f"{path}, line 2: timestamp is missing" in error
-
-
 @pytest.mark.parametrize("options", [[], ["--compare"]])
 def test_empty_trace_prints_one_line(capsys, tmp_path, options):
     path = tmp_path / "empty.jsonl"
@@ -622,14 +521,6 @@ def test_tables_fit_narrow_terminals(capsys, monkeypatch, trace, width):
         assert main(argv) == 0
         out = capsys.readouterr().out
         assert "…" not in out and max(map(len, out.splitlines())) <= int(width)
-
-
-@pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root can read all files"
-)
-def test_unreadable_trace_prints_one_line(capsys, trace):
-    os.chmod(trace, 0)
-    assert "expected a readable file" in error_of(capsys, "replay", trace, "--json")
 
 
 def test_plot_needs_matplotlib(capsys, monkeypatch, tmp_path):

@@ -89,27 +89,6 @@ def test_caller_reads_each_head_once(tp_size, remote):
     assert topology.is_kv_replicated("wide") and topology.replicates_kv_cache("wide")
 
 
-def test_caller_learns_when_all_workers_have_received():
-    caller = load("decode_worker", THERE, HERE)
-    engine = caller.Engine(Some(get_finished_count=lambda: None), 3)
-    rng, counts, finished = np.random.default_rng(0), {}, []
-    for step in range(40):
-        reports, failed = [], set()
-        for worker in range(3):
-            done = {name for name, at in counts.items() if worker in at and rng.random() < 0.5}
-            for name in done:
-                counts[name].discard(worker)
-            bad = {int(rng.integers(99))} if rng.random() < 0.1 else set()
-            failed |= bad
-            reports.append(caller.Report(done or None, bad))
-        assert engine.step(reports, step % 3) == (failed or None)
-        finished += sorted(name for name, at in counts.items() if not at)
-        counts = {name: at for name, at in counts.items() if at}
-        counts[f"r{step}"] = {0, 1, 2}
-        assert engine.finished == finished
-    assert len(finished) > 20
-
-
 def test_layout_is_the_one_that_the_connector_requires(caplog):
     class Connector:
         @classmethod

@@ -30,18 +30,14 @@ def setup(without, *command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("without", "says"),
-    [
-        ("sys.version_info = (3, 9, 18)", "expected 3.10 or newer; create a virtual environment"),
-        (NO_TORCH, "the build does not find torch: `pip install 'torch>=2.10' "),
-        (OLD_TORCH, "torch is 2.9.1+cpu: expected 2.10 or newer; `pip install -U torch`"),
-        ("os.environ |= {'PATH': '/none', 'CXX': ''}", "no C++ compiler (g++ or clang++ is not on"),
-        ("os.environ['KVCACHE_CUDA'] = 'yes'", "KVCACHE_CUDA is 'yes': expected 0 or 1"),
-        (NO_LIBRARIES, "KVCACHE_PREBUILT is 'x': expected a folder with"),
-    ],
-    ids=["Python", "no torch", "torch", "compiler", "KVCACHE_CUDA", "KVCACHE_PREBUILT"],
-)
+@pytest.mark.parametrize(("without", "says"), [
+    ("sys.version_info = (3, 9, 18)", "expected 3.10 or newer; create a virtual environment"),
+    (NO_TORCH, "the build does not find torch: `pip install 'torch>=2.10' "),
+    (OLD_TORCH, "torch is 2.9.1+cpu: expected 2.10 or newer; `pip install -U torch`"),
+    ("os.environ |= {'PATH': '/none', 'CXX': ''}", "no C++ compiler (g++ or clang++ is not on"),
+    ("os.environ['KVCACHE_CUDA'] = 'yes'", "KVCACHE_CUDA is 'yes': expected 0 or 1"),
+    (NO_LIBRARIES, "KVCACHE_PREBUILT is 'x': expected a folder with"),
+], ids=["Python", "no torch", "torch", "compiler", "KVCACHE_CUDA", "KVCACHE_PREBUILT"])  # fmt: skip
 def test_missing_requirement_is_reported_in_one_line(without, says):
     done = setup(without, "dist_info", "--help")
     assert done.returncode == 1

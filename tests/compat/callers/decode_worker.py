@@ -3,7 +3,6 @@
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import (
-    KVOutputAggregator,
     TpKVTopology,
     copy_kv_blocks,
     kv_postprocess_blksize_and_layout_on_receive,
@@ -11,22 +10,6 @@ from vllm.distributed.kv_transfer.kv_connector.utils import (
     kv_postprocess_layout_on_receive,
     yield_req_data,
 )
-
-
-class Report:
-    """What a worker says after a step."""
-
-    def __init__(self, finished_recving=None, invalid_block_ids=()):
-        self.finished_sending = None
-        self.finished_recving = finished_recving
-        self.invalid_block_ids = set(invalid_block_ids)
-        self.kv_connector_stats = self.kv_connector_worker_meta = self.kv_cache_events = None
-        self.expected_finished_count = 0
-
-
-class Output:
-    def __init__(self, report):
-        self.kv_connector_output = report
 
 
 class DecodeWorker:
@@ -85,17 +68,3 @@ class DecodeWorker:
 
     def from_host(self, host_blocks, blocks):
         copy_kv_blocks(self.host, self.caches, host_blocks, blocks, "h2d")
-
-
-class Engine:
-    """Merges the reports of workers, as an executor does."""
-
-    def __init__(self, connector, num_workers):
-        self.aggregator = KVOutputAggregator.from_connector(connector, num_workers)
-        self.finished = []
-
-    def step(self, reports, output_rank=0):
-        output = self.aggregator.aggregate([Output(each) for each in reports], output_rank)
-        merged = output.kv_connector_output
-        self.finished += sorted(merged.finished_recving or ())
-        return merged.invalid_block_ids
