@@ -558,7 +558,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         PY_WORKER + "worker.py",
-        "worker worker_order swap",
+        "worker worker_order swap order_of_calls",
         [
             ("if plan.step_id <= last:", "if plan.step_id < last:"),
             ("if previous > last:", "if False:"),

@@ -6,8 +6,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.machinery.backends import each_backend, each_device_backend, each_real_backend
-from tests.machinery.emulation import ASAN
+from tests.machinery.backends import each_backend, each_device_backend
 
 INT32 = torch.int32
 OUTPUTS = (
@@ -261,18 +260,6 @@ def assert_untouched(call):
             assert bool((call[name] == UNTOUCHED).all()), name
 
 
-@each_backend
-def test_decode_and_prefill_are_padded_to_three_requests(backend):
-    call = arguments(backend)
-    backend.ops.attention_metadata(**call)
-    assert call["query_start_loc"].tolist() == [0, 1, 3, 3]
-    assert call["seqused_k"].tolist() == [[5, 2, 0]]
-    assert call["block_tables"].tolist() == [5, 6, 3, 4, 0, 0]
-    assert call["paged_kv_indptr"].tolist() == [[0, 2, 3, 3]]
-    assert call["paged_kv_indices"].tolist() == [5, 6, 3, 0, 0, 0]
-    assert call["paged_kv_last_page_len"].tolist() == [[1, 2, 0]]
-
-
 def ints(b, *values):
     return b.tensor(values, dtype=INT32)
 
@@ -437,22 +424,6 @@ def test_largest_positions_do_not_overflow(backend, length, window):
     assert call["block_tables"].tolist()[:2] == [0 if hidden else 5, 6]
     pages = -(-length // 2**30) - hidden
     assert call["paged_kv_indptr"].tolist() == [[0, pages, pages, pages]]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
-@each_real_backend
-@pytest.mark.parametrize("left_out", [(), OUTPUTS[2:3], OUTPUTS[3:], OUTPUTS[2:]])
-def test_opcheck(backend, left_out):
-    call = arguments(backend, **dict.fromkeys(left_out))
-    torch.library.opcheck(torch.ops.kvcache.attention_metadata.default, (), call)
-
-
-@each_real_backend
-def test_tensors_on_two_devices_are_rejected(backend):
-    call = arguments(backend, seq_lens=torch.zeros(2, dtype=INT32, device="meta"))
-    with pytest.raises(RuntimeError, match=r"is on \S+, .+ on meta: expected one device"):
-        torch.ops.kvcache.attention_metadata(**call)
 
 
 @pytest.mark.gpu

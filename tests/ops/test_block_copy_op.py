@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.machinery.backends import each_backend, each_device_backend, each_real_backend
-from tests.machinery.emulation import ASAN
+from tests.machinery.backends import each_backend, each_device_backend
 from tests.machinery.switches import ids_from, parameters
 
 
@@ -109,25 +108,6 @@ def test_only_destination_pages_change(backend, case):
     assert torch.equal(source, case[1].memory)
 
 
-@each_backend
-@pytest.mark.parametrize("gap", [0, 3])
-@pytest.mark.parametrize("pairs", [
-    [(0, 2), (1, 3), (2, 4)],
-    [(2, 4), (1, 3), (0, 2)],
-    [(-1, 4), (-1, 3), (5, 2), (4, 1)],
-    [(1, 2), (2, 3), (0, 1), (5, 6)],
-    [(2, 3), (1, 2), (3, 4), (0, 0)],
-], ids=["up", "down", "down behind cleared ones", "up, then down", "down, then up"])  # fmt: skip
-def test_consecutive_pages_are_copied(backend, pairs, gap):
-    """Consecutive pages are copied as one run, in ascending or descending order."""
-    sides = [
-        Side(torch.randint(1, 256, (7 * (5 + gap),)).to(torch.uint8), [0], [5 + gap], 7)
-        for _ in range(2)
-    ]
-    case = [5], *sides, False, torch.tensor(pairs, dtype=torch.int32)
-    assert torch.equal(run(backend, case)[0], reference(*case))
-
-
 @each_device_backend
 @given(
     case=cases(),
@@ -154,7 +134,10 @@ MIXED = {
 }
 
 
-def check_mixed(backend, name, where):
+@each_backend
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("name", MIXED)
+def test_each_region_moves_at_its_own_width(backend, name, where):
     sizes, num_blocks = MIXED[name], 5
     generator = torch.Generator().manual_seed(2)
     offsets, end = [], 0
@@ -165,20 +148,7 @@ def check_mixed(backend, name, where):
     src = Side(memory, offsets, sizes, num_blocks)
     dst = Side(memory.flip(0), offsets, sizes, num_blocks)
     case = (sizes, src, dst, False, ids([4, 0], [-1, 2], [1, 4], [0, 1]))
-    found, _ = run(backend, case, where)
-    assert torch.equal(found, reference(*case))
-
-
-@each_backend
-@pytest.mark.parametrize("name", MIXED)
-def test_each_region_moves_at_its_own_width(backend, name):
-    check_mixed(backend, name, "host")
-
-
-@each_device_backend
-@pytest.mark.parametrize("name", MIXED)
-def test_each_region_moves_at_its_own_width_with_device_ids(backend, name):
-    check_mixed(backend, name, "device")
+    assert torch.equal(run(backend, case, where)[0], reference(*case))
 
 
 @each_device_backend
@@ -201,7 +171,11 @@ MANY = {
 }
 
 
-def check_many(backend, name, where="host", small_parameters=False):
+@each_backend
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("small_parameters", [False, True])
+@pytest.mark.parametrize("name", MANY)
+def test_copies_exceeding_one_launch_are_split(backend, name, where, small_parameters):
     num_blocks, num_pairs, num_regions = MANY[name]
     generator = torch.Generator().manual_seed(0)
     sizes = [16] * num_regions
@@ -221,25 +195,6 @@ def check_many(backend, name, where="host", small_parameters=False):
     expected = torch.zeros(num_blocks, num_regions, 16, dtype=torch.uint8)
     expected[pairs[:, 1].long()] = of_pages[pairs[:, 0].long()]
     assert torch.equal(found, expected.flatten())
-
-
-@each_backend
-@pytest.mark.parametrize("name", MANY)
-def test_copies_exceeding_one_launch_are_split(backend, name):
-    check_many(backend, name)
-
-
-@each_device_backend
-@pytest.mark.parametrize("small_parameters", [False, True])
-@pytest.mark.parametrize("name", MANY)
-def test_device_ids_of_many_pages_and_regions_are_copied(backend, name, small_parameters):
-    check_many(backend, name, "device", small_parameters)
-
-
-@each_device_backend
-@pytest.mark.parametrize("name", MANY)
-def test_copies_exceeding_the_small_parameters_are_split(backend, name):
-    check_many(backend, name, small_parameters=True)
 
 
 @each_backend
@@ -420,44 +375,6 @@ def test_captured_copy_reads_its_ids_at_each_replay():
     graph.replay()
     torch.cuda.synchronize()
     assert call["dst"][80:96].tolist() == list(range(48, 64))
-
-
-@each_backend
-def test_empty_copies_do_nothing(backend):
-    for changes in (
-        {"pairs": ids([1, 2])[:0]},
-        {"regions": torch.zeros(0, 5).long()},
-        {"regions": torch.zeros(2, 5).long()},
-    ):
-        call = arguments(backend, **changes)
-        backend.ops.copy_blocks(**call)
-        assert (call["dst"] == 200).all()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
-@each_real_backend
-@pytest.mark.parametrize("within", [False, True])
-def test_opcheck(backend, within):
-    call = arguments(backend)
-    if within:
-        call |= {"src": None, "num_src_blocks": 6}
-    torch.library.opcheck(torch.ops.kvcache.copy_blocks.default, (), call)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(ASAN, reason="this tests the op, not the kernel")
-@each_real_backend
-def test_compiled_function_copies_pages(backend):
-    call = arguments(backend)
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def step(src, dst):
-        torch.ops.kvcache.copy_blocks(src, dst, call["regions"], call["pairs"], 4, 6)
-        return dst + 1
-
-    after = step(call["src"], call["dst"])
-    assert call["dst"][32:48].tolist() == list(range(16, 32)) and int(after[32]) == 17
 
 
 @each_backend

@@ -3,11 +3,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.machinery.backends import each_backend, each_device_backend, each_real_backend
-from tests.machinery.emulation import ASAN
+from tests.machinery.backends import each_backend, each_device_backend
 from tests.machinery.shared import sampled
 from tests.machinery.switches import ids_from
 
@@ -132,19 +131,10 @@ def cases(draw):
 
 @each_backend
 @given(case=cases(), where=st.sampled_from(["host", "device"]))
+@example(Case(torch.bfloat16, "NHD", "half of each row", 2, 7, 4, 3, 8, 8, "HND"), "host")
+@example(Case(torch.bfloat16, "HND", "some heads", 2, 7, 4, 3, 8, 2, "NHD"), "host")
 def test_listed_blocks_match_reference_and_others_are_unchanged(backend, case, where):
     check(backend, case, where)
-
-
-@each_backend
-@pytest.mark.parametrize("remote_block_size", [2, 4, 8])
-@pytest.mark.parametrize("remote", ["NHD", "HND"])
-@pytest.mark.parametrize("local", ["NHD", "HND"])
-@pytest.mark.parametrize("view", VIEWS)
-def test_every_pair_of_layouts_in_every_view(backend, view, local, remote, remote_block_size):
-    check(
-        backend, Case(torch.bfloat16, local, view, 2, 7, 4, 3, 8, remote_block_size, remote), "host"
-    )
 
 
 # Each case has (block size, heads, head size, remote block size), the local layout and the remote
@@ -212,38 +202,6 @@ def check_shape(backend, name, where):
 def test_permutations_exceeding_one_launch_are_split(backend, remote_block_size, num_blocks):
     case = Case(torch.int8, "NHD", "plain", 66, num_blocks, 2, 2, 1, remote_block_size, "HND")
     check(backend, case, "host")
-
-
-@each_backend
-@pytest.mark.parametrize("local", ["NHD", "HND"])
-def test_round_trip_changes_nothing(backend, local):
-    # The layouts of the two sides are swapped on the way back, so the original bytes must be
-    # restored.
-    remote = {"NHD": "HND", "HND": "NHD"}[local]
-    there = Case(torch.bfloat16, local, "plain", 2, 9, 8, 3, 20, 4, remote)
-    raw, shape = there.memory()
-    got = raw.clone().to(backend.device)
-    permute(backend, there.layers(got, shape), there.indices(), there)
-    assert not torch.equal(got.cpu(), raw)
-    # On the way back, the remote blocks have 8 tokens, and each fills two local blocks.
-    back = Case(torch.bfloat16, remote, "plain", 2, 18, 4, 3, 20, 8, local)
-    first = there.indices() * 2
-    ids = torch.cat([first, first + 1], 1)
-    permute(backend, back.layers(got, back.memory()[1]), ids, back)
-    assert torch.equal(got.cpu(), raw)
-
-
-@each_backend
-def test_layers_may_be_separate_tensors(backend):
-    case = Case(torch.float32, "HND", "plain", 1, 5, 4, 2, 3, 2, "HND")
-    raw, shape = case.memory()
-    layers = [case.layers((raw + i).to(backend.device), shape)[0] for i in range(4)]
-    want = [layer.cpu().clone() for layer in layers]
-    for layer in want:
-        reference(case, layer, case.indices())
-    permute(backend, layers[::-1], case.indices(), case)
-    for layer, expected in zip(layers, want, strict=True):
-        assert torch.equal(layer.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 @each_backend
@@ -329,13 +287,6 @@ def test_layer_outside_its_owner_is_rejected(backend):
     refused(backend, call, "offsets has -?[0-9]+: expected a layer in the memory of cache")
 
 
-@each_backend
-def test_indices_inside_the_cache_are_rejected(backend):
-    cache = torch.zeros(3, 4, 2, 8, dtype=INT32, device=backend.device)
-    call = arguments(backend, cache=lambda t: cache, indices=lambda t: cache[0, 0, 0, :2, None])
-    refused(backend, call, "cache shares memory with indices")
-
-
 @each_device_backend
 @pytest.mark.parametrize(("ids", "message"), [
     ([0, 3], "indices, entry 1, is 3: expected 0 to 2"),
@@ -376,16 +327,6 @@ def test_too_many_host_ids_per_group_are_rejected(backend):
         backend.ops.permute_blocks_(cache, torch.tensor([0]), ids, 1000, True)
 
 
-@each_real_backend
-@pytest.mark.parametrize("name", ["indices", "offsets"])
-def test_mixed_meta_tensor_is_rejected(backend, name):
-    call = arguments(backend)
-    call[name] = call[name].to("meta")
-    real = torch.device(backend.device, 0 if backend.device == "cuda" else None)
-    with pytest.raises(RuntimeError, match=rf"cache is on {real}, {name} on meta: expected"):
-        torch.ops.kvcache.permute_blocks_(**call)
-
-
 @pytest.mark.gpu
 def test_device_indices_for_cpu_cache_are_rejected():
     from tests.machinery.backends import Backend
@@ -412,13 +353,3 @@ def test_captured_graph_keeps_its_host_ids():
     indices.zero_()
     graph.replay()
     assert torch.equal(got.cpu(), want)
-
-
-@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
-@each_real_backend
-@pytest.mark.parametrize("where", ["host", "device"])
-def test_opcheck(backend, where):
-    call = arguments(backend)
-    if where == "device":
-        call["indices"] = call["indices"].to(backend.device)
-    torch.library.opcheck(torch.ops.kvcache.permute_blocks_.default, (), call)

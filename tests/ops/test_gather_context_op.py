@@ -11,7 +11,6 @@ from tests.machinery.backends import (
     Backend,
     each_backend,
     each_device_backend,
-    each_real_backend,
 )
 from tests.machinery.emulation import emulated_ops
 from tests.ops.test_token_io_op import bits, make_cache, to_device
@@ -192,18 +191,6 @@ def test_unchecked_positions_outside_the_tables_are_skipped(backend, monkeypatch
     assert kept == [True, True, False, False, True, True] and (call["key"][2] == 0).all()
 
 
-@each_backend
-def test_top_k_of_each_query(backend):
-    """DeepSeek's sparse attention: indices [num_queries, k] of two requests with 1 and 2 queries."""
-    call = arguments(backend) | {"seq_starts": None}
-    indices = int32([[5, 0], [3, 1], [1, -1]]).to(backend.device)
-    call["cu_seq_lens"] = int32([0, 1, 3]).to(backend.device) * 2
-    call["positions"] = indices.view(-1)
-    call["block_tables"] = int32([[3, 1], [2, 1]]).to(backend.device)
-    backend.ops.gather_context(**call)
-    assert call["key"][:, 0, 0].tolist() == [10, 18, 6, 14, 14, 0]
-
-
 @pytest.fixture
 def emulated():
     found = emulated_ops()
@@ -267,10 +254,3 @@ def test_pages_in_pinned_host_memory(op):
     for name in IN_PAGES:
         with pytest.raises(RuntimeError, match=f"^{name} is "):
             getattr(torch.ops.kvcache, op)(**{**there, name: there[name].clone()})
-
-
-@each_real_backend
-def test_opcheck(backend):
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    call = arguments(backend)
-    torch.library.opcheck(torch.ops.kvcache.gather_context.default, (), call, test_utils=checks)

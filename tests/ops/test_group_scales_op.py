@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token I/O with scales in the cache, compared with PyTorch's conversions on the CPU."""
+"""Token I/O with scales in the cache, compared with PyTorch's conversions on the CPU, and for nvfp4
+with a table of the 16 values of e2m1.
+"""
 
 import pytest
 import torch
@@ -18,9 +20,14 @@ from tests.ops.test_token_io_op import (
 )
 
 RULES = [ops.TOKEN_HEAD, ops.TILE, ops.INDEXER, ops.INDEXER_POWER_OF_TWO]
-FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8]
+E4M3 = torch.float8_e4m3fn
+# (dtype of the cache, dtype of its scales): the last one is nvfp4.
+FORMATS = [(each, torch.float32) for each in (E4M3, torch.float8_e5m2, torch.int8, torch.uint8)]
+FORMATS += [(torch.uint8, E4M3)]
+MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+VALUES = torch.cat([MAGNITUDES, -MAGNITUDES])  # of the codes 0 to 15 of e2m1
 MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
-each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
+each_format = pytest.mark.parametrize(("format", "of_scales"), FORMATS)
 
 
 # A reference -----------------------------------------------------------------------------------------
@@ -37,8 +44,27 @@ def power_of_two_from(scale):
     return torch.where(scale.isfinite(), power, scale)
 
 
-def encode(groups, format, rule):
+def e2m1(x):
+    """Return the codes of the nearest values. Ties go to the even code, and NaN to 7."""
+    distances = (x.double().abs().clamp(max=6)[..., None] - MAGNITUDES.double()).abs()
+    is_nearest = distances == distances.amin(-1, keepdim=True)
+    code = (is_nearest * torch.tensor([2, 1] * 4)).argmax(-1) + 8 * x.signbit()
+    return torch.where(x.isnan(), 7, code).byte()
+
+
+def encode_nvfp4(groups):
+    """Return (codes, scales) of float32[..., group size]."""
+    largest = torch.where(groups.isnan(), 0.0, groups.abs()).amax(-1)
+    scales = (largest * torch.tensor(1 / 6, dtype=torch.float32)).clamp(max=448)
+    scales = torch.where(groups.isfinite().all(-1), scales, torch.nan).to(E4M3)
+    factors = torch.where(scales.float() == 0, 0.0, 1 / scales.float())
+    return e2m1(groups * factors[..., None]), scales
+
+
+def encode(groups, format, of_scales, rule):
     """Return (codes, scales) of float32[..., group size]. Codes of int4 are not packed."""
+    if of_scales == E4M3:
+        return encode_nvfp4(groups)
     if format == torch.uint8:
         numbers = groups.nan_to_num(0.0, torch.inf, -torch.inf)
         least, most = numbers.amin(-1).clamp(max=0), numbers.amax(-1).clamp(min=0)
@@ -68,6 +94,8 @@ def encode(groups, format, rule):
 
 
 def decode(codes, scales, format, dtype):
+    if scales.dtype == E4M3:
+        return (VALUES[codes.long()] * scales.float()[..., None]).to(dtype)
     if format == torch.uint8:
         bits = scales.view(torch.int32)
         numbers = codes.float() - (bits & 15)[..., None]
@@ -90,9 +118,8 @@ def packed(codes, format):
 
 @st.composite
 def cases(draw):
-    format, dtype, rule = (
-        draw(st.sampled_from(FORMATS)),
-        *(draw(st.sampled_from(each)) for each in (WIDE, RULES)),
+    (format, of_scales), dtype, rule = (
+        draw(st.sampled_from(each)) for each in ([*FORMATS, FORMATS[-1]], WIDE, RULES)
     )
     num_blocks, block_size, heads = (draw(st.integers(*each)) for each in ((1, 4), (1, 9), (1, 3)))
     layers = draw(st.sampled_from([(), (), (2,)]))
@@ -102,8 +129,8 @@ def cases(draw):
     tokens, caches, scales = [], [], []
     for _ in "kv":
         groups, size = (
-            draw(st.sampled_from([1, 1, 2, 5])),
-            draw(st.sampled_from([2, 6, 8, 68, 132])),
+            draw(st.sampled_from([1, 1, 2, 5, 33])),
+            draw(st.sampled_from([2, 6, 8, 16, 68, 132])),
         )
         head_size = groups * (size if format == torch.uint8 else size - draw(st.integers(0, 1)))
         shape = (*layers, len(slots), heads, head_size)
@@ -115,14 +142,15 @@ def cases(draw):
         of_cache, layout = (*layers, num_blocks, block_size, heads), draw(st.sampled_from(LAYOUTS))
         num_bytes = head_size // (2 if format == torch.uint8 else 1)
         caches.append(make_cache((*of_cache, num_bytes), format, layout, generator))
-        scales.append(make_cache((*of_cache, groups), torch.float32, layout, generator))
+        scales.append(make_cache((*of_cache, groups), of_scales, layout, generator))
     return tokens, caches, slots, scales, rule
 
 
 def expected_after_write(tokens, cache, slots, scales, rule):
     """Return the contents of a cache and of its scales after a write."""
     block_size, first = cache.shape[-3], cache.ndim - 4
-    codes, numbers = encode(grouped(tokens, scales.shape[-1]), cache.dtype, rule)
+    groups = grouped(tokens, scales.shape[-1])
+    codes, numbers = encode(groups, cache.dtype, scales.dtype, rule)
     cache, scales = cache.clone(), scales.clone()
     flat = cache.flatten(first, first + 1), scales.flatten(first, first + 1)
     for i, slot in enumerate(slots.tolist()):
@@ -163,26 +191,54 @@ def test_gathered_elements_are_those_of_the_reference(backend, case):
         assert same(got, want)
 
 
+def one_side(backend, key, format, of_scales, num_groups=1):
+    """Return the arguments of `write_kv` for a key without value, which fills block 1."""
+    n, heads, head_size = key.shape
+    cache = torch.zeros(2, n, heads, head_size // (2 if format == torch.uint8 else 1)).to(format)
+    scale = torch.zeros(2, n, heads, num_groups).to(of_scales)
+    nothing = torch.empty(n, heads, 0), torch.empty(2, n, heads, 0)
+    slots = torch.arange(n, 2 * n)
+    given = key, nothing[0].to(key.dtype), cache, nothing[1].to(key.dtype), slots, scale
+    return [each.to(backend.device) for each in given]
+
+
+def read_back(backend, given):
+    found = torch.zeros_like(given[0])
+    backend.ops.gather_kv(given[2], given[3], given[4], found, given[1], given[5])
+    return found.cpu()
+
+
 @each_backend
 @each_format
 @each_wide_dtype
-def test_error_is_at_most_half_a_step(backend, format, dtype):
-    generator = torch.Generator().manual_seed(0)
-    key = torch.randn(40, 3, 64, generator=generator).to(dtype).to(backend.device)
-    half = 32 if format == torch.uint8 else 64
-    cache = torch.zeros(4, 16, 3, half, device=backend.device).to(format)
-    scale = torch.zeros(4, 16, 3, 1, device=backend.device)
-    slots = torch.arange(16, 56, device=backend.device)
-    empty = [
-        torch.empty(each, dtype=dtype, device=backend.device)
-        for each in ((40, 3, 0), (4, 16, 3, 0))
-    ]
-    backend.ops.write_kv(key, empty[0], cache, empty[1], slots, scale)
-    out = torch.empty_like(key)
-    backend.ops.gather_kv(cache, empty[1], slots, out, empty[0], scale)
-    step = {torch.int8: 1 / 127, torch.uint8: 2 / 15, torch.float8_e4m3fn: 1 / 8}.get(format, 1 / 4)
-    largest = key.float().abs().amax(-1, keepdim=True)
-    assert ((out.float() - key.float()).abs() <= largest * (step / 2 + 2**-7)).all()
+def test_error_is_at_most_half_a_step(backend, format, of_scales, dtype):
+    key = torch.randn(40, 3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    given = one_side(backend, key, format, of_scales)
+    backend.ops.write_kv(*given)
+    error = (read_back(backend, given).float() - key.float()).abs()
+    if of_scales == E4M3:
+        # An element is at most 6.5 scales, because scales are rounded. A step is at most 2 scales.
+        assert (error <= given[5][1].cpu().float() * (1 + 2**-7)).all()
+        return
+    step = {torch.int8: 1 / 127, torch.uint8: 2 / 15, E4M3: 1 / 8}.get(format, 1 / 4)
+    assert (error <= key.float().abs().amax(-1, keepdim=True) * (step / 2 + 2**-7)).all()
+
+
+@each_backend
+def test_every_value_and_every_tie_of_e2m1(backend):
+    """The 6 in each group makes the scale 1, so that elements are rounded as they are."""
+    inner = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
+    near = torch.cat([MAGNITUDES, inner, torch.tensor([2.0**-149, 2.0**-126, 1e-20])])
+    near = torch.cat([near, *(near.nextafter(torch.tensor(x)) for x in (0.0, 6.0))])
+    numbers = torch.cat([near, -near, torch.tensor([0.0, -0.0])])
+    numbers = torch.cat([numbers, torch.zeros(-len(numbers) % 15)]).view(-1, 15)
+    key = torch.cat([numbers, torch.full((len(numbers), 1), 6.0)], 1)[:, None]
+    given = one_side(backend, key, torch.uint8, E4M3)
+    backend.ops.write_kv(*given)
+    assert torch.equal(given[2][1].cpu(), packed(e2m1(key)[..., None, :], torch.uint8))
+    assert (given[5][1].float() == 1).all()
+    ties = e2m1(torch.cat([inner, -inner]))
+    assert ties.tolist() == [0, 2, 2, 4, 4, 6, 6, 8, 10, 10, 12, 12, 14, 14]
 
 
 @each_backend
@@ -196,7 +252,7 @@ def test_ds_mla_rows_are_one_write(backend, dtype):
     rope = rows[..., 528:].view(dtype).unsqueeze(2)
     tokens = [torch.randn(6, 1, n, generator=generator).to(dtype) for n in (512, 64)]
     slots = torch.tensor([9, 8, -1, 23, 3, 15])
-    codes, numbers = encode(grouped(tokens[0], 4), torch.float8_e4m3fn, ops.TILE)
+    codes, numbers = encode(grouped(tokens[0], 4), E4M3, None, ops.TILE)
     want = torch.zeros_like(rows, device="cpu")
     for i in (0, 1, 3, 5):
         parts = codes[i].flatten(), numbers[i].flatten(), tokens[1][i].flatten()
@@ -210,26 +266,19 @@ def test_ds_mla_rows_are_one_write(backend, dtype):
 @each_backend
 @each_format
 @each_wide_dtype
-def test_tokens_may_begin_at_any_element(backend, format, dtype):
+def test_tokens_may_begin_at_any_element(backend, format, of_scales, dtype):
     """Narrow vectors must not be wider than the alignment of the tokens."""
-    generator, codes = torch.Generator().manual_seed(3), 2 if format == torch.uint8 else 1
-    memory = torch.randn(1 + 6 * 3 * 10, generator=generator).to(dtype).to(backend.device)
-    shape, of_cache = (6, 3, 10), (2, 8, 3)
-    cache = torch.zeros(*of_cache, 10 // codes, device=backend.device).to(format)
-    scales = torch.zeros(*of_cache, 1, device=backend.device)
-    nothing = [
-        memory[:0].view(6, 3, 0),
-        torch.empty(*of_cache, 0, dtype=dtype, device=backend.device),
-    ]
-    slots = torch.arange(8, 14, device=backend.device)
+    memory = torch.randn(1 + 6 * 3 * 32, generator=torch.Generator().manual_seed(3)).to(dtype)
     found = []
-    for key in (memory[1:].view(shape), memory[1:].clone().view(shape)):
-        backend.ops.write_kv(key, nothing[0], cache, nothing[1], slots, scales)
-        found.append(cache.clone())
-        out = torch.zeros_like(memory)[1:].view(shape)
-        backend.ops.gather_kv(cache, nothing[1], slots, out, nothing[0], scales)
-        found.append(out)
-    assert same(found[0].cpu(), found[2].cpu()) and same(found[1].cpu(), found[3].cpu())
+    for is_aligned in (False, True):
+        given = one_side(backend, memory[1:].view(6, 3, 32), format, of_scales, num_groups=2)
+        if not is_aligned:
+            given[0] = memory.to(backend.device)[1:].view(6, 3, 32)
+        backend.ops.write_kv(*given)
+        out = torch.zeros_like(memory, device=backend.device)[1:].view(6, 3, 32)
+        backend.ops.gather_kv(given[2], given[3], given[4], out, given[1], given[5])
+        found.append((given[2].cpu(), out.cpu()))
+    assert same(found[0][0], found[1][0]) and same(found[0][1], found[1][1])
 
 
 @each_backend
@@ -243,7 +292,7 @@ def test_keys_of_an_indexer_have_their_scales_at_the_end_of_the_block(backend):
     for rule in (ops.INDEXER, ops.INDEXER_POWER_OF_TWO):
         to = [each.to(backend.device) for each in (key, nothing[0], nothing[1], slots)]
         backend.ops.write_kv(to[0], to[1], keys, to[2], to[3], scales, None, rule)
-        codes, numbers = encode(grouped(key, 1), torch.float8_e4m3fn, rule)
+        codes, numbers = encode(grouped(key, 1), E4M3, None, rule)
         for i, slot in enumerate(slots.tolist()):
             block, at = divmod(slot, 16)
             row = blocks[block].cpu()
@@ -295,7 +344,17 @@ def test_invalid_scales_write_nothing(backend, op, message):
 
 
 @each_backend
-@pytest.mark.parametrize("rule", [-1, 4])
-def test_unknown_rule_is_rejected(backend, rule):
-    with pytest.raises(RuntimeError, match=f"scale_rule is {rule}: expected 0 to 3"):
-        backend.ops.write_kv(**group_arguments(backend), scale_rule=rule)
+@pytest.mark.parametrize(
+    ("cache", "scale", "message"),
+    [
+        (torch.uint8, torch.float16, "k_scale has dtype Half: expected Float or Float8_e4m3fn"),
+        (torch.uint8, torch.float8_e5m2, "k_scale has dtype Float8_e5m2: expected Float or"),
+        (torch.int8, E4M3, "k_scale has dtype Float8_e4m3fn: expected Float"),
+    ],
+)
+def test_scales_of_another_dtype_write_nothing(backend, cache, scale, message):
+    given = one_side(backend, torch.randn(3, 2, 32), cache, torch.float32, num_groups=2)
+    given[5] = given[5].to(scale)
+    with pytest.raises(RuntimeError, match=message):
+        backend.ops.write_kv(*given)
+    assert not given[2].any()

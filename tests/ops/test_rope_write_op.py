@@ -227,28 +227,6 @@ FORMS += [(each, None) for each in (*FP8, torch.int8)]  # given scales
 
 
 @each_backend
-@pytest.mark.parametrize(("page", "in_page"), FORMS)
-def test_each_head_has_its_own_scales(backend, page, in_page):
-    """`in_page`: the dtype of scales in the page."""
-    generator = torch.Generator().manual_seed(3)
-    query, key, value = torch.randn(3, 6, 3, 8, generator=generator).half()
-    caches = [
-        make_cache((4, 5, 3, 4 if page == torch.uint8 else 8), page, "HND", generator) for _ in "kv"
-    ]
-    scales = [torch.tensor([0.5, 1.1, 3.0])] * 2
-    if in_page:
-        scales = [make_cache((4, 5, 3, 2), in_page, "HND", generator) for _ in "kv"]
-    cos_sin = torch.randn(6, 8, generator=generator)
-    slots = torch.tensor([5, 19, 10, 4, -1, 14])
-    call = [torch.arange(6), query, key, value, cos_sin, *caches, slots, *scales]
-    there = [to_device(each, backend.device) for each in call]
-    wanted, _, _ = reference(*call)
-    backend.ops.rope_write_kv(*there)
-    call[1] = wanted
-    assert all(same(got, right.contiguous()) for got, right in zip(there, call))
-
-
-@each_backend
 def test_ds_mla_rows_are_one_call(backend):
     """A latent is normed and quantized, and the rotary parts of key and query are rotated."""
     generator = torch.Generator().manual_seed(1)
@@ -425,15 +403,6 @@ def test_unchecked_tokens_with_invalid_values_are_skipped(backend, monkeypatch):
     for name in ("key_cache", "value_cache"):
         is_written = call[name].flatten(0, 1).any(2).any(1)
         assert is_written.nonzero().flatten().tolist() == [9]
-
-
-@each_real_backend
-def test_opcheck(backend):
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    call = arguments(backend)
-    mla = call | {"rotates_value": True, "cos_sin_cache": call["cos_sin_cache"][:, :6]}
-    for each in (call, mla | {"value_out": torch.zeros_like(call["value"])}):
-        torch.library.opcheck(torch.ops.kvcache.rope_write_kv.default, (), each, test_utils=checks)
 
 
 @each_real_backend

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.machinery.backends import each_backend, each_device_backend, each_real_backend
-from tests.machinery.emulation import ASAN
+from tests.machinery.backends import each_backend, each_device_backend
 
 INT32 = torch.int32
 FIELDS = ("offset", "columns", "block_size", "world", "rank", "interleave", "window", "counts_row")
@@ -264,23 +263,6 @@ def test_unchecked_values_out_of_range_get_no_slot(backend, monkeypatch):
         call["rows"] = backend.tensor([5, 2**31 - 1, -7], dtype=INT32)
         backend.ops.slot_mapping(**call)
         assert call["out"].tolist() == [[-1, -1, -1, -1]]
-
-
-@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
-@each_real_backend
-@pytest.mark.parametrize("start", [None, START])
-def test_opcheck(backend, start):
-    start = None if start is None else backend.tensor(start, dtype=INT32)
-    call = arguments(backend, query_start_loc=start)
-    torch.library.opcheck(torch.ops.kvcache.slot_mapping.default, (), call)
-
-
-@each_real_backend
-def test_tensors_on_two_devices_are_rejected(backend):
-    call = arguments(backend)
-    call["positions"] = call["positions"].to("meta")
-    with pytest.raises(RuntimeError, match=r"is on \S+, .+ on meta: expected one device"):
-        torch.ops.kvcache.slot_mapping(**call)
 
 
 @each_backend

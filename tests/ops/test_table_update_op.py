@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.machinery.backends import each_backend, each_device_backend, each_real_backend
-from tests.machinery.emulation import ASAN
+from tests.machinery.backends import each_backend, each_device_backend
 
 INT32 = torch.int32
 
@@ -212,15 +211,6 @@ def test_unchecked_index_out_of_range_gives_a_null_row(backend, monkeypatch):
     call = gather_arguments(backend, idx_mapping=backend.tensor([2**31 - 1, -9], dtype=INT32))
     backend.ops.gather_block_tables(**call)
     assert call["out"].tolist() == [0] * 4
-
-
-@pytest.mark.skipif(ASAN, reason="opcheck tests the op, not the kernel")
-@each_real_backend
-def test_opcheck(backend):
-    call = gather_arguments(backend)
-    torch.library.opcheck(torch.ops.kvcache.gather_block_tables.default, (), call)
-    update = backend.tensor([1, 0, 1, 4, 9], dtype=INT32)
-    torch.library.opcheck(torch.ops.kvcache.update_block_tables.default, (call["tables"], update))
 
 
 @each_backend

@@ -29,6 +29,8 @@ from kvcache_exchange.transport.factory import make_transport
 from tests.machinery.shared import sampled, seed_of_test
 
 HEADS, LAYERS, SIZE, SPARE = 4, 2, 8, 3
+FORMS = [{"backend": name} for name in ("FLASH_ATTN", "FLASHINFER", "FLASH_ATTN_DIFFKV")]
+FORMS += [{"backend": name, "cross_layers": True} for name in ("BLOCK_MAJOR", "TRITON_ATTN")]
 EMPTY = -1.0
 
 
@@ -49,10 +51,11 @@ class Engine:
             cache.block_size,
             num_kv_heads=len(self.heads),
             head_size=SIZE,
+            v_head_size=cache.v_head_size,
             num_layers=LAYERS,
             dtype=torch.float32,
             layout=cache.layout,
-            backend=rng.choice(["FLASH_ATTN", "FLASHINFER"]),
+            **rng.choice(FORMS),
         )
         self.cache = replace(cache, memory_order=self.storage.memory_order)
         ids = list(range(1, pages + SPARE))
@@ -83,10 +86,10 @@ class Engine:
         return None if page == 0 else (int(page), mine % self.cache.block_size)
 
     def value(self, token, layer, kv):
-        """Return the values of a token's K or V as [heads, SIZE]."""
+        """Return the values of a token's K or V as [heads, head size]."""
         head = torch.tensor(list(self.heads))[:, None]
         name = ((token * LAYERS + layer) * 2 + kv) * HEADS + head
-        return (name * SIZE + torch.arange(SIZE)).float()
+        return (name * SIZE + torch.arange(self.cache.v_head_size if kv else SIZE)).float()
 
     def addresses(self):
         return region_addresses(self.cache, self.storage.pages, self.rank)
@@ -119,12 +122,15 @@ class Engine:
 
 
 def drawn(rng):
+    v_head_size = rng.choice([SIZE, SIZE // 2])
+
     def side(name):
         return CacheDescription(
             engine_id=name,
             num_layers=LAYERS,
             total_num_kv_heads=HEADS,
             head_size=SIZE,
+            v_head_size=v_head_size,
             dtype="float32",
             block_size=rng.choice([4, 8, 16, 6]),
             tp_size=rng.choice([1, 2, 4]),
@@ -211,57 +217,6 @@ def cells(ids, block_size):
     return torch.tensor(ids)[token // block_size], token % block_size
 
 
-def lhbnc(num_layers, num_blocks, block_size):
-    """Return an engine's tensors [heads, blocks, tokens, K and V], and views of their K and V."""
-    tensors = [
-        torch.full((HEADS, num_blocks, block_size, 2 * SIZE), EMPTY) for _ in range(num_layers)
-    ]
-    halves = [[each[..., :SIZE], each[..., SIZE:]] for each in tensors]
-    return tensors, [[half.permute(1, 2, 0, 3) for half in pair] for pair in halves]
-
-
-@pytest.mark.parametrize("is_local", [True, False])
-@pytest.mark.parametrize("block_size", [4, 8])
-def test_outermost_heads_convert_to_any_order(transports, is_local, block_size):
-    tensors, theirs = lhbnc(2, 9, block_size)
-    outside = CacheDescription(
-        engine_id="LHBNC", num_layers=2, total_num_kv_heads=HEADS, head_size=SIZE, dtype="float32",
-        block_size=block_size, memory_order=("layer", "head", "block", "token", "element"),
-    )  # fmt: skip
-    storage = KVStorage(9, 4, HEADS, SIZE, num_layers=2, dtype=torch.float32, backend="FLASHINFER")
-    inside = replace(outside, engine_id="NHD", block_size=4, memory_order=storage.memory_order)
-    mine = [[storage.key_cache(layer), storage.value_cache(layer)] for layer in range(2)]
-    for each in (part for layer in mine for part in layer):
-        each.fill_(EMPTY)
-    sides = [
-        (outside, Pages.over(tensors, block_dim=1), theirs, [5, 2, 7, 1, 3, 8]),
-        (inside, storage.pages, mine, [3, 8, 1, 6, 4, 2]),
-    ]
-    (local, pages, target, ids), (remote, from_pages, source, from_ids) = (
-        sides if is_local else sides[::-1]
-    )
-    ids, from_ids = (
-        i[: -(-NUM_TOKENS // d.block_size)] for i, d in ((ids, local), (from_ids, remote))
-    )
-    for layer in range(2):
-        for kv in range(2):
-            source[layer][kv][cells(from_ids, remote.block_size)] = named(layer, kv)
-    for transport, each in zip(transports, (pages, from_pages)):
-        transport.register(each)
-    peer = transports[0].connect(transports[1].metadata())
-    group = GroupFetch(
-        plan_transfer(local, remote, 0, allow_permutation=False), np.array(ids), np.array(from_ids),
-        region_addresses(local, pages), {0: region_addresses(remote, from_pages)},
-    )  # fmt: skip
-    fetch(transports[0], {0: peer}, [group], 0, NUM_TOKENS).wait(10)
-    for layer in range(2):
-        for kv in range(2):
-            got = target[layer][kv]
-            assert torch.equal(got[cells(ids, local.block_size)], named(layer, kv))
-            others = [block for block in range(9) if block not in ids]
-            assert (got[others] == EMPTY).all()
-
-
 def test_stages_with_different_block_sizes_are_fetched_separately(transports):
     """Each stage is described as a separate engine, and so are the matching local layers."""
     storage = KVStorage(9, 4, HEADS, SIZE, num_layers=3, dtype=torch.float32, backend="FLASHINFER")
@@ -300,25 +255,6 @@ def test_stages_with_different_block_sizes_are_fetched_separately(transports):
         for kv, part in enumerate((storage.key_cache(layer), storage.value_cache(layer))):
             assert torch.equal(part[cells(ids, 4)], named(layer, kv))
             assert (part[[0, 5, 7]] == EMPTY).all()
-
-
-def test_different_block_sizes_in_one_description_are_rejected():
-    one = CacheDescription(
-        engine_id="a", num_layers=2, total_num_kv_heads=1, head_size=8, block_size=4
-    )
-    with pytest.raises(TypeError, match=r"block_size is \(4, 8\): expected an integer"):
-        replace(one, block_size=(4, 8))
-    with pytest.raises(
-        TypeError, match=r"stages\[0\] is \(1, 1, 4\): expected \(num_layers, tp_size\)"
-    ):
-        replace(one, stages=[(1, 1, 4), (1, 1, 8)])
-
-
-def test_empty_range_moves_nothing():
-    rng = random.Random(0)
-    mine, theirs, plan, num_tokens = engines(rng)
-    found = plan_range(plan, mine.ids, theirs[0].ids, num_tokens, num_tokens)
-    assert found.runs.num_bytes == 0 and len(found.permuted) == len(found.missing) == 0
 
 
 @pytest.mark.parametrize("local, remote, tokens, said", [

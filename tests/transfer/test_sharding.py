@@ -13,52 +13,11 @@ from kvcache.transfer.sharding import (
     size_ratio,
     sources_of_rank,
 )
-from tests.machinery.shared import sampled
 
 SIZES = [1, 2, 3, 4, 6, 8, 12]
-dividing = [(a, b) for a in SIZES for b in SIZES if a % b == 0 or b % a == 0]
+
+
 clashing = [(a, b) for a in SIZES for b in SIZES if a % b and b % a]
-
-
-@pytest.mark.parametrize(("heads", "tp_size"), dividing)
-def test_ranks_hold_all_heads_equally_and_in_order(heads, tp_size):
-    held = [heads_of_rank(heads, tp_size, rank) for rank in range(tp_size)]
-    assert {len(h) for h in held} == {max(1, heads // tp_size)}
-    times = max(1, tp_size // heads)
-    assert [head for h in held for head in h] == [h for h in range(heads) for _ in range(times)]
-
-
-@pytest.mark.parametrize(("heads", "tp_size"), dividing)
-def test_ranks_of_a_head_hold_the_head(heads, tp_size):
-    for head in range(heads):
-        holders = [r for r in range(tp_size) if head in heads_of_rank(heads, tp_size, r)]
-        assert list(ranks_of_head(heads, tp_size, head)) == holders
-
-
-@pytest.mark.parametrize(("heads", "tp_size"), dividing)
-@pytest.mark.parametrize("num_readers", sampled([3, 8, 1, 2, 4, 24], 2))
-def test_readers_of_a_head_are_spread_evenly_over_its_replicas(heads, tp_size, num_readers):
-    for head in range(heads):
-        ranks = ranks_of_head(heads, tp_size, head)
-        chosen = [replica_for(head, heads, tp_size, i, num_readers) for i in range(num_readers)]
-        assert set(chosen) <= set(ranks)
-        loads = [chosen.count(rank) for rank in ranks]
-        assert max(loads) - min(loads) <= 1
-
-
-@pytest.mark.parametrize("pp_size", [1, 2, 3, 4, 6, 12])
-def test_pipeline_ranks_hold_equal_runs_of_layers(pp_size):
-    held = [layers_of_rank(12, pp_size, rank) for rank in range(pp_size)]
-    assert {len(h) for h in held} == {12 // pp_size}
-    assert [layer for h in held for layer in h] == list(range(12))
-
-
-@pytest.mark.parametrize(("local", "remote"), dividing)
-def test_ratio_is_negative_if_remote_is_larger(local, remote):
-    ratio = size_ratio(local, remote, "size")
-    assert (ratio < 0) == (remote > local)
-    assert local == remote * ratio if ratio > 0 else remote == local * -ratio
-    assert size_ratio(remote, local, "size") == (1 if ratio == 1 else -ratio)
 
 
 @pytest.mark.parametrize(("a", "b"), clashing)

@@ -12,7 +12,7 @@ import pytest
 from kvcache.memory_plan import plan_cache
 from kvcache.specs import ContextParallel, LayerSpec
 from kvcache.transfer.description import CacheDescription, Coordinates
-from tests.machinery.transfer_plan_checker import ORDERS, PACKINGS, PARTS, Memory, cache, of
+from tests.machinery.transfer_plan_checker import ORDERS, PARTS, Memory, cache, of
 
 
 @pytest.mark.parametrize(("values", "message"), [
@@ -97,12 +97,6 @@ def test_offset_equals_the_plain_definition(packing, layout, values):
         assert element == code * max(sizes)
 
 
-def test_ranks_are_numbered_context_pipeline_tensor():
-    one = cache(tp_size=2, pp_size=2, cp_world_size=3)
-    for number, at in enumerate(itertools.product(range(3), range(2), range(2))):
-        assert one.coordinates(number) == at and one.rank_of(Coordinates(*at)) == number
-
-
 def test_ranks_of_uneven_stages_are_numbered_by_stage():
     one = cache(num_layers=6, stages=[(1, 2), (3, 4), (2, 1)], cp_world_size=2)
     assert one.world_size == 14
@@ -118,40 +112,6 @@ def test_ranks_of_uneven_stages_are_numbered_by_stage():
             getattr(one, name)
     alike = cache(stages=[(1, 2), (1, 2)])
     assert alike.heads_per_rank == 2 and alike.world_size == cache(pp_size=2, tp_size=2).world_size
-
-
-STORAGES = {
-    "apart": {"backend": "FLASH_ATTN"},
-    "blocks_first": {"backend": "FLASHINFER"},
-    "block_major": {"backend": "BLOCK_MAJOR", "cross_layers": True},
-}
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("values", [of(), of(v_head_size=1), of(is_mla=True, total_num_kv_heads=1)])
-def test_regions_equal_the_storage_regions(packing, layout, values):
-    import torch
-
-    from kvcache import KVStorage
-
-    one = cache(packing=packing, layout=layout, **values)
-    storage = KVStorage(
-        5, 4, one.total_num_kv_heads, 2, v_head_size=one.v_head_size, num_layers=2,
-        dtype=torch.float32, layout=layout, **STORAGES[packing],
-    )  # fmt: skip
-    pages, parts = storage.pages, len(one.head_bytes)
-    region, offset = (
-        array.ravel() for array in (one.placement.regions, one.placement.kv_offsets)
-    )  # ordered like the storage's regions: by layer, with K before V
-    start = dict(zip(region, pages.offsets - offset))
-    assert (pages.strides == one.region_bytes[region]).all()
-    for layer, part in itertools.product(range(2), range(parts)):
-        view = (storage.key_cache, storage.value_cache)[part](layer)
-        for page, token, head in itertools.product((0, 3), (0, 3), (0, one.heads_per_rank - 1)):
-            r, at = one.offset_of(layer, part, token, head)
-            want = view[page, token, head].data_ptr() - pages.memory.data_ptr()
-            assert start[int(r)] + page * one.region_bytes[r] + at == want
 
 
 def test_groups_of_a_plan_are_described_unless_untransferred():

@@ -116,15 +116,6 @@ def test_outermost_heads_form_one_fragment(packing, num_fragments):
     assert tuple(found) == num_fragments
 
 
-def test_outermost_heads_form_one_fragment_per_stage():
-    common = of(num_layers=6, total_num_kv_heads=8, packing="heads first")
-    stages = cache(
-        stages=[(2, 1), (4, 2)], **common
-    )  # the first layers of each head are in one stage, and the rest in the other
-    plan = plan_transfer(cache(tp_size=2, **common), stages, 0)
-    assert plan.remote_ranks == (0, 1) and plan.num_fragments == 4 + 4
-
-
 MAXIMAL = [(both, "NHD", False) for both in itertools.product(PACKINGS, repeat=2)]
 MAXIMAL += [
     ((packing,) * 2, layout, True)

@@ -19,7 +19,6 @@ from kvcache.transfer import (
     plan_transfer,
     region_addresses,
 )
-from tests.machinery.shared import spread
 
 LAYERS, HEADS = 2, 4
 OPTIONS = {
@@ -51,42 +50,10 @@ def storage_of(description, packing, num_blocks=40, **more):
     return storage
 
 
-def tokens_of(storage, pages):
-    """Return K and V of all tokens in these pages: per layer, two tensors [tokens, heads, size]."""
-    ids = torch.from_numpy(pages.ravel()).long()
-    return [
-        [cache(layer)[ids].flatten(0, 1) for cache in (storage.key_cache, storage.value_cache)]
-        for layer in range(LAYERS)
-    ]
-
-
 def move(runs, here, there):
     """Copy the bytes of a plan, for the addresses of regions here and on each remote rank."""
     for rank, region, offset, to_region, to_offset, length in zip(*(c.tolist() for c in runs)):
         ctypes.memmove(int(here[to_region]) + to_offset, int(there[rank][region]) + offset, length)
-
-
-def check_tokens(storage, mine, storages, theirs, ranks):
-    sources = [tokens_of(storages[rank], theirs[rank]) for rank in ranks]
-    for layer, found in enumerate(tokens_of(storage, mine)):
-        for part in range(2):
-            assert torch.equal(found[part], torch.cat([s[layer][part] for s in sources], dim=1))
-
-
-def carry_out(local, remote, storage, storages, mine, seed=0):
-    """Transfer pages of rank 0 from remote storages with different page ids. Return the plan and
-    the remote page ids.
-    """
-    plan = plan_transfer(local, remote, 0)
-    rng = np.random.default_rng(seed)
-    count = len(mine) // plan.local_pages_per_group * plan.remote_pages_per_group
-    theirs = {r: 1 + rng.permutation(39)[:count] for r in plan.remote_ranks}
-    for each in (storage, *storages):
-        each.pages.memory.random_(0, 120)
-    mine = mine.reshape(-1, plan.local_pages_per_group)
-    shaped = {r: ids.reshape(len(mine), -1) for r, ids in theirs.items()}
-    move_runs(plan, mine, shaped, (local, storage), (remote, storages))
-    return plan, theirs
 
 
 def move_runs(plan, mine, theirs, to, from_):
@@ -98,54 +65,6 @@ def move_runs(plan, mine, theirs, to, from_):
     there = [region_addresses(from_[0], each.pages) for each in from_[1]]
     move(plan.apply(mine, theirs).expand(), here, there)
     permute_pages(to[1], mine, plan.permutation)
-
-
-@pytest.mark.parametrize(
-    ("packings", "sizes", "layouts", "v_head_size"),
-    spread(
-        itertools.product(
-            itertools.product(OPTIONS, repeat=2),
-            [(8, 4), (4, 8), (4, 4), (6, 4)],
-            itertools.product(("HND", "NHD"), repeat=2),
-            (8, 4),
-        ),
-        89,
-    ),
-)
-def test_every_token_arrives(packings, sizes, layouts, v_head_size):
-    local = side(sizes[0], layouts[0], packings[0], v_head_size=v_head_size)
-    remote = side(sizes[1], layouts[1], packings[1], tp_size=2, v_head_size=v_head_size)
-    storage = storage_of(local, packings[0])
-    storages = [storage_of(remote, packings[1]) for _ in range(2)]
-    mine = np.array([7, 3, 4, 5, 12, 30])
-    plan, theirs = carry_out(local, remote, storage, storages, mine)
-    check_tokens(storage, mine, storages, theirs, plan.remote_ranks)
-
-
-SCALED = [name for name in OPTIONS if name != "heads first"]
-
-
-@pytest.mark.parametrize("packing", SCALED)
-@pytest.mark.parametrize("layouts", [("HND", "HND"), ("NHD", "HND")])
-@pytest.mark.parametrize("sizes", [(8, 4), (4, 4)])
-def test_scales_of_storages_arrive_with_their_heads(packing, layouts, sizes):
-    """The scales of a token have 4 bytes per head: 16 in the local storage, and 8 in each of two
-    remote storages.
-    """
-    local = side(sizes[0], layouts[0], packing, scale_bytes_per_head=4)
-    remote = side(sizes[1], layouts[1], packing, tp_size=2, scale_bytes_per_head=4)
-    storage = storage_of(local, packing, scale_bytes_per_token=16)
-    storages = [storage_of(remote, packing, scale_bytes_per_token=8) for _ in range(2)]
-    mine = np.array([7, 3, 4, 5, 12, 30])
-    plan, theirs = carry_out(local, remote, storage, storages, mine)
-    for layer in range(LAYERS):
-        found = storage.scale_cache(layer)[torch.from_numpy(mine)].flatten(0, 1)
-        wanted = [
-            storages[rank].scale_cache(layer)[torch.from_numpy(theirs[rank])].flatten(0, 1)
-            for rank in plan.remote_ranks
-        ]
-        assert torch.equal(found, torch.cat(wanted, dim=1))
-    check_tokens(storage, mine, storages, theirs, plan.remote_ranks)
 
 
 def test_ranks_of_uneven_stages_have_own_addresses():
@@ -230,13 +149,6 @@ def test_shared_pages_are_described_by_their_stride():
     for layer in range(LAYERS):
         assert torch.equal(storage.key_cache(layer)[5:7], source.key_cache(layer)[8:10])
         assert torch.equal(storage.value_cache(layer)[5:7], source.value_cache(layer)[8:10])
-
-
-def test_engine_tensors_have_addresses():
-    caches = [torch.zeros(9, 2, 4, HEADS, 8, dtype=torch.float16) for _ in range(LAYERS)]
-    storage = KVStorage.from_tensors(caches)
-    found = region_addresses(side(layout="NHD", packing="blocks_first"), storage.pages)
-    assert found.tolist() == [cache.data_ptr() for cache in caches]
 
 
 @pytest.mark.parametrize(("description", "storage", "message"), [

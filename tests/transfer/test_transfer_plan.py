@@ -45,24 +45,6 @@ def test_equal_pages_move_whole_in_every_memory_order():
         assert plan.num_fragments == len(one.region_bytes)
 
 
-@pytest.mark.parametrize("allow_permutation", [True, False])
-@pytest.mark.parametrize(("local", "remote"), [
-    (of(tp_size=3), of(tp_size=2)),
-    (of(block_size=6), of(block_size=4)),
-    (of(pp_size=3), of(pp_size=2)),
-    (of(cp_world_size=3, cp_interleave=2), of(cp_world_size=2, block_size=6)),
-    (of(cp_world_size=2, cp_interleave=2), of(cp_world_size=3, layout="HND")),
-    (of(tp_size=6, cp_world_size=3), of(tp_size=4, pp_size=2, packing="block_major")),
-])  # fmt: skip
-def test_plans_are_correct_for_sizes_that_do_not_divide_each_other(
-    local, remote, allow_permutation
-):
-    sizes = of(num_layers=6, total_num_kv_heads=12)
-    local, remote = cache(**sizes, **local), cache(**sizes, **remote)
-    for rank in range(local.world_size):
-        check(local, remote, rank, allow_permutation=allow_permutation, seed=rank)
-
-
 OF_LAYERS = ("heads first", "kv, heads, layers", "all K, all V")  # without scales
 SCALE_ORDERS = [n for n in ORDERS if n not in OF_LAYERS and not has_heads_outside(n)]
 
@@ -103,43 +85,6 @@ def test_plans_are_correct_for_random_sides(seed):
         allowed = bool(rng.integers(4))
         for rank in rng.permutation(local.world_size)[:3].tolist():
             check(local, remote, rank, allow_permutation=allowed, seed=seed)
-
-
-def test_plans_are_correct_for_stages_with_different_tensor_parallel_sizes():
-    """The prefill engine has stages with 3 layers on 1 rank and 1 layer on 4 ranks. The decode
-    engine has 2 ranks.
-    """
-    prefill = cache(num_layers=4, stages=[(3, 1), (1, 4)])
-    decode = cache(num_layers=4, tp_size=2)
-    assert [prefill.layers(rank) for rank in range(5)] == [range(3)] + [range(3, 4)] * 4
-    assert [prefill.heads(rank) for rank in (0, 1, 4)] == [range(4), range(1), range(3, 4)]
-    assert plan_transfer(decode, prefill, 0).remote_ranks == (0, 1, 2)
-    assert plan_transfer(decode, prefill, 1).remote_ranks == (0, 3, 4)
-    assert [plan_transfer(prefill, decode, rank).remote_ranks for rank in range(5)] == [
-        (0, 1), (0,), (0,), (1,), (1,),
-    ]  # fmt: skip
-    for local, remote in ((decode, prefill), (prefill, decode)):
-        for rank in range(local.world_size):
-            check(local, remote, rank)
-
-
-@pytest.mark.parametrize("packing", SCALE_ORDERS)
-@pytest.mark.parametrize("layouts", [*itertools.product(("NHD", "HND"), repeat=2)], ids="".join)
-@pytest.mark.parametrize(
-    "sizes", [(of(), of()), (of(block_size=8), of(tp_size=2)), (of(tp_size=2), of())]
-)
-def test_scales_move_with_their_heads(packing, layouts, sizes):
-    local, remote = (
-        cache(packing=packing, layout=layout, scale_bytes_per_head=4, **size)
-        for layout, size in zip(layouts, sizes)
-    )
-    for rank in range(local.world_size):
-        check(local, remote, rank)
-        check(local, remote, rank, allow_permutation=False)
-    moved = plan_transfer(local, remote, 0).fragments.length.sum()
-    group = plan_transfer(local, remote, 0).tokens_per_group
-    # There is one fragment each for K, V and scales of two layers.
-    assert moved == group * 2 * local.heads_per_rank * (2 * 2 * 4 + 4)
 
 
 def with_pattern(plan, **changes):

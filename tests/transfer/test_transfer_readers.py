@@ -4,7 +4,6 @@
 import numpy as np
 import pytest
 
-from kvcache.compat import KVTopology, RemoteEngine
 from kvcache.transfer import StateDescription, StateTensor, plan_transfer, source_readers
 from tests.machinery.shared import sampled
 from tests.machinery.transfer_plan_checker import cache, of
@@ -24,37 +23,6 @@ def test_readers_equal_the_plans(seed):
             tuple(rank for rank, plan in enumerate(plans) if number in plan.remote_ranks)
             for number in range(source.world_size)
         )
-
-
-@pytest.mark.parametrize("seed", sampled(range(20), 2))
-def test_readers_equal_the_topology(seed):
-    rng = np.random.default_rng(seed)
-    for _ in range(10):
-        heads, num_layers = int(rng.choice([1, 2, 4])), int(rng.integers(2, 6))
-        stages = []
-        for _ in range(2):
-            cuts = np.sort(
-                rng.choice(np.arange(1, num_layers), rng.integers(3) % num_layers, replace=False)
-            )
-            counts = np.diff([0, *cuts, num_layers]).tolist()
-            stages.append([(count, int(rng.choice([1, 2, 4, 8]))) for count in counts])
-        readers, source = (
-            cache(num_layers=num_layers, total_num_kv_heads=heads, stages=each) for each in stages
-        )
-        found = source_readers(readers, source)
-
-        def asked(described, rank, other, heads=heads):
-            _, pp_rank, tp_rank = described.coordinates(rank)
-            return KVTopology(
-                "own", tp_rank, described.stages[pp_rank].tp_size, pp_rank, len(described.stages),
-                total_num_kv_heads=heads, stages=described.stages,
-                remotes={"other": RemoteEngine(stages=other.stages)},
-            )  # fmt: skip
-
-        for rank in range(readers.world_size):
-            topology = asked(readers, rank, source)
-            targets = topology.get_target_remote_ranks_from_engine_id("other")
-            assert [t[0] for t in targets] == [n for n, each in enumerate(found) if rank in each]
 
 
 def test_known_examples_have_the_expected_readers():

@@ -3,7 +3,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from kvcache import AttentionMetadataBuilder, BlockTables, ContextParallel, TableShape
 from kvcache.compat.vllm_block_table import BlockTable, MultiGroupBlockTable
@@ -244,24 +243,6 @@ def test_window_with_context_parallelism_is_rejected(batch):
             AttentionMetadataBuilder(batch.make_tables(rank))
 
 
-def test_window_of_a_replicated_group_is_served():
-    cp = ContextParallel(dcp_world_size=2, dcp_rank=1)
-    tables = BlockTables(
-        [
-            TableShape(8, 8, window=9, context_parallel=cp, replicated=True),
-            TableShape(8, 4, window=9, context_parallel=cp),
-        ],
-        max_num_reqs=2, max_num_tokens=64,
-    )  # fmt: skip
-    tables.add_row(([1, 2, 3], [4, 5]), 0)
-    batch = AttentionMetadataBuilder(tables, groups=[0]).build([0], [1], [24])
-    assert batch[0].block_table[0, :4].tolist() == [0, 2, 3, 0]
-    with pytest.raises(
-        ValueError, match="group 1 has a window of 9, and its tokens are spread over 2"
-    ):
-        AttentionMetadataBuilder(tables, groups=[0, 1])
-
-
 def columns_written(builder, monkeypatch):
     """Return a list to which each launch of a CPU builder appends its bound on the number of tokens."""
     bounds, launch = [], builder._tables.attention_metadata
@@ -290,47 +271,6 @@ def test_long_row_slows_only_one_later_build(monkeypatch):
     assert rows == [[70] + [0] * 63, [71] + [0] * 63]
     builder.build([0, 1], [1, 1], [3, 3])
     assert bounds[3:] == [256, 4]
-
-
-def test_unserved_groups_are_ignored(monkeypatch):
-    tables = make_tables()
-    tables.append_row(([], range(20, 22)), 0)
-    builder = AttentionMetadataBuilder(tables, groups=[0])
-    bounds = columns_written(builder, monkeypatch)
-    builder.build([0], [1], [24])
-    assert bounds == [24]
-
-
-def test_device_without_kernels_gets_copies(monkeypatch):
-    """The meta device stands in for a device to which torch can only copy."""
-    monkeypatch.setattr(
-        "kvcache.worker.tables.buffer.device_zeros",
-        lambda shape, dtype, device: torch.zeros(shape, dtype=dtype),
-    )
-    want = AttentionMetadataBuilder(make_tables()).build([2, 0], [5, 1], [16, 24])
-    batch = AttentionMetadataBuilder(make_tables("meta")).build([2, 0], [5, 1], [16, 24])
-    assert contents(batch) == contents(want)
-    assert batch[0].block_table.data_ptr() != want[0].block_table.data_ptr()
-
-
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8)), max_size=4),
-    padding=st.integers(0, 2),
-)
-def test_block_tables_equal_gather(lengths, padding):
-    tables = make_tables()
-    rows = [row for row, _ in lengths]
-    seq_lens = [min(n, (24, 8, 16)[row]) for row, n in lengths]
-    query_lens = [n // 2 for n in seq_lens]
-    num_reqs = min(4, len(rows) + padding)
-    batch = AttentionMetadataBuilder(tables).build(
-        rows, query_lens, seq_lens, num_padded_reqs=num_reqs, max_seq_len=64
-    )
-    idx = torch.tensor(rows + [-1] * (num_reqs - len(rows)), dtype=INT32)
-    computed = torch.zeros(num_reqs, dtype=INT32)
-    computed[: len(rows)] = torch.tensor(seq_lens) - torch.tensor(query_lens)
-    for g, table in enumerate(tables.gather(idx, computed, 64)):
-        assert torch.equal(batch[g].block_table, table)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 """Every layout of the attention backends, viewed as pages and as the tensors that kernels use."""
 
 import itertools
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvcache import KVStorage, LayerSpec, Pages, plan_cache
 from kvcache.transfer.description import CacheDescription
-from kvcache.worker.pages.page_copy import PageCopy, pairs_tensor
+from kvcache.worker.pages.page_copy import PageCopy
 
 PACKED = {"backend": "BLOCK_MAJOR", "cross_layers": True}
 MLA = {"backend": "MLA", "num_kv_heads": 1}
@@ -99,19 +98,6 @@ def test_views_have_the_backend_shapes(form, layout):
     assert heads_inside == (layout == "NHD")
 
 
-@pytest.mark.parametrize(("form", "layout"), EACH_FORM)
-def test_pages_round_trip_through_the_host(form, layout):
-    kv = storage(form, layout)
-    fill(kv)
-    before = content(kv)
-    host = kv.pages.on_host(9)
-    PageCopy(kv.pages, host).copy(np.array([[2, 8], [3, 1], [6, 4]]))
-    kv.pages.memory.zero_()
-    PageCopy(host, kv.pages).copy(np.array([[8, 1], [1, 5], [4, 6]]))
-    for was, now in zip(itertools.chain(*before), itertools.chain(*content(kv))):
-        assert torch.equal(now[[1, 5, 6]], was[[2, 3, 6]]) and not now[[0, 2, 3, 4]].any()
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("form", "layout"), EACH_FORM)
 def test_tokens_are_written_and_gathered_in_every_layout(form, layout, device):
@@ -176,13 +162,6 @@ def test_invalid_scales_are_rejected(scale, message):
         storage("apart", "NHD", dtype=torch.bfloat16).set_scales(*torch.ones(2, 3, 1))
 
 
-def test_scales_are_copied():
-    kv, scale = storage("apart", "NHD", dtype=torch.float8_e4m3fn), torch.ones(3, 1)
-    kv.set_scales(scale, scale)
-    scale.fill_(float("nan"))
-    assert torch.equal(kv.k_scale, torch.ones(3, 1)) and torch.equal(kv.v_scale, torch.ones(3, 1))
-
-
 def test_page_of_a_packed_storage_is_one_fragment():
     fragments = {
         form: len(PageCopy(kv.pages, kv.pages.on_host(3)).regions)
@@ -238,7 +217,8 @@ def test_engine_tensors_are_used_without_copy(backend, layout):
     assert (kv.num_blocks, kv.block_size, kv.num_layers) == (6, 4, 3)
     assert kv.layout == ("NHD" if backend == "mla" else layout)
     flat = [t for each in caches for t in (each if isinstance(each, tuple) else [each])]
-    assert kv.pages.num_bytes == sum(t.numel() * t.element_size() for t in flat)
+    num_bytes = sum(t.numel() * t.element_size() for t in flat)
+    assert kv.pages.num_bytes == kv.num_bytes == num_bytes
     clones = [t.clone() for t in flat]
     host = kv.pages.on_host(5)
     PageCopy(kv.pages, host).copy(np.array([[5, 2], [1, 4]]))
@@ -254,18 +234,6 @@ def test_engine_tensors_are_used_without_copy(backend, layout):
     kv.write(2, key, value, torch.tensor([9]))
     assert (kv.key_cache(2)[2, 1] == 1).all()
     assert sum(int((t == 1).sum()) for t in flat) >= key.numel() + value.numel()
-
-
-def test_states_of_any_dtype_can_be_pages():
-    layers = [(torch.randn(6, 3, 5), torch.randn(6, 7).double()) for _ in range(2)]
-    pages = Pages.over(layers)
-    assert pages.page_bytes == 2 * (60 + 56) and pages.layers.tolist() == [0, 0, 1, 1]
-    before = [t.clone() for layer in layers for t in layer]
-    PageCopy(pages, pages).copy(np.array([[2, 4]]))
-    pages.zero(np.array([1]))
-    for now, was in zip((t for layer in layers for t in layer), before):
-        assert torch.equal(now[4], was[2]) and not now[1].any()
-        assert torch.equal(now[[0, 2, 3, 5]], was[[0, 2, 3, 5]])
 
 
 @st.composite
@@ -370,11 +338,6 @@ def test_invalid_sizes_are_reported(call, message):
         call()
 
 
-def test_unknown_backend_is_reported():
-    with pytest.raises(TypeError, match="backend is 7: expected a name, an AttentionBackend or"):
-        storage("apart", "NHD", backend=7)
-
-
 @pytest.mark.parametrize("v_head_size", [None, 2])
 def test_engine_tensors_may_hold_k_and_v_in_one_dimension(v_head_size):
     caches = [torch.randn(3, 4, 2, 8) for _ in range(2)]
@@ -383,18 +346,6 @@ def test_engine_tensors_may_hold_k_and_v_in_one_dimension(v_head_size):
     assert (kv.num_blocks, kv.head_size, kv.v_head_size) == (3, split, 8 - split)
     assert torch.equal(kv.key_cache(1), caches[1][..., :split])
     assert torch.equal(kv.value_cache(1), caches[1][..., split:])
-
-
-def test_invalid_pairs_are_reported():
-    for given_pairs, message in (
-        (np.array([1, 2]), r"pairs has shape \[2\]: expected \[n, 2\]"),
-        (np.array([[1, 2**40]]), r"pairs\[0\] has page 1099511627776: expected int32"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            pairs_tensor(given_pairs)
-    with pytest.raises(TypeError, match="pairs has dtype float64: expected integers"):
-        pairs_tensor(np.array([[1.0, 2]]))
-    assert pairs_tensor([]).shape == (0, 2)
 
 
 # --- memory with several owners -------------------------------------------------------------------
@@ -420,13 +371,6 @@ def test_views_of_separate_tensors_alias_them(downwards):
     PageCopy(pages, host).copy(np.array([[7, 2]]))
     PageCopy(host, pages).copy(np.array([[2, 9]]))
     assert all(torch.equal(now[9], was[7]) for now, was in zip(layers, before))
-
-
-def test_storage_writes_to_an_engines_separate_pages():
-    raw = [torch.zeros(6, 128, dtype=torch.uint8) for _ in range(3)]
-    kv = KVStorage.over(Pages.over(raw), 4, 1, 8)
-    kv.key_cache(2)[3] = 1
-    assert raw[2][3, :64].any() and not raw[2][3, 64:].any() and not raw[1].any()
 
 
 @pytest.mark.parametrize("make", [
@@ -556,89 +500,63 @@ def test_unsupported_plans_are_rejected():
         KVStorage.for_plan(plan)
 
 
-def test_mla_sizes_agree_between_specs_and_storage():
+@pytest.mark.parametrize(("latent", "rotary", "dtype"), [
+    (512, 64, torch.bfloat16), (576, 0, "bfloat16"), (576, None, torch.bfloat16),
+])  # fmt: skip
+def test_mla_sizes_agree_between_specs_and_storage(latent, rotary, dtype):
     """The latent has 512 elements and the rotary part 64. They are stored separately or as one
     vector.
     """
-    order = ("block", "token", "element")
-    descriptions = [
-        CacheDescription(
-            engine_id="a", num_layers=2, total_num_kv_heads=1, head_size=latent, block_size=16,
-            v_head_size=rotary, is_mla=True, memory_order=order, dtype=dtype,
+    described = CacheDescription(
+        engine_id="a", num_layers=2, total_num_kv_heads=1, head_size=latent, block_size=16,
+        v_head_size=rotary, is_mla=True, memory_order=("block", "token", "element"), dtype=dtype,
+    )  # fmt: skip
+    assert (described.head_size, described.v_head_size) == (576, 0)
+    layer = LayerSpec("a", "full_attention", 16, 1, latent, rotary, dtype=dtype, is_mla=True)
+    assert layer.page_bytes(16) == described.region_bytes[0] == 16 * 576 * 2
+    plan = plan_cache([layer], 2**20, max_model_len=64)
+    options = {"v_head_size": layer.v_head_size, "dtype": "bfloat16", "backend": "MLA"}
+    alone = KVStorage(plan.num_pages, 16, 1, layer.head_size, **options)
+    for found in (alone, *KVStorage.for_plan(plan)):
+        assert found.kv_caches[0].shape == (plan.num_pages, 16, 576)
+        assert found.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"num_kv_heads": 2}, "is_mla is True, num_kv_heads 2"),
+    ({"dtype": "int3"}, "dtype is 'int3': expected one of float32"),
+    ({"dtype": torch.int64}, "dtype is 'int64': expected one of float32"),
+])  # fmt: skip
+def test_wrong_mla_layers_are_rejected(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        LayerSpec(
+            "a",
+            "full_attention",
+            16,
+            **{"num_kv_heads": 1, "head_size": 8, "is_mla": True, **wrong},
         )
-        for latent, rotary, dtype in (
-            (512, 64, torch.bfloat16), (576, 0, "bfloat16"), (576, None, torch.bfloat16),
-        )
-    ]  # fmt: skip
-    assert descriptions[0] == descriptions[1] == descriptions[2]
-    assert (descriptions[0].head_size, descriptions[0].v_head_size) == (576, 0)
-    assert CacheDescription.from_dict(descriptions[0].to_dict()) == descriptions[0]
-    layers = [
-        LayerSpec("a", "full_attention", 16, 1, latent, rotary, dtype=dtype, is_mla=True)
-        for latent, rotary, dtype in (
-            (512, 64, torch.bfloat16), (576, 0, "bfloat16"), (576, None, torch.bfloat16),
-        )
-    ]  # fmt: skip
-    for layer in layers:
-        assert layer.page_bytes(16) == descriptions[0].region_bytes[0] == 16 * 576 * 2
-        assert layer.dtype == "bfloat16"
-        plan = plan_cache([layer], 2**20, max_model_len=64)
-        (storage,) = KVStorage.for_plan(plan)
-        assert storage.kv_caches[0].shape[2] == 576 and storage.dtype == torch.bfloat16
-        alone = KVStorage(
-            plan.num_pages, 16, 1, layer.head_size, v_head_size=layer.v_head_size, dtype="bfloat16",
-            backend="MLA",
-        )  # fmt: skip
-        assert alone.kv_caches[0].shape == storage.kv_caches[0].shape
-        assert alone.dtype == torch.bfloat16 and layer.v_head_size in (0, 64)
-    for wrong, message in (
-        ({"num_kv_heads": 2}, "is_mla is True, num_kv_heads 2"),
-        ({"dtype": "int3"}, "dtype is 'int3': expected one of float32"),
-        ({"dtype": torch.int64}, "dtype is 'int64': expected one of float32"),
-    ):
-        sizes = {"num_kv_heads": 1, "head_size": 8, "is_mla": True, **wrong}
-        with pytest.raises(ValueError, match=message):
-            LayerSpec("a", "full_attention", 16, **sizes)
-    with pytest.raises(TypeError, match=r"dtype is 3: expected a torch\.dtype or its name"):
-        KVStorage(4, 16, 1, 8, dtype=3)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.complex64, torch.int64, torch.int32, torch.bool, "complex64"]
-)
-def test_unsupported_cache_dtype_is_reported(dtype):
-    name = str(dtype).removeprefix("torch.")
-    slots, pages = torch.zeros(1, dtype=torch.int64), Pages.allocate(4, [[4096]])
-    for make in (
-        lambda: KVStorage(4, 16, 1, 8, dtype=dtype),
-        lambda: KVStorage.over(pages, 16, 1, 8, dtype=dtype),
-        lambda: KVStorage(4, 16, 1, 8).gather(0, slots, dtype),
-    ):
-        with pytest.raises(ValueError, match=f"dtype is '{name}': expected one of float32"):
-            make()
+STORAGE, ONE = KVStorage(4, 16, 1, 8, dtype=torch.float32), torch.ones(1, 1, 8)
+SLOTS = torch.tensor([17])
 
 
-def test_tokens_and_slots_must_be_tensors():
-    kv, slots = KVStorage(4, 16, 1, 8, dtype=torch.float32), torch.tensor([17])
-    key = torch.ones(1, 1, 8)
-    kv.pages.memory.zero_()
-    calls = {
-        "slot_mapping": [lambda slots: kv.write(0, key, key, slots),
-            lambda slots: kv.gather(0, slots)],
-        "key": [lambda key: kv.write(0, key, None, slots)],
-        "value": [lambda value: kv.write(0, key, value, slots)],
-    }  # fmt: skip
-    for name, each in calls.items():
-        for call in each:
-            for value in (None, [17], np.array([17]), 17):
-                if name == "value" and value is None:
-                    continue
-                message = f"{name} is {value!r}: expected a Tensor"
-                with pytest.raises(TypeError, match=re.escape(message)):
-                    call(value)
-            with pytest.raises(ValueError, match=f"^{name} has 0 dimensions"):
-                call(torch.tensor(17))
-    assert not kv.key_cache(0)[1, 1].any()
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: KVStorage(4, 16, 1, 8, dtype=3), r"dtype is 3: expected a torch\.dtype or its name"),
+    (lambda: KVStorage(4, 16, 1, 8, dtype="complex64"), "dtype is 'complex64': expected one of float32"),
+    (lambda: KVStorage.over(Pages.allocate(4, [[4096]]), 16, 1, 8, dtype=torch.int64),
+     "dtype is 'int64': expected one of float32"),
+    (lambda: STORAGE.gather(0, SLOTS, torch.bool), "dtype is 'bool': expected one of float32"),
+    (lambda: STORAGE.gather(0, [17]), r"slot_mapping is \[17\]: expected a Tensor"),
+    (lambda: STORAGE.write(0, ONE, ONE, 17), "slot_mapping is 17: expected a Tensor"),
+    (lambda: STORAGE.write(0, None, None, SLOTS), "key is None: expected a Tensor"),
+    (lambda: STORAGE.write(0, ONE, [17], SLOTS), r"value is \[17\]: expected a Tensor"),
+    (lambda: STORAGE.write(0, torch.tensor(1), None, SLOTS), "key has 0 dimensions"),
+    (lambda: storage("apart", "NHD", backend=7), "backend is 7: expected a name, an AttentionBackend or"),
+])  # fmt: skip
+def test_wrong_dtypes_tokens_and_slots_are_rejected(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
 
 
 def separate_layers(num_layers=3, num_blocks=6, block_dim=1):

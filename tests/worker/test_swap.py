@@ -14,8 +14,6 @@ from kvcache.compat.vllm_block_table import BlockTable
 from kvcache.step import NO_REPLACE
 from kvcache.worker import SwapError
 from kvcache.worker.swap.calibration import Calibration
-from kvcache.worker.swap.staging import SwapStaging
-from kvcache.worker.swap.streams import CpuStreams
 from tests.machinery.shared import sampled
 from tests.machinery.simulated_device import SimulatedStreams
 
@@ -126,19 +124,6 @@ def test_reads_are_correct_under_any_stream_order(form, seeds):
         assert race.reads >= 12
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("owner", "name", "form"), [
-    (SwapEngine, "before_write", "kernel"),
-    (SwapEngine, "before_read", "copy engine"),
-    (SwapEngine, "_after_the_job_before", "now staging, now the kernel"),
-    (SwapStaging, "_wait_until_emptied", "staging of one page"),
-    (SwapStaging, "_wait_until_filled", "staging of one page"),
-])  # fmt: skip
-def test_missing_dependency_is_detected(monkeypatch, owner, name, form):
-    monkeypatch.setattr(owner, name, lambda *_: None)
-    assert any(Race(seed, **FORMS[form]).run(40) for seed in range(200))
-
-
 @pytest.mark.parametrize("direction", ["out", "in"])
 def test_staging_halves_overlap_with_transfers(direction):
     worker, streams = simulated_worker(method="staging", staging_bytes=1)
@@ -216,52 +201,6 @@ def test_swap_ins_of_the_same_device_page_run_in_order(form):
     assert values(swap.device, 3, 4) == [1, 7]
 
 
-def test_swap_out_waits_for_expedited_swap_ins_of_its_pages():
-    """The swap-outs overwrite a host page that is read, and read a device page that is written."""
-    swap, streams, _ = held_back("kernel")
-    streams.held = [swap._swap_streams["expedited"].stream]
-    swap.swap_in(pairs((6, 7)), expedited=True)
-    outs = [swap.swap_out(pairs((8, 6))), swap.swap_out(pairs((7, 9)))]
-    streams.advance()
-    assert not any(out.poll() for out in outs)
-    streams.held = []
-    streams.advance()
-    swap.wait(timeout_s=0)
-    assert values(swap.device, 7) == [6] and values(swap.host, 6, 9) == [0, 6]
-
-
-def test_expedited_swap_in_waits_for_swap_outs_of_its_pages():
-    swap, streams, regular = held_back("copy engine")
-    streams.held = [swap._swap_streams["out"].stream]
-    swap.device.memory.fill_(9)
-    out = swap.swap_out(pairs((5, 6)))
-    jobs = [swap.swap_in(pairs(pair), expedited=True) for pair in ((6, 7), (8, 5))]
-    streams.advance()
-    assert regular.poll() and not any(job.poll() for job in [out, *jobs])
-    streams.held = []
-    streams.advance()
-    swap.wait(timeout_s=0)
-    assert values(swap.device, 5, 7) == [8, 9] and values(swap.host, 6) == [9]
-
-
-@pytest.mark.parametrize("call", ["before_write", "order_after_swap_ins"])
-def test_compute_waits_for_expedited_swap_ins(call):
-    swap, streams, _ = held_back("kernel")
-    streams.held = [swap._swap_streams["expedited"].stream]
-    swap.swap_in(pairs((6, 7)), expedited=True)
-    seen = []
-    if call == "before_write":
-        swap.before_write(np.array([7]))
-    else:
-        swap.order_after_swap_ins()
-    streams.launch(streams.compute, lambda: seen.extend(values(swap.device, 7)))
-    streams.advance()
-    assert seen == []
-    streams.held = []
-    streams.advance()
-    assert seen == [6]
-
-
 def test_failed_expedited_swap_in_is_reported():
     swap, streams, regular = held_back("kernel")
     streams.fails = {streams.launches + 1}
@@ -310,15 +249,6 @@ def simulated_worker(seed=0, **options):
     return worker, streams
 
 
-def taking(*ids):
-    """Return the fields of a plan that appends these pages to row 0."""
-    return {
-        "append_rows": np.zeros(1, np.int32),
-        "append_splits": [np.array([0, len(ids)], np.int32)],
-        "append_ids": [np.array(ids, np.int32)],
-    }
-
-
 def test_report_is_available_once_the_bytes_have_moved():
     worker, streams = simulated_worker()
     step = worker.start(plan(swap_out=pairs((3, 1))))
@@ -330,35 +260,6 @@ def test_report_is_available_once_the_bytes_have_moved():
     assert report == step.poll()
     assert (report.step_id, report.completed, report.failed_pages) == (7, True, [])
     assert worker.start(plan(8)).poll().step_id == 8  # there is no work to wait for
-
-
-@pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
-def test_page_reused_in_its_swap_out_plan_is_read_first(method):
-    for seed in range(30):
-        worker, streams = simulated_worker(seed, method=method)
-        worker.pages.memory.fill_(5)
-        step = worker.start(plan(swap_out=pairs((3, 1), (4, 2)), **taking(4, 3)))
-        # The step computes.
-        streams.launch(streams.compute, lambda w=worker: w.pages.memory.fill_(9))
-        streams.advance()
-        assert step.poll() is not None
-        assert (worker.host.layer(0)[1:3] == 5).all()
-
-
-def test_swapped_in_pages_are_ready_for_the_step():
-    for seed in range(30):
-        worker, streams = simulated_worker(seed)
-        worker.host.memory.fill_(5)
-        seen = []
-
-        def look(layer, w=worker, seen=seen):
-            seen.append(bool((w.storages[0].pages.fragment(2 * layer)[3] == 5).all()))
-
-        worker.start(plan(swap_in=pairs((1, 3)), **taking(3)))
-        for layer in range(LAYERS):
-            streams.launch(streams.compute, lambda layer=layer, look=look: look(layer))
-        streams.advance()
-        assert seen == [True] * LAYERS
 
 
 @pytest.mark.parametrize("failing", [1, 2])
@@ -406,15 +307,6 @@ def test_waiting_for_all_reports_a_failure_once():
         worker.engine.wait(timeout_s=5)
     assert other.poll() and other.error is None
     worker.engine.wait(timeout_s=0)  # the error has already been raised
-
-
-def test_reports_arrive_in_step_order():
-    worker, streams = simulated_worker(method="kernel")
-    first = worker.start(plan(1, swap_in=pairs((1, 3))))
-    second = worker.start(plan(2))
-    assert second.poll() is None
-    streams.advance()
-    assert second.poll().step_id == 2 and first.poll().step_id == 1
 
 
 def test_page_loaded_from_unfilled_host_page_is_reported():
@@ -509,17 +401,6 @@ def asked(monkeypatch):
 
     monkeypatch.setattr(ops, "copy_blocks", spy)
     return found
-
-
-def test_swap_ins_are_settled_without_swap_outs_in_flight(asked):
-    swap = engine(method="copy_engine")
-    swap.device.memory.random_(0, 256)
-    before = swap.device.layer(1).clone()
-    del asked[:]
-    swap.swap_out(pairs((2, 3), (4, 1)))
-    swap.swap_in(pairs((3, 5)))
-    assert asked == [ops.COPY_ENGINE, ops.COPY_ENGINE_SETTLED]
-    assert torch.equal(swap.device.layer(1)[5], before[2])
 
 
 @pytest.mark.parametrize("method", ["copy_engine", "staging"])
@@ -638,18 +519,6 @@ def test_invalid_options_are_reported():
         ValueError, match="source's pages have 2 fragments in 2 layers, but the dest"
     ):
         SwapEngine(pages, Pages.allocate(6, [[16]]))
-
-
-def test_cpu_swaps_complete_immediately():
-    e = engine()
-    e.device.memory.copy_(torch.arange(e.device.memory.numel()) % 251)
-    before = e.device.layer(1).clone()
-    job = e.swap_out(pairs((2, 3), (4, 1)))
-    assert job.poll() and isinstance(e._streams, CpuStreams)
-    e.device.memory.zero_()
-    e.swap_in(pairs((3, 5), (1, 1))).wait(0)
-    assert torch.equal(e.device.layer(1)[5], before[2])
-    assert torch.equal(e.device.layer(1)[1], before[4])
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

@@ -10,20 +10,17 @@ import torch
 
 from kvcache import (
     Admit,
-    BlockTables,
     KVCacheManager,
     KVStorage,
     Pages,
     Request,
     StepPlan,
     StepReport,
-    TableShape,
     Worker,
 )
 from kvcache.allocator import check_invariants
 from kvcache.compat.vllm_block_table import BlockTable, MultiGroupBlockTable
 from kvcache.step import Answers
-from kvcache.worker.pages.page_copy import PageCopy
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -60,22 +57,6 @@ def worker():
     return Worker(storage, BlockTable(4, 4, 5, 16, False, "cpu", 4))
 
 
-def test_a_plan_clears_appends_and_replaces():
-    w = worker()
-    w.tables.add_row([7, 8], 2)
-    report = w.apply(
-        plan(
-            clear_rows=np.array([2]),
-            append_rows=np.array([2, 0]),
-            append_splits=[[0, 1, 3]],
-            append_ids=[[3, 4, 5]],
-            replace=[[(0, 1, 9)]],
-        )
-    )
-    assert content(w.tables) == [[4, 9], [], [3], []]
-    assert (report.step_id, report.completed) == (7, True)
-
-
 def pairs(*values):
     return np.array(values, np.int32).reshape(-1, 2)
 
@@ -109,13 +90,9 @@ def replaced(*entries):
 
 @pytest.mark.parametrize(("sections", "message"), [
     ({"clear_rows": np.array([-1])}, r"clear_rows\[0\] is -1: expected 0 or more"),
-    ({"append_rows": np.array([-1])}, r"append_rows\[0\] is -1: expected 0 to 3, the rows of the"),
     (appended([0], [0, 1], [20]), r"append_ids\[0\]\[0\] is 20: expected a block of 0 to 19"),
-    (appended([0], [0, 1], [-3]), r"append_ids\[0\]\[0\] is -3"),
     (appended([0], [0, 2], [1]), r"append_splits\[0\] does not fit: expected 2 numbers from 0 to 1"),
-    (appended([0], [1, 2], [1, 2]), r"append_splits\[0\] does not fit"),
     (appended([0, 1], [0, 3, 1], [1]), r"append_splits\[0\] decreases at 2"),
-    (appended([0], [0], []), r"append_splits\[0\] does not fit"),
     (appended([0], [0, 6], [1] * 6), "row 0 of group 0 has 0 blocks and would get 6 more"),
     (appended([0, 0], [0, 3, 6], [1] * 6), "row 0 of group 0 has 3 blocks and would get 3 more"),
     (replaced((1, 0, 1)), r"replace\[0\]\[0\] names column 0, but row 1 has 0 blocks"),
@@ -136,43 +113,39 @@ def replaced(*entries):
     ({"clear_rows": np.array([1.5])}, "clear_rows has dtype float64"),
     ({"copy": pairs((1, 20))}, r"copy\[0\] writes to page 20: expected 1 to 19"),
     ({"copy": pairs((1, 2), (20, 3))}, r"copy\[1\] reads page 20: expected 0 to 19"),
-    ({"copy": pairs((-1, 2))}, r"copy\[0\] reads page -1"),
     ({"copy": pairs((1, 0))}, r"copy\[0\] writes to page 0: expected 1 to 19"),
     ({"copy": pairs((1, 2), (2, 3))}, "copy writes to page 2, and copy reads it: expected one"),
     ({"zero": np.array([3, 0])}, r"zero\[1\] writes to page 0: expected 1 to 19"),
-    ({"zero": np.array([20])}, r"zero\[0\] writes to page 20"),
     ({"copy": pairs((1, 2), (3, 2))}, "copy, zero and swap_in write to page 2 twice: expected"),
     ({"copy": pairs((1, 2)), "zero": np.array([4, 2])}, "write to page 2 twice"),
-    ({"zero": np.array([4, 4])}, "write to page 4 twice"),
     ({"zero": np.array([[4]])}, r"zero has shape \[1, 1\]: expected \[n\]"),
     ({"copy": np.array([4])}, r"copy has shape \[1\]: expected \[n, 2\]"),
     ({"zero": np.array([1.5])}, "zero has dtype float64: expected integers"),
     ({"swap_out": pairs((20, 1))}, r"swap_out\[0\] reads page 20: expected 1 to 19"),
-    ({"swap_out": pairs((0, 1))}, r"swap_out\[0\] reads page 0: expected 1 to 19"),
     ({"swap_out": pairs((3, 1), (4, 6))}, r"swap_out\[1\] writes to host page 6: expected 1 to 5"),
     ({"swap_out": pairs((3, 0))}, r"swap_out\[0\] writes to host page 0: expected 1 to 5"),
     ({"swap_in": pairs((6, 1))}, r"swap_in\[0\] reads host page 6: expected 1 to 5"),
-    ({"swap_in": pairs((-1, 1))}, r"swap_in\[0\] reads host page -1: expected 1 to 5"),
     ({"swap_in": pairs((1, 0))}, r"swap_in\[0\] writes to page 0: expected 1 to 19"),
     ({"swap_in": pairs((1, 20))}, r"swap_in\[0\] writes to page 20: expected 1 to 19"),
     ({"swap_out": pairs((3, 1), (4, 1))}, "swap_out writes to host page 1 twice: expected one"),
     ({"swap_in": pairs((1, 4), (2, 4))}, "copy, zero and swap_in write to page 4 twice"),
     ({"swap_in": pairs((1, 4)), "copy": pairs((4, 5))},
      "swap_in writes to page 4, and copy reads it: expected one of the two"),
-    ({"zero": np.array([4]), "copy": pairs((4, 5))}, "zero writes to page 4, and copy reads it"),
-    ({"swap_in": pairs((1, 4)), "zero": np.array([4])}, "swap_in write to page 4 twice"),
-    ({"swap_in": pairs((1, 4)), "copy": pairs((3, 4))}, "swap_in write to page 4 twice"),
     ({"swap_out": pairs((3, 2)), "swap_in": pairs((2, 4))},
      "swap_out writes to host page 2, and swap_in reads it: expected one of the two"),
     ({"swap_out": np.array([3])}, r"swap_out has shape \[1\]: expected \[n, 2\]"),
     ({"swap_in": np.array([[1.5, 2]])}, "swap_in has dtype float64: expected integers"),
+    ({"fresh": np.array([20])}, "has page 20: expected 1 to 19"),
+    ({"fresh": np.array([5]), "copy": pairs((4, 5))}, "write to page 5 twice"),
+    ({"fresh": np.array([5]), "copy": pairs((5, 6))}, "page 5, and copy reads it"),
+    ({"fresh": np.array([0.5])}, "fresh has dtype float64"),
     # The pages are valid but the tables are not, so no byte may be moved.
     ({"copy": pairs((1, 2)), "clear_rows": np.array([-9])}, r"clear_rows\[0\] is -9"),
     ({"zero": np.array([3]), **appended([0], [0, 1], [20])}, r"append_ids\[0\]\[0\] is 20"),
     ({"swap_out": pairs((3, 2)), "clear_rows": np.array([-9])}, r"clear_rows\[0\] is -9"),
 ])  # fmt: skip
 def test_invalid_plan_changes_nothing(sections, message):
-    w = swapping()
+    w = swapping(clear="fresh")
     w.tables.add_row([7, 8], 2)
     given = plan(clear_rows=np.array([2]))
     for name, value in sections.items():
@@ -215,7 +188,7 @@ def test_field_with_too_many_groups_is_rejected_in_a_plan_with_swaps(name):
 # --- swaps ----------------------------------------------------------------------------------------
 
 
-def swapping(device="cpu", num_layers=2, layout="NHD"):
+def swapping(device="cpu", num_layers=2, layout="NHD", **options):
     """Make a worker whose 20 device pages contain their ids and whose 6 host pages contain the
     negated ids. In layer 1, the absolute values are higher by 100.
     """
@@ -227,7 +200,7 @@ def swapping(device="cpu", num_layers=2, layout="NHD"):
     for region, layer in enumerate(host.layers):
         for page in range(6):
             host.fragment(region).view(torch.float32)[page] = -page - 100 * int(layer)
-    return Worker(storage, BlockTable(4, 4, 5, 16, False, device, 4), host)
+    return Worker(storage, BlockTable(4, 4, 5, 16, False, device, 4), host, **options)
 
 
 def host_numbers(w, layer=0) -> list[int]:
@@ -256,13 +229,6 @@ def test_plan_sections_are_applied_in_order(device, layout):
         assert found[4:10] == [4 + more, 9 + more, 0, 7 + more, 7 + more, 9 + more]
         assert found[11:13] == [-4 - more, -2 - more]
     assert content(w.tables) == [[], [11, 12], [], []]
-
-
-def test_one_page_may_be_swapped_to_two_pages():
-    w = swapping()
-    w.apply(plan(swap_out=pairs((5, 3), (5, 4)), swap_in=pairs((2, 7), (2, 8))))
-    assert host_numbers(w) == [0, -1, -2, 5, 5, -5]
-    assert numbers(w.storages[0])[7:9] == [-2, -2]
 
 
 def test_sections_may_be_lists_or_empty_arrays():
@@ -298,56 +264,8 @@ def test_host_pages_must_match_the_storage(host, message):
 # --- several groups over one memory ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_groups_view_shared_pages_in_own_shapes(layout, device):
-    pages = Pages.allocate(6, [[256]] * 2, device=device)
-    wide = KVStorage.over(pages, 4, 2, 8, dtype=torch.float16, layout=layout)
-    # Uses 160 of the 256 bytes of a page.
-    long = KVStorage.over(pages, 5, 1, 8, dtype=torch.float16, layout=layout)
-    for storage, slots in (
-        (wide, [5, 11]),
-        (long, [15, 19]),
-    ):  # slots in pages 1 and 2, and in page 3
-        slots = torch.tensor(slots, device=device)
-        key, value = torch.randn(2, 2, storage.num_kv_heads, 8).half().to(device)
-        for layer in range(2):
-            storage.write(layer, key, value, slots)
-            found = storage.gather(layer, slots)
-            assert torch.equal(found[0], key) and torch.equal(found[1], value)
-    assert not wide.key_cache(0)[0].any()  # the null block stays zero
-    PageCopy(pages, pages).copy(pairs((3, 4)))  # whole pages are copied
-    assert torch.equal(long.key_cache(1)[4, 4], long.key_cache(1)[3, 4])
-    pages.zero(np.array([1]))
-    assert not wide.value_cache(0)[1].any() and not pages.layer(1)[1].any()
-    assert wide.num_layers == 2 and wide.num_bytes == 2 * 6 * 256 and long.num_bytes == 2 * 6 * 160
-
-
 def hybrid_tables(block_sizes=(4, 8), **options):
     return MultiGroupBlockTable(4, 64, 16, False, "cpu", block_sizes, block_sizes, **options)
-
-
-def test_worker_with_several_groups_moves_each_page_once():
-    pages = Pages.allocate(20, [[128]] * 2)
-    # The second group has only one layer, which uses the second layer of the pages.
-    storages = [KVStorage.over(pages, 4, 1, 8), KVStorage.over(pages, 8, 1, 4, layers=[1])]
-    assert [each.num_layers for each in storages] == [2, 1]
-    w = Worker(storages, hybrid_tables())
-    numbered(storages[0])
-    given = plan(copy=pairs((5, 6)), zero=np.array([7]))
-    given.append_splits, given.append_ids = [np.zeros(1, np.int32)] * 2, [np.zeros(0, np.int32)] * 2
-    given.replace = [np.empty((0, 3), np.int32)] * 2
-    w.apply(given)
-    assert numbers(storages[0])[4:9] == [4, 5, 5, 0, 8]
-    assert numbers(storages[0], 1)[4:9] == [104, 105, 105, 0, 108]
-    assert torch.equal(storages[1].kv_caches[0].flatten(), storages[0].kv_caches[1].flatten())
-
-
-def test_a_group_of_states_needs_no_block_size():
-    pages = Pages.allocate(20, [[128]])
-    state = KVStorage.over(pages, 1, 1, 32)  # as large as a page
-    tables = hybrid_tables(slot_mapping=[True, False])
-    assert Worker([KVStorage.over(pages, 4, 1, 8), state], tables).pages is pages
 
 
 @pytest.mark.parametrize(("storages", "message"), [
@@ -381,15 +299,6 @@ def test_pages_of_the_wrong_shape_are_rejected():
         KVStorage.over(Pages.allocate(4, [[128]] * 2), 4, 1, 8, layers=bytes(2**20))
 
 
-def test_swap_options_without_host_pages_are_reported():
-    storage = KVStorage.over(Pages.allocate(5, [[128]]), 4, 1, 8)
-    table = BlockTable(
-        block_size=4, max_num_reqs=1, max_num_blocks_per_req=2, max_num_batched_tokens=8
-    )
-    with pytest.raises(TypeError, match="staging_bytes is given without host pages"):
-        Worker(storage, table, staging_bytes=2)
-
-
 # --- order of plans -------------------------------------------------------------------------------
 
 
@@ -397,49 +306,6 @@ def planes(**options):
     """Make a manager and a worker whose tables have 4 rows."""
     manager = KVCacheManager(16, 65, 256, num_preallocate_tokens=0, **options)
     return manager, Worker(KVStorage(65, 16, 1, 8), BlockTable(16, 4, 16, 512, False, "cpu", 16))
-
-
-def test_plan_applied_twice_is_rejected():
-    manager, w = planes(max_num_reqs=4)
-    request = Request("a", range(20))
-    w.apply(manager.step(new=[request]))
-    given = manager.step([0], [40])
-    w.apply(given)
-    with pytest.raises(
-        ValueError, match=r"step_id 1: expected 2 or later, because step 1 was applied"
-    ):
-        w.apply(given)
-    assert content(w.tables)[0] == [1, 2, 3, 4] == manager.block_ids(request).tolist()
-    w.apply(manager.step([0], [5]))
-    assert content(w.tables)[0] == [1, 2, 3, 4, 5] and w.last_step_id == 2
-
-
-@pytest.mark.parametrize("num_lost", [1, 3])
-def test_plan_after_a_lost_plan_is_rejected(num_lost):
-    manager, w = planes(max_num_reqs=4)
-    request = Request("a", range(20))
-    w.apply(manager.step(new=[request]))
-    lost = [manager.step([0], [16]) for _ in range(num_lost)]
-    later = manager.step([0], [40])
-    missing = {
-        1: "the plan of step 1 first, or abort this step",
-        3: "the plans of steps 1 to 3 first, or abort these steps",
-    }[num_lost]
-    message = (
-        rf"step_id {num_lost + 1} and follows step {num_lost}, but step 0 was applied last: apply "
-        f"{missing}"
-    )
-    for _ in range(2):
-        with pytest.raises(ValueError, match=message):
-            w.apply(later)
-    assert content(w.tables)[0] == [1, 2] and w.last_step_id == 0
-    other = Worker(KVStorage(65, 16, 1, 8), BlockTable(16, 4, 16, 512, False, "cpu", 16))
-    with pytest.raises(ValueError, match=r"follows step 0, but no plan was applied yet"):
-        other.apply(lost[0])
-    assert manager.abort(1) == {"a": 20}
-    # This plan depends on no lost plan, because it contains the whole row again.
-    w.apply(manager.step([0], [40]))
-    assert content(w.tables)[0] == manager.block_ids(request).tolist()
 
 
 def test_plans_of_aborted_steps_may_be_skipped():
@@ -495,53 +361,6 @@ def test_manager_with_more_rows_than_tables_makes_progress():
     assert plan.rows.tolist() == [1] and w.apply(plan).completed
 
 
-@pytest.mark.parametrize("wrong", [None, 7, {"step_id": 0}])
-def test_non_plan_arguments_are_rejected(wrong):
-    manager, w = planes(max_num_reqs=4)
-    plan = manager.step(new=[Request("a", range(20))])
-    for call in (w.apply, w.start, w.tables.apply):
-        with pytest.raises(TypeError, match=f"plan is {wrong}: expected a StepPlan"):
-            call(wrong)
-    assert w.last_step_id == -1 and content(w.tables)[0] == []
-    w.apply(plan)
-
-
-@pytest.mark.parametrize("wrong", [7, "x", np.zeros(3), torch.zeros(2), None])
-def test_invalid_worker_arguments_are_rejected(wrong):
-    w = worker()
-    for make, message in (
-        (lambda: Worker(wrong, w.tables), "storage is .*: expected a KVStorage"),
-        (
-            lambda: Worker([*w.storages, wrong], w.tables),
-            r"storage\[1\] is .*: expected a KVStorage",
-        ),
-        (lambda: Worker(w.storages, wrong), "tables is .*: expected a GroupTable or BlockTables"),
-        (
-            lambda: Worker(w.storages, w.tables, 0 if wrong is None else wrong),
-            "host is .*: expected a Pages",
-        ),
-    ):
-        with pytest.raises(TypeError, match=f"^{message}"):
-            make()
-    for call in (w.tables.add_row, w.tables.append_row):
-        error = ValueError if isinstance(wrong, int) else TypeError  # the tables have 4 rows
-        with pytest.raises(error, match=r"^row (is )?"):
-            call([3], wrong)
-    assert content(w.tables)[0] == []
-
-
-@pytest.mark.parametrize("wrong", [None, "1", 1.0, True, -2, 2**63])
-def test_invalid_last_step_id_is_rejected(wrong):
-    w = worker()
-    is_type = not isinstance(wrong, int) or isinstance(wrong, bool)
-    expected = "an integer" if is_type else "-1 to"
-    with pytest.raises(
-        TypeError if is_type else ValueError,
-        match=f"last_step_id is {wrong!r}: expected {expected}",
-    ):
-        Worker(w.storages[0], w.tables, last_step_id=wrong)
-
-
 def test_a_plan_that_changes_nothing_counts_as_a_step():
     manager, w = planes(max_num_reqs=4)
     request = Request("a", range(20))
@@ -562,8 +381,11 @@ def test_a_plan_that_changes_nothing_counts_as_a_step():
     assert step.poll() == step.wait() == StepReport(2, True)
     with pytest.raises(ValueError, match="step_id 1: expected 3 or later"):
         w.apply(empty)
+    w.tables.compute_slot_mapping(np.zeros(20, np.int32), np.arange(20))
+    w.apply(manager.step([0], [1]))  # unlike above, no field of the plan was read
+    assert w.tables.num_computed_slots == 0
     manager.step([0], [1])
-    with pytest.raises(ValueError, match="step_id 4 and follows step 3"):
+    with pytest.raises(ValueError, match="step_id 5 and follows step 4"):
         w.start(manager.step([0], [1]))
 
 
@@ -627,24 +449,6 @@ def test_help_documents_every_plan_field():
 
 
 # --- slots outside a window -----------------------------------------------------------------------
-
-
-def test_tokens_outside_window_are_dropped_and_read_as_zeros():
-    manager = KVCacheManager(
-        16, 30, 200, sliding_window=16, max_num_reqs=4, num_preallocate_tokens=0
-    )
-    tables = BlockTables([TableShape(16, 13, window=16)], max_num_reqs=4, max_num_tokens=200)
-    storage = KVStorage(30, 16, 1, 8)
-    w = Worker(storage, tables)
-    w.apply(manager.step(new=[Request("a", range(100))]))
-    w.apply(manager.step([0], [1]))
-    tables.compute_slot_mapping(np.zeros(2, np.int32), np.array([5, 40]))
-    slots = tables[0].slot_mapping.gpu[:2]
-    assert slots.tolist() == [5, 8]
-    storage.write(0, *torch.ones(2, 2, 1, 8).bfloat16(), slots)
-    assert storage.key_cache(0)[0].sum() == storage.value_cache(0)[0].sum() == 0
-    storage.key_cache(0)[0] = storage.value_cache(0)[0] = 7  # written by the caller
-    assert not any(found.any() for found in storage.gather(0, slots))
 
 
 CHANGES = "clear_rows append_rows append_splits append_ids replace swap_out copy zero swap_in"
@@ -748,22 +552,22 @@ def test_new_pages_are_zeroed_if_the_worker_is_told_to(clear):
     assert [page for page in range(20) if not content[page].any()] == cleared
 
 
-@pytest.mark.parametrize(("sections", "message"), [
-    ({"fresh": np.array([20])}, "has page 20: expected 1 to 19"),
-    ({"fresh": np.array([5]), "copy": np.array([[4, 5]])}, "write to page 5 twice"),
-    ({"fresh": np.array([5]), "copy": np.array([[5, 6]])}, "page 5, and copy reads it"),
-    ({"fresh": np.array([0.5])}, "fresh"),
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda w: Worker(7, w.tables), "storage is 7: expected a KVStorage"),
+    (lambda w: Worker([*w.storages, 7], w.tables), r"storage\[1\] is 7: expected a KVStorage"),
+    (lambda w: Worker(w.storages, 7), "tables is 7: expected a GroupTable or BlockTables"),
+    (lambda w: Worker(w.storages, w.tables, 7), "host is 7: expected a Pages"),
+    (lambda w: Worker(w.storages, w.tables, last_step_id="1"), "last_step_id is '1': expected an int"),
+    (lambda w: Worker(w.storages, w.tables, last_step_id=-2), "last_step_id is -2: expected -1 to"),
+    (lambda w: Worker(w.storages, w.tables, staging_bytes=2), "staging_bytes is given without host"),
+    *((lambda w, value=value: Worker(w.storages, w.tables, clear=value),
+       "clear is .*: expected 'zero' or 'fresh'") for value in ("all", None, np.zeros(2))),
+    *((lambda w, name=name: getattr(w, name)(7), "plan is 7: expected a StepPlan")
+      for name in ("apply", "start")),
+    (lambda w: w.tables.apply(7), "plan is 7: expected a StepPlan"),
 ])  # fmt: skip
-def test_a_plan_with_wrong_fresh_pages_changes_nothing(sections, message):
-    storage = KVStorage(num_blocks=20, block_size=4, num_kv_heads=1, head_size=2)
-    storage.pages.memory.fill_(7)
-    w = Worker(storage, BlockTable(4, 4, 5, 16, False, "cpu", 4), clear="fresh")
+def test_wrong_arguments_are_rejected_by_name(make, message):
+    w = worker()
     with pytest.raises((TypeError, ValueError), match=message):
-        w.apply(plan(**sections))
-    assert w.pages.memory.unique().tolist() == [7] and w.last_step_id == -1
-
-
-def test_unknown_value_of_clear_is_rejected():
-    for value in ("all", None, np.zeros(2)):
-        with pytest.raises(ValueError, match=r"clear is .*: expected 'zero' or 'fresh'"):
-            Worker(worker().storages[0], worker().tables, clear=value)
+        make(w)
+    assert w.last_step_id == -1 and content(w.tables)[0] == []

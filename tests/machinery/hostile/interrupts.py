@@ -8,6 +8,7 @@ interrupt, each request is either admitted and can be freed, or is unknown to th
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,17 +17,12 @@ from unittest import mock
 import pytest
 import torch
 
-from kvcache import Admit, BlockTables, GroupTable, KVCacheManager, Request, StepReport, TableShape
-from kvcache.allocator import RequestState
+from kvcache import BlockTables, GroupTable, KVCacheManager, Request, TableShape
 from kvcache.compat import KVConnectorOutput, KVOutputAggregator
 from kvcache.worker.tables import buffer
 from tests.machinery.hostile.instants import Alarm, interrupted_at
 from tests.machinery.hostile.scenes import (
-    FULL,
-    HOST,
     SCENES,
-    WIDE,
-    ManagerScene,
     WorkerScene,
 )
 
@@ -164,95 +160,30 @@ def check_events() -> int:
     return each_instant(make, lambda manager: manager.cache.drain_events(), check)
 
 
-class Serving(ManagerScene):
-    """Random calls, some of which are interrupted at a random instant."""
+class Serving:
+    """Right calls of the managers' scenes in random order, some interrupted at a random instant. A
+    call that an earlier one has made wrong is rejected.
+    """
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        groups, options = self.random.choice(
-            [([FULL], {}), ([FULL], {"fence_frees": True}), ([FULL], HOST), ([FULL, WIDE], {})]
-        )
-        super().__init__(*groups, **options)
-        self.end()
-        self.num_named = 0
-        self.requests.clear()
-        self.manager.step(new=[self._new(11)])
-
-    def _new(self, num_tokens: int) -> Request:
-        """Make a request of which others may share a prefix."""
-        self.num_named += 1
-        name = f"r{self.num_named}"
-        self.requests[name] = Request(name, range(num_tokens))
-        return self.requests[name]
-
-    def _step(self) -> Callable:
-        m = self.manager
-        running = [
-            r
-            for r in filter(self.is_admitted, self.requests.values())
-            if m._native.by_step(m.row(r))
-            and m.state(r) is not RequestState.RECEIVING
-            and m.num_computed_tokens(r) < 60
-        ]
-        chosen = self.random.sample(running, min(len(running), 3))
-        for request in chosen:
-            if request.num_tokens == m.num_computed_tokens(request):
-                request.append_tokens([self.random.randrange(50)])
-        new = [self._new(self.random.randint(1, 30))]
-        rows = [m.row(r) for r in chosen]
-        swapped = [row for row in rows if self.random.random() < 0.1 and m.host_pool]
-        rows = [row for row in rows if row not in swapped]
-        return lambda: m.step(
-            rows, [1] * len(rows), token_ids=[], num_token_ids=[0] * len(rows), new=new,
-            swap_out=[row for row in swapped if not m._native.is_on_host(row)],
-        )  # fmt: skip
-
-    def _admit(self) -> Callable:
-        request = self._new(self.random.randint(1, 30))
-        return lambda: self.manager.admit(Admit(request, num_tokens=request.num_tokens), ())
-
-    def _fork(self) -> Callable:
-        parent = self._some()
-        child = self._new(1)
-        child = self.requests[child.request_id] = Request(child.request_id, parent.token_ids)
-        return lambda: self.manager.fork(parent, child)
-
-    def _some(self) -> Request:
-        return self.requests[self.random.choice([*self.requests])]
-
-    def call(self) -> Callable[[], object]:
-        """Return a random call. A rejected call must not change anything."""
-        m, some, other = self.manager, self._some(), self._some()
-        last = m.last_step_id
-        calls = [
-            *(self._step, self._step, self._admit, self._fork),
-            lambda: lambda: m.free(some),
-            lambda: lambda: m.free(some, other),
-            lambda: lambda: m.report(StepReport(last, True)),
-            lambda: lambda: m.abort(last),
-            lambda: lambda: m.invalidate([self.random.randint(1, 60)]),
-            lambda: lambda: m.cache.drain_events(),
-        ]
-        call = self.random.choice(calls)()
-
-        def refused_or_done() -> None:
-            with contextlib.suppress(ValueError):
-                call()
-
-        return refused_or_done
+        self.names = [name for name in SCENES if name.startswith("manager")]
 
     def run(self, alarm: Alarm, count: int) -> int:
         """Run until `count` interrupts have occurred. Return the number of calls."""
         num_calls = 0
         while count > 0:
-            num_calls += 1
-            call = self.call()
-            if alarm.interrupts(self.random.uniform(1e-6, 6e-5), call):
-                count -= 1
-                self.check()
-            if len(self.requests) > 12 or self.random.random() < 0.02:
-                self.end()
-                self.requests.clear()
-                self._new(11)
-        self.end()
+            scene = SCENES[self.random.choice(self.names)]()
+            calls = [functools.partial(f, **arguments) for _, f, arguments in scene.calls()]
+            for call in self.random.sample(calls, len(calls)):
+                num_calls += 1
+
+                def refused_or_done(call: Callable = call) -> None:
+                    with contextlib.suppress(ValueError):
+                        call()
+
+                if alarm.interrupts(self.random.uniform(1e-6, 6e-5), refused_or_done):
+                    count -= 1
+                    scene.check()
+            scene.end()
         return num_calls

@@ -495,8 +495,9 @@ def to_load(w: World) -> Request:
 def states_table(w: World) -> GroupTable:
     groups = [GroupSpec("recurrent", 4)]
     sizes = {"max_num_reqs": 4, "max_model_len": 32, "max_num_tokens": 16}
-    tables = kvcache.BlockTables.for_groups(groups, **sizes)
+    tables = kvcache.BlockTables.for_groups(groups, **sizes, device=w.device)
     tables.add_row(([5],), 0)
+    tables.commit_updates()
     return tables[0]
 
 

@@ -30,8 +30,6 @@ from kvcache.transfer import (
     region_addresses,
 )
 from kvcache.worker import (
-    AttentionMetadataBuilder,
-    BlockTables,
     KVStorage,
     Pages,
     SwapEngine,
@@ -41,7 +39,7 @@ from kvcache_exchange.transport import make_transport
 from kvcache_serve.engine import Engine, SamplingParams
 from kvcache_serve.engine.transformers import attach, layer_specs
 from kvcache_serve.engine.transformers.tiny_models import tiny_model
-from tests.machinery.hostile.ops import Calls, make_wrong
+from tests.machinery.hostile.ops import Calls, Placed, make_wrong
 from tests.machinery.hostile.scenes import WorkerScene
 from tests.machinery.hostile.state import answer
 from tests.machinery.hostile.world import is_of_package, walked
@@ -100,41 +98,6 @@ def ints(values: object, device: str, dtype: torch.dtype = torch.int32) -> torch
 # Ops ---------------------------------------------------------------------------------------------------
 
 _NUM_CALLS = 200  # number of calls per op, half of which have an invalid argument
-_STAYS = {"groups", "regions", "offsets"}  # arguments that ops accept only on the host
-
-
-class Placed:
-    """The arguments of an op, with tensors moved to a device.
-
-    Tensors that share memory also share it on the device.
-    """
-
-    def __init__(self, name: str, args: list, device: str, seed: int) -> None:
-        rng = random.Random(seed)
-        schema = getattr(torch.ops.kvcache, name).default._schema.arguments
-        self.memories: dict[tuple[bool, int], torch.Tensor] = {}
-        self.args = []
-        for i, arg in enumerate(args):
-            if not isinstance(arg, torch.Tensor) or arg.layout != torch.strided:
-                self.args.append(arg)
-                continue
-            may_stay = i in ops._ON_HOST[name] and rng.random() < 0.5
-            stays = schema[i].name in _STAYS or may_stay
-            self.args.append(self._placed(arg, "cpu" if stays else device, stays))
-
-    def _placed(self, tensor: torch.Tensor, device: str, stays: bool) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        key = stays, storage.data_ptr()
-        if key not in self.memories:
-            whole = torch.empty(0, dtype=torch.uint8)
-            whole.set_(storage, 0, (storage.nbytes(),), (1,))
-            self.memories[key] = whole.clone() if device == "cpu" else whole.to(device)
-        view = torch.empty(0, dtype=tensor.dtype, device=device)
-        memory = self.memories[key].untyped_storage()
-        return view.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-    def contents(self) -> list[bytes]:
-        return [bytes(memory.cpu().numpy()) for memory in self.memories.values()]
 
 
 def _goes_backwards(regions: object) -> bool:
@@ -190,14 +153,27 @@ def _(device: str) -> None:
 # Tables ------------------------------------------------------------------------------------------------
 
 
-@case("GroupTable", "TableShape")
+@case(
+    "GroupTable", "TableShape", "BlockTables", "AttentionMetadataBuilder", "AttentionMetadata",
+    "GroupMetadata",
+)  # fmt: skip
 def _(device: str) -> object:
     """Every right call of the scene, followed by its queries."""
     answers = []
     for at in range(len([*WorkerScene(device).calls()])):
         scene = WorkerScene(device)
         answers.append([answer(scene.right_call(at)), scene.follow()])
-    return answers
+    scene = WorkerScene(device)
+    rows, positions = ints([0, 1, 3], device), ints([1, 4, 7], device, torch.int64)
+    for options in ({}, {"query_start_loc": ints([0, 1, 2, 3], device)}):
+        scene.tables.compute_slot_mapping(rows, positions, **options)
+        answers.append([table.slot_mapping.gpu.clone() for table in scene.tables.block_tables])
+    lengths = ints([1, 2, 1], device), ints([5, 7, 6], device)
+    batch = scene.builder.build(rows, *lengths, num_padded_reqs=4)
+    for part in (batch, *batch.groups.values()):
+        values = [getattr(part, each.name) for each in fields(part)]
+        answers.append([x.clone() if isinstance(x, torch.Tensor) else x for x in values])
+    return [[x for x in each if not isinstance(x, dict)] for each in answers]
 
 
 _DERIVED = (
@@ -208,8 +184,9 @@ _DERIVED = (
 
 
 @case(
-    "Pages", "HostDeviceBuffer", "permute_received_blocks", "kv_postprocess_blksize_on_receive",
-    "kv_postprocess_layout_on_receive", "kv_postprocess_blksize_and_layout_on_receive",
+    "Pages", "KVStorage", "HostDeviceBuffer", "permute_received_blocks",
+    "kv_postprocess_blksize_on_receive", "kv_postprocess_layout_on_receive",
+    "kv_postprocess_blksize_and_layout_on_receive",
 )  # fmt: skip
 def _(device: str) -> object:
     """The right call of each public name. Compares its result, its arguments, and all pages."""
@@ -225,106 +202,7 @@ def _(device: str) -> object:
     return answers
 
 
-HYBRID = (
-    GroupSpec("full_attention", 16),
-    GroupSpec("sliding_window", 32, {"window": 20}),
-    GroupSpec("recurrent", 16, {"num_speculative_blocks": 2}),
-    GroupSpec("circular_window", 4, {"window": 8, "buffer": 16}),
-)
-
-
-def hybrid_tables(device: str) -> BlockTables:
-    sizes = {"max_num_reqs": 4, "max_model_len": 64, "max_num_tokens": 32}
-    tables = BlockTables.for_groups(HYBRID, **sizes, device=device)
-    tables.add_row([[1, 2], [3], [0, 5, 8, 9], [3, 4, 5, 6]], 0)
-    tables.append_row([[4], [5], [6], [7]], 1)
-    tables.commit_updates()
-    return tables
-
-
-@case("BlockTables")
-def _(device: str) -> object:
-    tables, found = hybrid_tables(device), []
-    rows, positions = ints([0, 0, 1], device), ints([3, 17, 2], device, torch.int64)
-    tables.compute_slot_mapping(rows, positions)
-    found += [tables[g].slot_mapping.gpu.clone() for g in (0, 1, 3)]
-    tables.compute_slot_mapping(np.array([0]), np.array([18]))
-    tables.commit_slot_mapping(1)
-    found += [tables[g].slot_mapping.gpu.clone() for g in (0, 1, 3)]
-    tables.compute_slot_mapping(None, positions, query_start_loc=ints([0, 2, 3], device))
-    found += [tables[g].slot_mapping.gpu.clone() for g in (0, 1, 3)]
-    found.append(tables[3].slots_of(rows, positions))
-    for on in (device, "cpu"):
-        states = [ints(values, on) for values in ([0, 0], [20, 19], [2, 0])]
-        found.append(tables[2].state_pages(*states))
-    found += [each.clone() for each in tables.gather(ints([0, -1], device), ints([30, 0], device))]
-    tables.swap_row(0, 1)
-    tables.commit_block_table(2)
-    found += [table.get_device_tensor().clone() for table in tables.block_tables]
-    tables.clear()
-    return found + [table.get_device_tensor() for table in tables.block_tables]
-
-
-@case("AttentionMetadataBuilder", "AttentionMetadata", "GroupMetadata")
-def _(device: str) -> object:
-    builder, found = AttentionMetadataBuilder(hybrid_tables(device)), []
-    for on in (device, "cpu"):
-        for rows, queries, lengths in (([0, 1], [4, 1], [20, 9]), ([1], [2], [5])):
-            given = [ints(values, on) for values in (rows, queries, lengths)]
-            batch = builder.build(*given, num_padded_reqs=3)
-            parts = [batch, *batch.groups.values()]
-            for part in parts:
-                values = [getattr(part, each.name) for each in fields(part)]
-                found += [x.clone() if isinstance(x, torch.Tensor) else x for x in values]
-    return [each for each in found if not isinstance(each, dict)]
-
-
 # Storage and pages -------------------------------------------------------------------------------------
-
-
-@case("KVStorage")
-def _(device: str) -> object:
-    found = []
-    slots = ints([4, 5, 6, 7, -1, 17], device, torch.int64)
-    for options in (
-        {},
-        {"backend": "FLASHINFER", "layout": "HND"},
-        {"backend": "TRITON_ATTN", "cross_layers": True},
-        {"backend": "FLASHINFER", "scale_bytes_per_token": 4},
-        {"dtype": "float8_e4m3fn"},
-        {"v_head_size": 4},
-    ):
-        storage = KVStorage(5, 4, 2, 8, num_layers=3, device=device, **options)
-        storage.pages.memory.zero_()
-        dtype = torch.bfloat16
-        if storage.dtype != dtype:
-            storage.set_scales((randn(3, 2).abs() + 1).to(device), torch.ones(3, 1))
-        key = randn(3, 6, 2, 8, seed=1).to(dtype).to(device)
-        value = randn(3, 6, 2, storage.v_head_size, seed=2).to(dtype).to(device)
-        storage.write(1, key[0], value[0], slots)
-        storage.write(2, key[1].transpose(0, 1).contiguous().transpose(0, 1), value[1], slots)
-        for layer in range(1, 3):
-            found += storage.gather(layer, slots[:4], dtype)
-        found += [storage.key_cache(0)[:2].clone(), storage.num_bytes]
-        if "scale_bytes_per_token" in options:
-            storage.scale_cache(1).fill_(3)
-            found.append(storage.pages.layer(1)[1:].clone())
-    layers = [
-        LayerSpec("a", "full_attention", 16, num_kv_heads=2, head_size=8),
-        LayerSpec("b", "recurrent", 1, dtype="float32", state_bytes=4096),
-    ]
-    for storage in KVStorage.for_plan(plan_cache(layers, 2**20, max_model_len=256), device=device):
-        found.append(storage.kv_caches[0][:1].clone())
-    engine = [torch.zeros(2, 9, 16, 2, 8).to(device) for _ in range(2)]
-    mine = KVStorage.from_tensors(engine)
-    tokens = randn(2, 2, 8).to(device)
-    mine.write(1, tokens, tokens, ints([17, 33], device, torch.int64))
-    found += engine
-    parts = KVStorage.over(
-        Pages.allocate(9, [[1024]], device=device), 8, 2, 8, dtype="float32", num_null_blocks=2
-    )
-    parts.write(0, tokens, tokens, ints([17, 9], device, torch.int64))
-    return found + [*parts.gather(0, ints([17, 9], device, torch.int64))]
 
 
 def engines_caches(device: str, num_blocks: int = 9, kv_dim: int = 0) -> list[torch.Tensor]:
@@ -509,24 +387,6 @@ def _(device: str) -> object:
     if importlib.util.find_spec("nixl") is not None:
         found += [_fetched("nixl", device, direct_bytes=0)]
     return found
-
-
-@case("Transport.register")
-def _(device: str) -> object:
-    """Page 2 moves between pools with separately allocated layers."""
-    caches = engines_caches(device)
-    copies = [torch.zeros_like(each) for each in caches]
-    sides = [Pages.over(each, 1) for each in (caches, copies)]
-    with ExitStack() as stack:
-        one, other = (make_transport(name, "tcp") for name in ("one", "other"))
-        for transport, pages in zip((one, other), sides):
-            stack.callback(transport.close)
-            transport.register(pages)
-        other.connect(one.metadata())
-        remote, local = (pages.base + pages.offsets + 2 * pages.strides for pages in sides)
-        other.read("one", local, remote, sides[0].sizes).wait(20)
-    assert all(copy[:, 2].cpu().equal(each[:, 2].cpu()) for copy, each in zip(copies, caches))
-    return copies
 
 
 @case("CacheRank", "Connector", "layouts_of_plan")

@@ -521,16 +521,6 @@ def summary(counts: Counts) -> Iterator[str]:
         f"({share_unclear(counts):.2%}); {found}"
     )
     yield from map(json.dumps, counts.findings)
-    modules: dict[str, collections.Counter] = {}
-    for (name, kind), count in counts.by_name.items():
-        module = name.partition(".")[0] if name[0].islower() and "." in name else "kvcache"
-        modules.setdefault(module, collections.Counter())[kind] += count
-    for module, of in sorted(modules.items()):
-        refused = sum(of.values()) - of["accepted"]
-        yield (
-            f"{module}: {sum(of.values())} calls, {refused} refused, {of['accepted']} accepted, "
-            f"{of['unclear'] / max(refused, 1):.2%} unclear, {of['crash']} crashes, {of['hang']} hangs"
-        )
     slowest = ", ".join(f"{name} {took:.1f}" for name, took in counts.seconds.most_common(12))
     yield f"seconds of the slowest scenes: {slowest}"
     names = sorted({name for name, _ in counts.by_name})
