@@ -11,7 +11,7 @@ import torch
 
 from tests.machinery.hostile.other_device import table
 from tests.machinery.hostile.other_device_cases import CASES, NO_TENSORS, PACKAGES
-from tests.project.test_layers import is_torch_free
+from tests.project.test_layers import modules_without_torch
 
 
 @pytest.mark.slow
@@ -38,11 +38,11 @@ def test_device_matrix_contains_every_op():
 def test_device_matrix_contains_every_public_name_that_may_hold_tensors(package):
     module = importlib.import_module(package)
     objects = {name: getattr(module, name) for name in module.__all__}
+    without_torch = modules_without_torch()
     with_torch = {
         name
         for name, value in objects.items()
-        if not inspect.ismodule(value)
-        and not is_torch_free(value.__module__.replace("kvcache._core", "kvcache.native"))
+        if not inspect.ismodule(value) and value.__module__ not in without_torch
     }
     assert with_torch <= set(CASES) | NO_TENSORS
     assert not set(CASES) & NO_TENSORS
