@@ -99,7 +99,7 @@ WITHOUT_TORCH = [
     *("kvcache_exchange.disaggregation.leases", "kvcache_exchange.disaggregation.steps"),
     *("kvcache_exchange.store", "kvcache_exchange.store.identity", "kvcache_exchange.store.writes"),
     *("kvcache_exchange.store.prefixes", "kvcache_exchange.store.value_format"),
-    *("kvcache_exchange.store.base", "kvcache_exchange.circuit"),
+    *("kvcache_exchange.store.base", "kvcache_exchange.store.stats", "kvcache_exchange.circuit"),
 ]
 
 
