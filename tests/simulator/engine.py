@@ -796,7 +796,11 @@ class Engine(SlotBytes, Laws, WalkedCalls):
     def end(self, each: Row, keep: bool = False, **options) -> None:
         del self.rows[each.row]
         pages = self.pages_of(each) if keep else []
+        num_refused = self.num_refused
         self.call(self.manager.free, each.request, keep_blocks=keep, **options)
+        if self.num_refused > num_refused:  # an earlier row of this name has left blocks
+            keep = False
+            self.call(self.manager.free, each.request)
         if keep:
             self.kept.append((each, pages))
         else:
