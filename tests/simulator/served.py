@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's engine loop and its clients, as one actor of the world."""
 
+from __future__ import annotations
+
 import asyncio
 import dataclasses
 import random
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,27 +17,31 @@ from kvcache.step import StepReport
 from kvcache_exchange.hints import Hint
 from kvcache_serve.engine import Engine, Generation, SamplingParams
 from kvcache_serve.engine.sampling import Sampler
-from kvcache_serve.server.engine_loop import Answer, EngineError, EngineLoop
 from tests.machinery.table_model import VOCAB_SIZE, TableModel, logits_after
 from tests.simulator.row import Wrong
+
+if TYPE_CHECKING:
+    from kvcache_serve.server.engine_loop import Answer, EngineError, EngineLoop
 
 
 class ModelFailed(Exception):
     """Raised in the forward pass, like a device error."""
 
 
-class SteppedLoop(EngineLoop):
-    """An engine loop whose turns the simulator makes, without its thread."""
+def stepped_loop(engine: Engine) -> EngineLoop:
+    """Return an engine loop whose turns its owner makes by `turn`, without its thread."""
+    from kvcache_serve.server.engine_loop import EngineLoop  # needs the extra `metrics`
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self._is_started = True
+    class SteppedLoop(EngineLoop):
+        def turn(self) -> None:
+            self._hear(0.0)
+            if self.engine.is_busy:
+                self._step()
+            self._publish()
 
-    def turn(self) -> None:
-        self._hear(0.0)
-        if self.engine.is_busy:
-            self._step()
-        self._publish()
+    loop = SteppedLoop(engine)
+    loop._is_started = True
+    return loop
 
 
 @dataclasses.dataclass(eq=False)
@@ -74,7 +81,7 @@ class Served:
         self.generations: list[Generation] = []
         self.clients: list[Client] = []
         self.num_compared = self.num_turns = self.num_refused = 0
-        self.loop, self.events = SteppedLoop(engine), asyncio.new_event_loop()
+        self.loop, self.events = stepped_loop(engine), asyncio.new_event_loop()
         self.tasks: list[asyncio.Task] = []
         self._inject_failures()
 
@@ -198,6 +205,8 @@ class Served:
         self.tasks.append(self.events.create_task(task))
 
     async def _serve(self, client: Client, prompt, params: SamplingParams, **options) -> None:
+        from kvcache_serve.server.engine_loop import EngineError
+
         self.clients.append(client)
         most = int(self.rng.integers(1, 40)) if self.rng.random() < 0.2 else 1000
         try:

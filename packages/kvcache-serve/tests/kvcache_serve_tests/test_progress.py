@@ -10,7 +10,7 @@ import pytest
 from kvcache import KVCacheManager, LayerSpec, Request, build, plan_cache
 from kvcache_serve.engine import Engine, SamplingParams, Scheduler, Sequence, State
 from tests.machinery.table_model import TableModel
-from tests.simulator.served import SteppedLoop, TableServer
+from tests.simulator.served import TableServer, stepped_loop
 
 # KVCACHE_TEST_SEED=<number> selects other runs.
 SEED = 1_000_000 * int(os.environ.get("KVCACHE_TEST_SEED", 0))
@@ -75,7 +75,7 @@ class TestNeverFits:
         assert engine.cache.manager.pool.num_free == 2
 
     def test_answer_ends_if_the_request_is_refused_before_its_samples_are_forked(self):
-        loop, reasons = SteppedLoop(engine_of(2, 16)), []
+        loop, reasons = stepped_loop(engine_of(2, 16)), []
 
         async def read():
             params = SamplingParams(max_tokens=5, n=2, temperature=1.0)
