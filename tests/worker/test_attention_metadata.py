@@ -475,3 +475,21 @@ def test_zero_dimensional_device_length_is_rejected():
     scalar = torch.tensor(1, dtype=INT32, device="cuda")
     with pytest.raises(ValueError, match=r"query_lens has shape \[\]: expected \[num_requests\]"):
         builder.build(scalar, scalar, scalar)
+
+
+def test_window_of_a_replicated_group_is_served():
+    cp = ContextParallel(dcp_world_size=2, dcp_rank=1)
+    tables = BlockTables(
+        [
+            TableShape(8, 8, window=9, context_parallel=cp, replicated=True),
+            TableShape(8, 4, window=9, context_parallel=cp),
+        ],
+        max_num_reqs=2, max_num_tokens=64,
+    )  # fmt: skip
+    tables.add_row(([1, 2, 3], [4, 5]), 0)
+    batch = AttentionMetadataBuilder(tables, groups=[0]).build([0], [1], [24])
+    assert batch[0].block_table[0, :4].tolist() == [0, 2, 3, 0]
+    with pytest.raises(
+        ValueError, match="group 1 has a window of 9, and its tokens are spread over 2"
+    ):
+        AttentionMetadataBuilder(tables, groups=[0, 1])

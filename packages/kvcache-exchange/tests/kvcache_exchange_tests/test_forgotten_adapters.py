@@ -72,3 +72,16 @@ def test_a_match_from_before_is_not_begun():
 
 
 # Stores ------------------------------------------------------------------------------------------------
+
+
+def test_a_load_that_is_under_way_is_discarded(engines):
+    sender, receiver = engines
+    request = Request("r", [*TOKENS, 1], lora=ALPHA)
+    assert receiver.admit(request, offer_of(sender, "r", ALPHA))
+    receiver.manager.cache.forget_adapter("alpha")
+    loaded = finish(receiver, request)
+    assert (loaded.num_computed_tokens, loaded.num_loaded_tokens) == (0, 0)
+    assert loaded.error == "its adapter was forgotten"
+    again = Request("again", [*TOKENS, 1], lora=ALPHA)
+    assert receiver.manager.cache.cached_tokens(again).with_host == 0
+    assert sender.drained() and receiver.drained()

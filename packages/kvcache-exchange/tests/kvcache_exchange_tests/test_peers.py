@@ -3,11 +3,14 @@
 simulator runs engines with faulty peers.
 """
 
+import contextlib
 import http.server
 import json
+import queue
 import re
 import threading
 import time
+from concurrent.futures import Future
 from typing import ClassVar
 
 import pytest
@@ -17,9 +20,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("zmq")
 
 from kvcache import GroupSpec, Request
+from kvcache_exchange.circuit import Circuit
 from kvcache_exchange.disaggregation.offer_calls import OfferRefusedError, OfferServer, offer_key
 from kvcache_exchange.peers import EventIndex, PeerSource
+from kvcache_exchange.peers import source as peer_source
 from kvcache_exchange.router_events import EventPublisher, EventSubscriber
+from kvcache_exchange.router_events.translator import EventTranslator
 from kvcache_exchange_tests.test_disaggregation import lone
 from tests.machinery.disaggregation_engine import Engine
 from tests.machinery.shared import manager_of
@@ -269,3 +275,126 @@ def test_replies_of_servers_are_offers_refusals_or_failures():
             with pytest.raises(error, match=message):
                 server.fetch("/a", {})
         listener.shutdown()
+
+
+LONG = list(range(100))
+
+
+class Asking:
+    """An engine that knows what a peer has cached. Both are without ranks; the simulator moves KV."""
+
+    class Watch:
+        error = None
+
+        def __init__(self, server, *_):
+            self.server = server
+
+        def stop(self): ...
+
+        join = stop
+
+    def __init__(self, monkeypatch, num_peers=1, answer=None, **options):
+        monkeypatch.setattr(peer_source, "PeerWatch", self.Watch)
+        monkeypatch.setattr(OfferServer, "fetch", lambda server, _, body: self.fetch(server, body))
+        connector, self.manager, (self.rank,) = lone("own")
+        self.rank.close = lambda: None
+        self.answer, self.peers, self.asked = answer, {}, queue.SimpleQueue()
+        addresses = [f"a:{i + 1}" for i in range(num_peers)]
+        self.source = PeerSource(self.manager, connector, addresses, min_tokens=16, **options)
+        for address in addresses:
+            theirs, manager, _ = lone(address, enable_events=True)
+            self.peers[address] = PeerSource(manager, theirs, []), manager
+
+    def cache(self, address, tokens):
+        """Let a peer compute a prompt, and announce it."""
+        _, manager = self.peers[address]
+        request = Request("computed", tokens)
+        manager.step(new=[request])
+        manager.free(request)
+        events = EventTranslator(manager.options.hash_seed).translate(manager.cache.drain_events())
+        self.source._index.view(address).apply(events)
+
+    def fetch(self, server, body):
+        if self.answer is not None:
+            return self.answer()
+        self.asked.put((server.address, body, offered := Future()))
+        return {"offer": offered.result(30)}
+
+    def match(self, tokens=LONG, **options):
+        """Return how many tokens the source finds for a new request, once it knows."""
+        request, until = Request("r", tokens, **options), time.monotonic() + 30
+        while (found := self.source.match(request)) is None:
+            assert time.monotonic() < until
+            if not self.asked.empty():
+                address, body, offered = self.asked.get()
+                peer, _ = self.peers[address]
+                offered.set_result(peer.offer(body["prompt"], min_tokens=body["min_tokens"]))
+        self.source.cancel(request)
+        return found
+
+
+@pytest.fixture
+def asking(monkeypatch):
+    made = []
+
+    def make(*args, **options):
+        made.append(Asking(monkeypatch, *args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.source.close()
+
+
+def raises(error):
+    def answer():
+        raise error
+
+    return answer
+
+
+def test_peer_with_the_longest_prefix_is_asked(asking):
+    engine = asking(num_peers=2)
+    engine.cache("a:1", LONG[:60])
+    engine.cache("a:2", LONG)
+    assert engine.match() == 96
+    offered = [peer.stats.offered_tokens for peer, _ in engine.peers.values()]
+    assert offered == [0, 96] and engine.source.stats.asked_requests == 1
+    request = Request("own", LONG)
+    engine.manager.step(new=[request])
+    engine.manager.free(request)
+    assert engine.match() == 0  # the local hit is long enough
+    assert engine.source.stats.asked_requests == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "count"),
+    [
+        (raises(OfferRefusedError("not for you")), "refused_requests"),
+        (raises(ConnectionRefusedError()), "unanswered_requests"),
+        (lambda: {"offer": None}, "missed_requests"),
+        (lambda: {"offer": {"version": 9}}, "refused_requests"),
+        ("loses blocks", "missed_requests"),
+    ],
+)
+def test_request_that_a_peer_does_not_serve_is_counted(asking, caplog, answer, count):
+    engine = asking(answer=None if answer == "loses blocks" else answer)
+    engine.cache("a:1", LONG)
+    if answer == "loses blocks":
+        engine.peers["a:1"][1].cache.reset()
+    with contextlib.suppress(ValueError):  # a refusal
+        assert engine.match() == 0
+    stats = engine.source.stats
+    assert (stats.asked_requests, getattr(stats, count)) == (1, 1)
+    if count == "unanswered_requests":
+        assert "the server at a:1: ConnectionRefusedError" in caplog.text
+
+
+def test_failing_peer_gets_no_requests_until_its_breaker_allows_it(asking):
+    engine = asking(answer=raises(ConnectionRefusedError()))
+    (watch,) = engine.source._watches.values()
+    watch.server.circuit = Circuit(num_failures=1, retry_s=60)
+    engine.cache("a:1", LONG)
+    assert [engine.match() for _ in range(3)] == [0, 0, 0]
+    stats = engine.source.stats
+    assert (stats.asked_requests, stats.unasked_requests) == (1, 2)

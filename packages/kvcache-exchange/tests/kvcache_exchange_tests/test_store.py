@@ -20,6 +20,7 @@ from kvcache import (
     External,
     GroupSpec,
     KVCacheManager,
+    KVStorage,
     Pages,
     Request,
     StepReport,
@@ -600,3 +601,29 @@ def test_copies_are_ordered_on_late_streams(seed):
     streams.advance()
     assert tier.close(20) and not wrong and num_checked > 100
     assert rank._staging.num_free == rank._staging.num_values
+
+
+def test_tier_created_after_a_new_epoch_uses_its_version():
+    store, found = MemoryStore(), []
+    for version in (None, "newer", "newer"):
+        manager = KVCacheManager(16, 9, 128, enable_events=True)
+        if version is not None:
+            manager.cache.start_epoch(version)
+        tier = StoreTier(manager, KVStorage(9, 16, 1, 8).pages, store, model="tiny")
+        found.append(tier._ranks[0]._fingerprint)
+        tier.close()
+    assert found[0] != found[1] == found[2]
+
+
+def test_put_in_flight_at_a_new_epoch_is_not_announced(user_of):
+    user = serving_long(user_of(Gated()))
+    assert len(user.told) == 7
+    user.manager.cache.reset()
+    begin_a_put(user, [*range(100, 130)])
+    assert user.tier._num_writing and len(user.store.values) == 7
+    user.manager.cache.start_epoch("newer")
+    user.store.gate.set()
+    for each in [*user.running.values()]:
+        user.finish(each)
+    user.settle()
+    assert user.tier.close(60) and len(user.store.values) > 7 and not user.told

@@ -668,3 +668,26 @@ def test_fault_of_one_rank_is_a_miss_for_all(user_of, failing, fault):
     assert user.tier.stats.failed_loads == 1
     store.fault = lambda: None
     store.goes_on.set()
+
+
+def test_results_are_used_although_steps_take_longer_than_the_timeout(user_of):
+    user, request, found = user_of(filled(), timeout_s=0.02), Request("r", LONG), []
+    for _ in range(5):
+        found.append(user.tier.match(request))
+        time.sleep(0.03)
+    assert 28 in found
+    user.tier.cancel(request)
+
+
+def test_silent_rank_counts_as_one_timeout_per_lookup(user_of):
+    user, request = user_of(filled(3), timeout_s=0.05), Request("r", LONG)
+    for link in user.links:
+        link.is_silent = True
+    assert user.tier.match(request) is None
+    time.sleep(0.1)
+    assert user.tier.match(request) == 0
+    for link in user.links:
+        link.is_silent = False
+    user.tier.cancel(request)
+    user.settle()
+    assert user.tier.stats.timeouts == 1

@@ -894,3 +894,20 @@ def test_wrong_arguments_are_rejected_by_name(side_of):
             call()
     assert side.metadata == before
     read.wait(20)
+
+
+def test_exit_closes_all_transports_while_a_copy_runs(side_of, monkeypatch, caplog):
+    transports = [side_of("tcp").transport for _ in range(2)]
+    close = staged.StagedTransport.close
+
+    def late(transport):
+        close(transport)
+        raise TimeoutError("a thread still copies")
+
+    monkeypatch.setattr(staged.StagedTransport, "close", late)
+    monkeypatch.setattr(staged, "_open", transports)
+    staged._close_all()
+    monkeypatch.undo()
+    for each in transports:
+        said = f"the transport of agent {each.agent!r} was not closed: a thread still copies"
+        assert each._is_closed and said in caplog.text

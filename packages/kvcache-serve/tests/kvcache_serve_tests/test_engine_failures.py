@@ -204,6 +204,23 @@ class TestLogits:
         assert engine.metrics.failed_steps == 1
         others.run()
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 1}])
+    def test_masked_logits_are_not_an_error(self, make_engine, monkeypatch, params):
+        engine = make_engine()
+        others = Others(engine)
+        prompt = list(range(200, 230))
+
+        def mask(logits):
+            logits[..., 3:] = -INF
+
+        spoil(engine, monkeypatch, prompt, mask)
+        masked = engine.add(prompt, SamplingParams(max_tokens=6, **params))
+        others.run()
+        for sample in masked.samples:
+            assert sample.finish_reason == "length"
+            assert all(token < 3 for token in sample.token_ids[1:])
+
 
 class TestSampling:
     @pytest.mark.slow
@@ -427,3 +444,31 @@ def test_finished_requests_are_not_kept_alive(make_engine):
     gc.collect()
     alive = [each for each in gc.get_objects() if isinstance(each, Generation)]
     assert "not kept alive" not in [each.request_id for each in alive]
+
+
+def test_rejected_requests_are_returned_even_if_the_model_fails(make_engine, monkeypatch):
+    engine = make_engine()
+    others = Others(engine)
+    schedule, victim = (
+        engine.scheduler.schedule,
+        engine.add([4, 5, 6], SamplingParams(max_tokens=3)),
+    )
+
+    def refusing():
+        monkeypatch.setattr(engine.scheduler, "schedule", schedule)
+        step = schedule()
+        engine.scheduler.finish(victim.samples[0])
+        step.refused.append(victim.samples[0])
+        return step
+
+    def fail(_):
+        monkeypatch.setattr(engine.model, "forward", forward)
+        raise RuntimeError("out of order")
+
+    forward = engine.model.forward
+    monkeypatch.setattr(engine.scheduler, "schedule", refusing)
+    monkeypatch.setattr(engine.model, "forward", fail)
+    with pytest.raises(RuntimeError, match="out of order"):
+        engine.step()
+    (delta,) = others.run()
+    assert delta.finish_reason == "refused"

@@ -10,6 +10,7 @@ import pytest
 # Skip the file before it imports modules that need transformers.
 pytest.importorskip("transformers")
 
+from kvcache import Request
 from kvcache_exchange.hints import Hint, limits
 from kvcache_serve.engine import Engine, SamplingParams
 from kvcache_serve.engine.transformers import attach
@@ -118,3 +119,27 @@ def test_salt_separates_hints():
         engine.step()
     for salt, status in ((None, "refused"), ("b", "refused"), ("a", "done")):
         assert engine.hint(LONG, Hint(intent="pin"), cache_salt=salt).receipt.status == status
+
+
+def test_failing_store_is_named_in_the_receipt():
+    store = MemoryStore()
+    first = an_engine(a_tier(store))
+    answer(first)
+    settle(first)
+    first.close()
+    store.is_closed = False
+    engine = an_engine(a_tier(store))
+    get = store.get
+
+    def failing(keys, values):
+        store.fault = lambda: "corrupt"
+        return get(keys, values)
+
+    store.get = failing
+    receipt = receipt_of(engine, intent="prefetch")
+    assert receipt.status != "done" and receipt.reason == "the digest of a block is wrong"
+    cached = engine.cache.manager.cache.cached_tokens(Request("q", LONG))
+    assert receipt.num_tokens == cached.on_device < 80
+    store.fault = lambda: None
+    assert answer(engine) == greedy(dense("llama", 2), LONG, 4)
+    settle(engine)

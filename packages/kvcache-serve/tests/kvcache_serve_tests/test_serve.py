@@ -480,6 +480,16 @@ class TestEvents:
         with pytest.raises(RuntimeError, match="the publisher is closed"):
             publisher.publish([])
 
+    @pytest.mark.slow
+    def test_answers_continue_if_events_fail(self):
+        pytest.importorskip("zmq")
+        from kvcache_exchange.router_events import EventPublisher
+
+        publisher = EventPublisher("tcp://127.0.0.1:0")
+        publisher.close()
+        with serving(publisher=publisher, enable_events=True) as served:
+            assert served.complete().choices[0].text == dense_answer(GREETING)
+
     def test_events_require_a_manager_with_events(self):
         pytest.importorskip("zmq")
         from kvcache_exchange.router_events import EventPublisher

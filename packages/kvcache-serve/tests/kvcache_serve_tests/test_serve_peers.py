@@ -16,7 +16,7 @@ pytest.importorskip("zmq")
 
 from kvcache.cli import main
 from kvcache_exchange.disaggregation import CacheRank, Connector, layouts_of_plan
-from kvcache_exchange.disaggregation.offer_calls import offer_key
+from kvcache_exchange.disaggregation.offer_calls import OfferServer, offer_key
 from kvcache_exchange.peers import PeerSource
 from kvcache_exchange.router_events import EventPublisher
 from kvcache_serve.cli.models import load_model
@@ -218,3 +218,13 @@ def test_applications_without_a_key_for_peers_or_without_events_are_rejected():
     with pytest.raises(ValueError, match="peers is given: expected a loop with a publisher"):
         make_app(EngineLoop(engine), ByteTexts(), "m", peers=source)
     engine.close()
+
+
+def test_key_of_offers_does_not_reveal_the_secret():
+    assert offer_key(b"one") != offer_key(b"two") and b"one".hex() not in offer_key(b"one")
+    assert (
+        OfferServer("a:1", timeout_s=1, secret=b"one")
+        ._headers["authorization"]
+        .endswith(offer_key(b"one"))
+    )
+    assert "authorization" not in OfferServer("a:1", timeout_s=1)._headers
