@@ -14,12 +14,15 @@ from kvcache_exchange.hints.receipts import ReceiptWriter
 from kvcache_exchange.peers import PeerSource
 from kvcache_exchange.router_events.translator import EventTranslator
 from kvcache_exchange.store import rank as store_rank
+from kvcache_serve.engine import Engine as ServingEngine
+from kvcache_serve.engine.output_processor import OutputProcessor
 from tests.machinery.shared import sampled
 from tests.simulator import exchange
 from tests.simulator.engine import Wrong
 from tests.simulator.events import Sockets
 from tests.simulator.node import Node
 from tests.simulator.peers import Network
+from tests.simulator.served import TableServer
 from tests.simulator.world import World, failure_of, run, shrunk
 
 SEEDS_PER_TEST = 4
@@ -143,6 +146,38 @@ def test_fault_is_found_by_its_oracle_and_only_by_it(name, monkeypatch):
         monkeypatch.setattr(Network, "check_index", OFF["check_index"])
     monkeypatch.setattr(Node, "check_plan", lambda *_: None)  # sees the changed plans, too
     assert found(8) is None
+
+
+def fails(call, engine, *args, **kwargs):
+    raise RuntimeError("fails")
+
+
+def aborts(call, engine):
+    deltas = call()
+    for generation in engine.generations[:1]:
+        engine.abort(generation.request_id)
+    return deltas
+
+
+SERVER_FAULTS = {
+    "samples are not forked": (
+        OutputProcessor,
+        "_with_new_samples",
+        lambda _, __, sample: [sample],
+    ),
+    "steps fail": (ServingEngine, "step", fails),
+    "deltas are lost": (ServingEngine, "step", lambda call, _: call()[1:]),
+    "requests are ended": (ServingEngine, "step", aborts),
+}
+
+
+@pytest.mark.parametrize("name", SERVER_FAULTS)
+def test_fault_of_a_server_is_found(name, monkeypatch):
+    owner, method, change = SERVER_FAULTS[name]
+    monkeypatch.setattr(owner, method, wrapped(owner, method, change))
+    with pytest.raises(Wrong):
+        for seed in range(12):
+            TableServer(seed).run(6)
 
 
 def test_wrong_argument_that_is_accepted_is_found(monkeypatch):

@@ -162,6 +162,7 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         self.rows: dict[int, Row] = {}
         self.idle: list[Row] = []
         self.kept: list[tuple[Row, list[Cells]]] = []
+        self.may_keep: set[str] = set()  # names under which leases or canceled loads keep blocks
         self.held: list[list[int]] = []  # blocks that a connector holds one by one
         self.in_flight: list[int] = []  # steps that were not reported as completed
         # Plans of the last of these, which the worker has yet to carry out.
@@ -628,6 +629,7 @@ class Engine(SlotBytes, Laws, WalkedCalls):
     def begin(self, each: Row) -> None:
         if self.rng.random() < 0.1:
             self.weights()  # between the step and the load
+        self.may_keep.add(each.name)
         try:
             each.source.begin(each.request)
         except ValueError as error:
@@ -798,7 +800,9 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         pages = self.pages_of(each) if keep else []
         num_refused = self.num_refused
         self.call(self.manager.free, each.request, keep_blocks=keep, **options)
-        if self.num_refused > num_refused:  # an earlier row of this name has left blocks
+        if self.num_refused > num_refused:  # blocks of an earlier row of this name are kept
+            if each.name not in self.may_keep and all(each.name != of.name for of, _ in self.kept):
+                raise Wrong(f"{each.name} cannot be freed with keep_blocks")
             keep = False
             self.call(self.manager.free, each.request)
         if keep:
@@ -840,6 +844,7 @@ class Engine(SlotBytes, Laws, WalkedCalls):
         self.decide(each)
         del self.rows[each.row]
         self.log(f"{self.name}: publish {each.name}")
+        self.may_keep.add(each.name)
         offer = self.connector.publish(each.request, lease_s=self.rng.choice([0.5, 5.0, 50.0]))
         each.row = -1
         if offer is not None:

@@ -51,6 +51,7 @@ class Client:
     num_samples: int
     answer: Answer | None = None
     error: EngineError | None = None
+    has_left: bool = False
 
     def __post_init__(self) -> None:
         self.token_ids: list[list[int]] = [[] for _ in range(self.num_samples)]
@@ -83,6 +84,7 @@ class Served:
         self.num_compared = self.num_turns = self.num_refused = 0
         self.loop, self.events = stepped_loop(engine), asyncio.new_event_loop()
         self.tasks: list[asyncio.Task] = []
+        engine.hints._clock = lambda: float(self.num_turns)
         self._inject_failures()
 
     def logits(self, prompt: list[int], answer: list[int]) -> list:
@@ -135,6 +137,10 @@ class Served:
             self._turn()
             idle = 0 if self.engine.is_busy else idle + 1
             if self.num_turns - first > self.most_turns or idle > 9:
+                for task in self.tasks:
+                    task.cancel()
+                self.events.run_until_complete(asyncio.gather(*self.tasks, return_exceptions=True))
+                self.events.close()
                 raise Wrong("requests do not end")
         self.loop._look()
 
@@ -216,13 +222,17 @@ class Served:
                     client.token_ids[delta.index] += delta.token_ids
                     client.reasons[delta.index] = delta.finish_reason
                     most -= 1
-                    if most == 0 and self.seed % 2:
-                        return  # reads no more
+                    if most == 0 and self.seed % 2:  # reads no more
+                        client.has_left = True
+                        return
                     if most == 0 and delta.finish_reason is None:
                         client.stopped.add(delta.index)
                         client.answer.stop(delta.index)
         except EngineError as error:
             client.error = error
+        except asyncio.CancelledError:
+            client.has_left = True
+            raise
 
     def draft(self, request) -> list[int]:
         """Draft either random tokens or, with some errors, the tokens that followed the same tokens
@@ -260,26 +270,38 @@ class Served:
         self.engine.model.forward, self.cache.worker.apply = failing_forward, failing_apply
 
     def _compare(self, client: Client) -> None:
-        if client.answer is None or client.answer.generation is None:
+        if client.error is not None and not self.failure_rate:
+            raise Wrong(f"a request fails: {client.error}")
+        has_ended_early = client.has_left or client.error is not None
+        generation = None if client.answer is None else client.answer.generation
+        if generation is None:
+            if not has_ended_early:
+                raise Wrong("a request is not served")
             return
-        generation = client.answer.generation
-        prompt, params = generation.prompt.tolist(), generation.params
+        prompt, params, name = generation.prompt.tolist(), generation.params, generation.request_id
+        reasons = {sample.finish_reason for sample in generation.samples}
+        allowed = {"stop", "length"} | ({"refused"} if self.is_too_small else set())
+        if not reasons <= allowed | ({"abort"} if has_ended_early else set()):
+            raise Wrong(f"{name} ends with {reasons}")
+        if len(generation.samples) < params.n and not has_ended_early and "refused" not in reasons:
+            raise Wrong(f"{name} has {len(generation.samples)} samples, not {params.n}")
         for sample, received in zip(generation.samples, client.token_ids):
             answer, reason = sample.token_ids, sample.finish_reason
             logits = self.logits(prompt, answer)
             sampler = Sampler(params, sample.index) if params.temperature else None
             wanted = [int(x.argmax()) if sampler is None else sampler.token(x) for x in logits]
             if answer != wanted:
-                raise Wrong(f"{generation.request_id}.{sample.index}: {answer}, not {wanted}")
-            is_whole = client.reasons[sample.index] in ("stop", "length")
-            if received != (answer if is_whole else answer[: len(received)]):
-                raise Wrong(f"{generation.request_id}.{sample.index} receives {received}: {answer}")
-            is_stopped = bool(answer) and answer[-1] in params.stop_token_ids
-            is_stopped |= sample.index in client.stopped and reason == "stop"
-            if reason == "refused" and self.is_too_small:
+                raise Wrong(f"{name}.{sample.index}: {answer}, not {wanted}")
+            if not has_ended_early and client.reasons[sample.index] != reason:
+                raise Wrong(f"{name}.{sample.index} is not told that it ends with {reason}")
+            if received != (answer if not has_ended_early else answer[: len(received)]):
+                raise Wrong(f"{name}.{sample.index} receives {received}: {answer}")
+            if reason == "refused":
                 self.num_refused += 1
                 assert str(self.cache.manager.pool.num_total) in str(sample.error)
                 continue
+            is_stopped = bool(answer) and answer[-1] in params.stop_token_ids
+            is_stopped |= sample.index in client.stopped and reason == "stop"
             assert reason == "abort" or is_stopped == (reason == "stop")
             assert reason != "length" or len(answer) == params.max_tokens
             assert not set(answer[:-1]) & set(params.stop_token_ids)
