@@ -93,3 +93,20 @@ def test_requests_admitted_by_admit_cannot_be_forked():
     manager.admit(Admit(request, num_tokens=10), ())
     with pytest.raises(ValueError, match="expected a request that step admitted"):
         manager.fork(request, Request("child", range(10)))
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_failed_page_outside_the_parents_window_affects_the_child(leaves):
+    window = GroupSpec("sliding_window", 4, {"window": 4})
+    manager = make(groups=[window], enable_caching=False)
+    parent = Request("parent", range(40))
+    manager.step(new=[Admit(parent, num_tokens=8)])
+    failed = ids(manager, parent)[0]
+    manager.step([0], [8])
+    assert ids(manager, parent)[0] == 0  # the null block: the parent has dropped the page
+    child_of(manager, parent, "child", *range(16, 40))
+    if leaves:
+        manager.free(parent)
+    told = {"child": 0} if leaves else {"parent": 0, "child": 0}
+    assert manager.report(StepReport(0, True, [failed])) == told
+    check_invariants(manager)
