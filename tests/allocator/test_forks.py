@@ -3,7 +3,7 @@
 
 import pytest
 
-from kvcache import Admit, GroupSpec, KVCacheManager, Request
+from kvcache import Admit, GroupSpec, KVCacheManager, Request, StepReport
 from kvcache.allocator import check_invariants
 
 FULL = GroupSpec("full_attention", 4)
