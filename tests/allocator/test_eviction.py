@@ -481,3 +481,13 @@ def test_invalid_call_is_reported_and_changes_nothing(name, call, message):
     assert pool.ref_counts(held).tolist() == [1]
     assert pool.allocate(4).tolist() == [4, 5, 1, 2]
     assert pool.num_pins_broken == 1
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_parent_of_a_held_block_is_evicted_if_no_other_block_is_free(name):
+    pool = BlockPool(4, name)
+    ids = chain(pool, [0, 1, 3])
+    pool.release(ids[:2])
+    assert pool.allocate(1).tolist() == [1]
+    pool.check_invariants()
+    assert pool.lookup(hashes([0, 1, 3]), prefix=False).tolist() == [-1, 2, 3]

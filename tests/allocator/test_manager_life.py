@@ -272,3 +272,20 @@ def test_block_that_left_the_cache_before_its_failure_is_reported(reset):
     assert found.num_tokens == 4 * num_blocks and manager.num_computed_tokens(b) == b.num_tokens
     blocks = found.block_ids[0] if reset else found.block_ids
     assert blocks.tolist() == ids(manager, b)[:num_blocks]
+
+
+def test_aborted_step_caches_nothing_and_its_rows_roll_back():
+    manager = make()
+    a, b = new(manager, "a", 20, 6), Request("b", range(20))
+    go(manager, a, 10)
+    later = manager.step([0], [1], new=[b])  # hits blocks that the aborted step computed
+    assert later.num_computed_tokens.tolist() == [16, 16]
+    assert manager.abort(1) == {"a": 6, "b": 4}
+    assert hit(manager, 20) == 4
+    check_invariants(manager)
+    plan = manager.step([0, 1], [2, 2])
+    assert plan.num_computed_tokens.tolist() == [6, 4]
+    assert plan.clear_rows.tolist() == [0, 1]  # the plan contains the complete tables again
+    tables = [[*ids(manager, each)] for each in (a, b)]
+    order = plan.append_rows.tolist()
+    assert plan.append_ids[0].tolist() == [*tables[order[0]], *tables[order[1]]]

@@ -340,3 +340,38 @@ def test_free_with_invalid_retention_frees_nothing():
         with pytest.raises(error, match=message):
             manager.free(request, retention=retention)
         assert manager.row(request) == 0
+
+
+def test_loaded_blocks_become_hits_for_others_after_the_report():
+    engine = Engine(num_blocks=9)
+    manager = engine.manager
+    engine.run("a", range(13))
+    engine.run("b", range(100, 132))
+    before = manager.step()
+    plan = manager.step(new=[Request("a2", range(13))])
+    num_loaded = len(plan.swap_in)
+    assert num_loaded > 0
+    manager.report(StepReport(before.step_id, completed=True))  # the step before the load
+    assert manager.pool.num_loading == num_loaded
+    held = manager.pool.num_total - manager.pool.num_free
+    probe = Request("probe", range(13))
+    before = manager.cache.cached_tokens(probe)
+    manager.report(StepReport(plan.step_id, completed=True))
+    after = manager.cache.cached_tokens(probe)
+    assert manager.pool.num_loading == 0
+    assert (before.with_host, after.with_host) == (12, 12)
+    assert (before.num_host_blocks, after.num_host_blocks) == (num_loaded, 0)
+    assert manager.pool.num_total - manager.pool.num_free == held
+    check_invariants(manager)
+
+
+def test_pin_ends_when_its_block_is_cached_again():
+    manager = manager_of(FULL, num_blocks=2)  # both requests use the same block
+    for name in ("one", "two"):
+        request = new(manager, name, 4)
+        manager.free(request)
+        manager.cache.pin(name, request)
+        if name == "one":
+            manager.cache.evict([1])
+    assert manager.cache.unpin("one") == 1  # it was evicted
+    assert manager.pool.num_pinned == 1 and manager.cache.unpin("two") == 0

@@ -795,14 +795,17 @@ class Engine(SlotBytes, Laws, WalkedCalls):
             late = each.late()[: self.rng.randint(1, 3)]
             self.call(each.request.append_tokens, late)
 
+    def check_keep(self, each: Row) -> None:
+        if each.name not in self.may_keep and all(each.name != of.name for of, _ in self.kept):
+            raise Wrong(f"{each.name} cannot be freed with keep_blocks")
+
     def end(self, each: Row, keep: bool = False, **options) -> None:
         del self.rows[each.row]
         pages = self.pages_of(each) if keep else []
         num_refused = self.num_refused
         self.call(self.manager.free, each.request, keep_blocks=keep, **options)
         if self.num_refused > num_refused:  # blocks of an earlier row of this name are kept
-            if each.name not in self.may_keep and all(each.name != of.name for of, _ in self.kept):
-                raise Wrong(f"{each.name} cannot be freed with keep_blocks")
+            self.check_keep(each)
             keep = False
             self.call(self.manager.free, each.request)
         if keep:
