@@ -413,12 +413,12 @@ DEFECTS += [
     Defect(
         "store of an old epoch", STORE + "tier.py",
         "        if cache.epoch == self._epoch:\n            return\n", "        return\n",
-        "epochs", "weights change while a store has KV",
+        "store", "weights change while a store has KV",
     ),
     Defect(
         "keys of an old epoch", STORE + "rank.py",
         "                self._identity = replace(self._identity, version=order.version)\n", "",
-        "epochs", "weights change while a store has KV",
+        "store", "weights change while a store has KV",
     ),
     Defect(
         "failed removal", STORE + "rank.py",
