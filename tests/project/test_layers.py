@@ -2,6 +2,7 @@
 """Checks that imports only go downwards, and that packages import only public names of the kernel."""
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -288,6 +289,7 @@ print(*(name for name in sys.modules if name.startswith("kvcache")))
 """
 
 
+@functools.cache
 def modules_without_torch() -> set[str]:
     """Return the modules that a process without torch has imported."""
     command = [sys.executable, "-c", PROGRAM, *WITHOUT_TORCH]

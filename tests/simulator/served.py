@@ -29,8 +29,8 @@ class ModelFailed(Exception):
 
 
 def stepped_loop(engine: Engine) -> EngineLoop:
-    """Return an engine loop whose turns its owner makes by `turn`, without its thread."""
-    from kvcache_serve.server.engine_loop import EngineLoop  # needs the extra `metrics`
+    """Return an engine loop without a thread. Each call of its method `turn` makes one turn."""
+    from kvcache_serve.server.engine_loop import EngineLoop  # needs the extra `serve`
 
     class SteppedLoop(EngineLoop):
         def turn(self) -> None:

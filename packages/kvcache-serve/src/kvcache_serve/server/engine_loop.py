@@ -61,7 +61,7 @@ class Answer:
             if delta.finish_reason is not None:
                 # If the first sample ends before its first token, there are no other samples.
                 is_only = self.generation is not None and len(self.generation.samples) == 1
-                self._num_running -= self._num_running if is_only else 1
+                self._num_running = 0 if is_only else self._num_running - 1
             yield delta
 
     def stop(self, index: int) -> None:
